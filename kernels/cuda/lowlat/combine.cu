@@ -41,23 +41,26 @@ struct CombineUnits {
      * it is equal in all lanes. */
     const int worker;
 
-    /* Divides the units among the workers of all CTAs. */
+    /* Divides the units of work (pieces of rows) among the workers (warps that move rows) of
+     * all CTAs. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit number u of this rank's own tokens if `own` is true, else of peers' tokens.
-     * Does not set the unit's slots. */
+    /* Returns the unit of work with number u: a piece of one of this rank's tokens if `own` is
+     * true, else a piece of a peer's token. The caller must still look up which slots (rows of
+     * the receive buffer) the token has. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of this worker's first unit: a unit of this rank's own tokens if `own`
-     * is true, else of peers' tokens. The last worker of each CTA also checks the plan, so it
-     * gets its first unit of own tokens later than all other workers. */
+    /* Returns the number of the first unit of work (piece of a row) that this worker does: a
+     * piece of this rank's own tokens if `own` is true, else of peers' tokens. The last worker
+     * of each CTA also checks the plan, so all other workers get a unit of own tokens before it
+     * gets one. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -65,9 +68,10 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit number u, and loads this lane's slot. For an own token, also loads the rank
-     * to which this lane's choice goes. `end`: number of units of own tokens if `own` is true,
-     * else of peers' tokens. If u >= end, returns an empty unit. */
+    /* Returns the unit of work with number u, and loads the slot (row of the receive buffer)
+     * that this lane handles. For an own token, also loads the rank to which this lane's choice
+     * goes. `end`: number of units of own tokens if `own` is true, else of peers' tokens. If u
+     * >= end, returns an empty unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -77,11 +81,11 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit: a unit of own tokens if `own` is true, else of peers'
-     * tokens. The unit is loaded before the plan's header has been checked, so the numbers of
-     * tokens of the peers are not known yet. is_likely becomes true if this rank has a token
-     * with the unit's number. In most steps all ranks have equally many tokens, so the unit
-     * then probably exists. */
+    /* Returns the first unit of work of this worker: a piece of one of this rank's own tokens
+     * if `own` is true, else of a peer's token. The unit is loaded before the plan's header has
+     * been checked, so the numbers of tokens of the peers are not known yet. So the function
+     * guesses whether the unit exists: most often all ranks have equally many tokens. It sets
+     * is_likely to true if this rank has a token with the number of the unit's token. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -98,10 +102,10 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for all units of this worker: units of own tokens if `own`,
-     * else of peers' tokens. `is_loaded`: the caller has already loaded the first unit and
-     * passes it as first_unit. is_first is true only for this loaded unit. Returns false as
-     * soon as do_unit() returns false. */
+    /* Calls do_unit(unit, is_first) for each unit of work of this worker: for pieces of own
+     * tokens if `own` is true, else of peers' tokens. `is_loaded`: the caller has already
+     * loaded the first unit and passes it as first_unit. is_first is true only for this loaded
+     * unit. Returns false as soon as do_unit() returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -122,8 +126,8 @@ struct CombineUnits {
     }
 };
 
-/* Values of Worker::loaded: no rows are loaded, the rows of Worker::sent, or the rows of
- * Worker::own. */
+/* Values of Worker::loaded, which shows whether rows are already loaded: none, the rows of the
+ * unit Worker::sent, or the rows of the unit Worker::own. */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
 /* The work of one worker. The template argument Sums (QuickSums or PlainSums) defines how rows
@@ -131,15 +135,16 @@ enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
  * them, before the plan's header has been checked. It sends and stores nothing before that
  * check. */
 template <class Sums> struct Worker {
-    /* the worker's first unit of peers' tokens, and its first unit of own tokens */
+    /* This worker's first piece of a peer's token (to send), and its first piece of a token of
+     * this rank (to add). */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false; /* true: read_ahead() has set `sent` and `own` */
 
-    /* Loads this worker's first unit of peers' tokens and its first unit of own tokens. Also
-     * loads the rows of one of the two. Called before the first barrier of the CTA, while
-     * another warp checks the plan's header. */
+    /* Looks up this worker's first two pieces: one of a peer's token, and one of a token of
+     * this rank. Also loads the rows of one of the two, to save time. Called before the first
+     * barrier of the CTA, while another warp checks the plan's header. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -149,8 +154,8 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* In a valid plan, the slots of a token are in the lowest lanes. Otherwise the plan is
-         * damaged, so load no rows before the plan has been checked. */
+        /* In a valid plan, the slots of a token are in the lowest lanes. If they are not, the
+         * plan is damaged, so its slot numbers must not be used as addresses. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
@@ -173,9 +178,9 @@ template <class Sums> struct Worker {
     }
 };
 
-/* Loads and adds rows in lowlat_combine_kernel(), if rows are aligned and partial sums are
- * added in the order of ranks. EXACT: a row consists of whole pieces. AT_ONCE: how many partial
- * sums a warp polls together. */
+/* The functions with which lowlat_combine_kernel() loads and adds rows, if rows are aligned and
+ * partial sums are added in the order of ranks. EXACT: a row consists of whole pieces. AT_ONCE:
+ * how many partial sums a warp polls together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* 16-byte vectors per lane and piece */
@@ -198,8 +203,8 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* Adds rows in lowlat_combine_kernel(), if rows are not aligned or partial sums are added in
- * tree order. A worker with PlainSums loads no rows ahead. */
+/* The function with which lowlat_combine_kernel() adds rows, if rows are not aligned or partial
+ * sums are added in tree order. A worker with PlainSums loads no rows ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -246,8 +251,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 {
     __shared__ OpState op;
     __shared__ PlanView plan;
-    __shared__ Stride unused; /* CombineState refers to a Stride; this kernel does not use it */
-    /* false: the receive buffer of a rank has fewer rows than the plan has slots there */
+    __shared__ Stride unused; /* CombineState needs a Stride, but this kernel does not use it */
+    /* Set to false if the receive buffer of any rank has fewer rows than the plan needs
+     * there. */
     __shared__ bool enough;
     const p2p_self &self = job.self;
     prefetch_params(job);
@@ -308,7 +314,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* The properties of a job that decide which instance of the kernel is launched. */
+/* Properties of a job. They decide which instance of the kernel template is launched. */
 struct Kind {
     /* plain: the job needs PlainSums. exact: a row consists of whole pieces. two_ranks: the
      * group has at most two ranks. */

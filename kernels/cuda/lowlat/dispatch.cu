@@ -17,8 +17,9 @@
 #include "cuda/plan/store_records.cuh"
 
 /* Only in backend `hosts`: sends a token's row to those ranks of `peers` (bit mask) that are on
- * other hosts, with one put per rank. Each warp calls it after it has stored one piece of the
- * row. The warp that stores the last piece posts the puts. */
+ * other hosts, with one put per rank. Several warps store the pieces of a row, and each warp
+ * calls this function after each piece. The warp that stores the last piece posts the puts
+ * (remote writes). */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -87,8 +88,9 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Writes zeros to the rows and weights of all slots from `first` on. Each of `threads`
-     * threads calls it with its own number `thread`. */
+    /* Writes zeros to the receive buffer from row `first` on, and to the weights of these rows.
+     * The threads divide the work: each of `threads` threads calls the function with its own
+     * number `thread`. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -137,9 +139,10 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the records of a mixed plan. (A plan is mixed if another rank has too many tokens for
- * the planner of lowlat/plan.cuh.) Receives the records that the ranks send, and copies them to
- * the plan. Called by all warps of the CTAs that have made the plan. */
+/* Only for mixed plans (plans for which another rank has too many tokens for the planner of
+ * lowlat/plan.cuh). Receives a record for each token that has slots on this rank. A record
+ * contains these slots. Copies the records to the plan. Called by all warps of the CTAs that
+ * have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,

@@ -40,9 +40,9 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Writes zeros to this rank's padding slots (the slots at the end of a slab that have no
- * token). Does nothing if the caller does not need the zeros. Called by all workers of
- * receiving CTAs. */
+/* Writes zeros to this rank's padding: the rows at the end of each expert's part of the receive
+ * buffer that have no token. Does nothing if the caller does not need the zeros. Called by all
+ * workers of receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -64,8 +64,9 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the table `fate` of a plan in memory. For each choice of this rank's tokens, it has
- * the slot or, if the choice has no slot, a negative EPIC_FATE_*. */
+/* Returns the address of the table `fate` of a plan in memory. For each choice (pair of token
+ * and k) of this rank's tokens, the table has the choice's slot or, if the choice has no slot,
+ * a negative EPIC_FATE_*. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -76,10 +77,10 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
-/* Waits for the record that `rank` sends for its token number `token`, and sets `slot` to this
- * lane's slot or -1. If `keep` is true, also stores the record in the plan. Only for mixed
- * plans, which this kernel makes with the general planner (plan/planner.cuh). Returns false if
- * the group of ranks has failed. */
+/* Waits for the record (list of slots) that `rank` sends for its token number `token`, and sets
+ * `slot` to this lane's entry of the record: a slot or -1. If `keep` is true, also stores the
+ * record in the plan. Only for mixed plans, which this kernel makes with the general planner
+ * (plan/planner.cuh). Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -88,10 +89,11 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Receives the weights and records of this worker's tokens. Only for mixed plans, which this
- * kernel makes with the general planner. In a mixed plan, slots come from the records that the
- * ranks send, not from the tables in shared memory (LowlatPlan). receive_words() is the
- * function for other plans. Returns false if the group of ranks has failed. */
+/* Receives the weights and records (lists of slots) of the tokens that this worker handles.
+ * Only for mixed plans, which this kernel makes with the general planner. In a mixed plan,
+ * slots come from the records that the ranks send, not from the tables in shared memory
+ * (LowlatPlan). receive_words() is the function for other plans. Returns false if the group of
+ * ranks has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -108,10 +110,11 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Receives this worker's pieces and stores them to their slots. Only for mixed plans, which
- * this kernel makes with the general planner. In a mixed plan, slots come from the records that
- * the ranks send, not from the tables in shared memory. receive_all() is the function for other
- * plans. Returns false if the group of ranks has failed. */
+/* Receives the pieces of rows that this worker handles, and stores them to the receive buffer.
+ * Only for mixed plans, which this kernel makes with the general planner. In a mixed plan,
+ * slots come from the records that the ranks send, not from the tables in shared memory.
+ * receive_all() is the function for other plans. Returns false if the group of ranks has
+ * failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -162,10 +165,10 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Computes the plan in the tables of this CTA. Sets m.is_mixed if another rank has too many
- * tokens for the tables; then the caller must make a mixed plan instead. Sets m.discards if
- * received rows must not be stored. Called by all threads of the receiving CTAs. Returns false
- * if the group of ranks has failed. */
+/* Computes the plan in tables in the shared memory of this CTA. Sets m.is_mixed if another rank
+ * has too many tokens for the tables; then the caller must make a mixed plan instead. Sets
+ * m.discards if the plan has an error, so that received rows must not be stored. Called by all
+ * threads of the receiving CTAs. Returns false if the group of ranks has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -190,12 +193,13 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* Static shared memory of a CTA. The arrays of `tables` are in dynamic shared memory. */
 struct LowlatShared {
     OpState op;
-    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN: only the addresses of
-     * the plan's tables and the alignment are set. */
+    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN: the kernel makes the
+     * plan, and only the addresses of the tables to write and the alignment are set here. */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
-    Stride unused;     /* RowMove has a reference to a Stride; these kernels never read it */
-    /* false: the receive buffer of a rank has fewer rows than the plan has slots there */
+    Stride unused; /* the base class RowMove needs a Stride, but these kernels never read it */
+    /* Set to false if the receive buffer of any rank has fewer rows than the plan needs
+     * there. */
     bool has_all_rows;
 };
 
@@ -213,16 +217,17 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Returns whether this warp loads and checks the plan's header. If the kernel reads a plan,
-     * the last worker of each CTA does so. If it makes the plan, no warp does. */
+    /* Returns whether this warp is the one that loads and checks the plan's header. If the
+     * kernel reads a plan, the last worker of each CTA does so. If it makes the plan, no warp
+     * does. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
     }
 };
 
-/* The first piece and the first words (weights and record of a token) that a worker receives.
- * It loads them early, so that its first wait is short. */
+/* The first piece of a row and the first words (weights and record of a token) that a worker
+ * receives. The worker loads them early, so that its first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
@@ -236,9 +241,10 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 }
 
 /* Returns whether this warp may still send data after phase 2 of the kernel (see
- * lowlat_dispatch_kernel() below). This is true for control warps that make a plan, because
- * end_header() may report a wrong value in the caller's ids to all ranks. Such a warp calls
- * count_posted_warp() after phase 3, all other warps after phase 2. */
+ * lowlat_dispatch_kernel() below). If the kernel makes a plan, control warps may: they call
+ * end_header(), which reports a wrong value in the caller's ids to all ranks.
+ * count_posted_warp() must come after all puts of a warp, so these warps call it after phase 3,
+ * and all other warps after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
@@ -260,7 +266,8 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     m.discards = m.is_mixed = false;
     m.tables = &s.tables;
     const int ctas = (int)gridDim.x, send_only = job.num_send_only_ctas;
-    /* 1 if the last CTA announces the operation and therefore does not receive */
+    /* Number of CTAs that announce the operation instead of receiving: 1 (the last CTA) or
+     * 0. */
     const int announcers = WITH_PLAN && ctas > 1;
     m.senders = {send_only ? ctas - send_only : 0,
                  send_only ? send_only : ctas - (HOSTS ? announcers : 0)};
@@ -291,7 +298,7 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads the first piece that it will store to slots, if the piece belongs
+/* Phase 1 of a worker: loads the first piece that the worker will receive, if the piece belongs
  * to a token of this rank. Such a piece is in the caller's memory, so the worker need not wait
  * for it. */
 template <class Rows, bool WITH_PLAN>
@@ -362,8 +369,9 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load the worker's first words and first piece. If the piece belongs
- * to a token of this rank, phase 1 has loaded it already. */
+/* End of phase 2: starts to load what the worker receives first: the words (weights and record)
+ * of a token, and a piece of a row. If the piece belongs to a token of this rank, phase 1 has
+ * loaded it already. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -387,9 +395,9 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
     return ok;
 }
 
-/* Phase 4: receives rows and weights, stores them to their slots, writes zeros to slots without
- * a row, and ends the operation. is_valid: true if the plan is valid. `ok`: false if the group
- * of ranks has failed. */
+/* Phase 4: receives rows and weights and stores them to the caller's buffers, writes zeros to
+ * the padding, and ends the operation. is_valid: true if the plan is valid. `ok`: false if the
+ * group of ranks has failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -484,8 +492,8 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches kernels[1], which also makes the plan, if the job asks for a plan. Else launches
- * kernels[0]. */
+/* Launches kernels[1], which makes a plan and then moves rows, if the job asks for a plan.
+ * Otherwise launches kernels[0], which reads a plan. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)
@@ -496,7 +504,8 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
-/* Loads both kernels, and allows them the dynamic shared memory that the largest plan needs. */
+/* Loads both kernels, and allows them as much dynamic shared memory as the largest plan
+ * needs. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

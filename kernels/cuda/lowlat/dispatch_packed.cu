@@ -52,8 +52,9 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* A peer's piece is already a piece of a packed row. A piece of this rank's own token
-         * must still be made from the caller's row. */
+        /* A piece of a peer's token arrives as a piece of a packed row (row and scales
+         * together), so it can be stored as it is. A token of this rank is still in the
+         * caller's form, so its piece must first be packed. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

@@ -24,22 +24,23 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments that all functions of this kernel share. If has_new_plan is true, the kernel makes
- * the plan and finds slots in the plan's tables. Otherwise it reads slots from a plan in
- * memory. */
+/* Arguments that all functions of this kernel share. If has_new_plan is true, the kernel itself
+ * makes the plan, and finds the slot of a choice in tables in shared memory. Otherwise it reads
+ * slots from a plan in memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
-    /* if the kernel makes the plan: the plan's result, an epic_result */
+    /* If the kernel makes the plan: whether the plan is valid (an epic_result). */
     uint32_t result;
     const int32_t *fates; /* if the kernel reads a plan: the slots of this rank's choices */
-    /* true: rows are received, but not stored, because the plan has an error or the receive
-     * buffer of a rank has too few rows */
+    /* true: received rows are read from staging, but not stored, because the plan has an error
+     * or the receive buffer of a rank has too few rows. */
     bool discards;
     /* true: the plan is mixed (lowlat/plan.cuh). Another rank has too many tokens for the
-     * planner's tables in shared memory, so this rank reads slots from the records that the
-     * ranks send. */
+     * planner's tables in shared memory, so slots come from the records (lists of slots per
+     * token) that the ranks send. */
     bool is_mixed;
-    /* The CTAs that send rows, and the CTAs that receive rows. A CTA can do both. */
+    /* The CTAs that send rows, and the CTAs that receive rows. They may overlap: a CTA can do
+     * both. */
     CtaRange senders, receivers;
 
     /* Returns the number of tokens of a rank. */
@@ -49,37 +50,40 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* One piece of a token of `rank` that a warp is receiving. A warp first loads all its pending
- * pieces, and then waits for the words that had not arrived. */
+/* One piece (2 KB) of a row of a token of `rank`. A warp is receiving it. The warp first loads
+ * all its pending pieces, and then waits for the words that had not arrived. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
-     * slot or -1 */
+    /* If the kernel reads a plan: one word of the token's record (list of the token's slots on
+     * this rank). Each lane has one word: a slot or -1. */
     uint64_t record_word;
-    uint4 q[V]; /* this lane's vectors of the piece; poison in words that have not arrived */
+    /* Each lane has V vectors of 16 bytes of the piece. Words that have not arrived are poison
+     * (0xffffffff). */
+    uint4 q[V];
 };
 
-/* The weights and the record of a token of `rank` that a warp is receiving. In this file they
- * are called the "words" of the token. */
+/* The weights and the record (list of slots) of a token of `rank`. A warp is receiving them. In
+ * this file they are called the "words" of the token. */
 struct PendingWords {
     int32_t token;
     int rank;
-    /* if the kernel reads a plan: this lane's word of the token's record, which is the lane's
-     * slot or -1 */
+    /* If the kernel reads a plan: one word of the token's record (list of the token's slots on
+     * this rank). Each lane has one word: a slot or -1. */
     uint64_t record_word;
     /* The slot of this lane's choice, if three conditions are met: the token is this rank's
      * own, the kernel reads a plan, and the choice goes to this rank. Otherwise -1. */
     int32_t own_slot;
     /* If the token is this rank's own: weight of this lane's choice. If the token is a peer's:
-     * lane n has the weight of the n-th slot that the token has on this rank, or poison if the
-     * weight has not arrived. */
+     * lane n has the weight of the n-th slot that the token has on this rank, or poison
+     * (0xffffffff) if the weight has not arrived. */
     uint32_t weight;
 };
 
-/* Loads where choice k of this rank's token goes: the caller's expert id if the kernel makes
- * the plan, else the rank from the plan's table rank_of. Called before the plan's header has
- * been checked. If the plan turns out to be invalid, the caller must not use the result. */
+/* Loads the destination of choice k of a token of this rank. If the kernel makes the plan, this
+ * is the caller's expert id. Otherwise it is the rank from the plan's table rank_of. Called
+ * before the plan's header has been checked. If the plan turns out to be invalid, the caller
+ * must not use the result. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -91,10 +95,10 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends one worker's share of the pieces of this rank's tokens. Piece number `piece` of a token
- * is unit number token * own_pieces + piece. No warp may send before the CTA's first barrier,
- * because the control warp must first set up the operation. Before the barrier, the sender
- * loads its first piece and finds the peers that need it. */
+/* Sends one worker's share of the pieces of this rank's tokens. Pieces are numbered through all
+ * tokens: piece `piece` of a token is unit number token * own_pieces + piece. No warp may send
+ * before the CTA's first barrier, because the control warp must first set up the operation.
+ * Before the barrier, the sender loads its first piece and finds the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -103,8 +107,8 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Starts to load this worker's first piece, and this lane's choice of the piece's token.
-     * From the choices, find_peers() later computes which peers need the piece. */
+    /* Starts to load this worker's first piece. Each lane also loads one choice of the piece's
+     * token, from which find_peers() later computes the peers that need the piece. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -159,10 +163,10 @@ template <class Rows> struct PieceSender {
  * one of these tokens. read_ahead() loads the first weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
-    /* choice_bits: number of bits of a number of a choice. first_token: the first of the tokens
-     * that the warp handles now. */
+    /* choice_bits: log2 of the number of lanes that share one token, one lane per choice.
+     * first_token: the first of the tokens that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
-    uint64_t word;   /* where this lane's choice goes, from read_choice_ahead() */
+    uint64_t word;   /* where this lane's choice goes: the result of read_choice_ahead() */
     uint32_t weight; /* weight of this lane's choice */
 
     /* Creates a sender without tokens. read_ahead() gives it tokens. */
@@ -179,7 +183,8 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
-    /* Selects the first tokens of this warp. `choices`: number of choices per token. */
+    /* Selects the first tokens whose weights this warp sends. `choices`: number of choices per
+     * token. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
@@ -209,8 +214,8 @@ struct WeightSender {
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens to all peers. A peer gets only the weights of the
-     * choices that go to it. They are stored without gaps, in ascending k. */
+    /* Sends the weights of the current tokens to all peers. Each peer gets only the weights of
+     * the choices that go to it, in ascending k and without gaps. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -238,7 +243,8 @@ struct WeightSender {
     }
     /* Only in backend `hosts`: posts one put per token, which sends the token's weights to
      * `rank`. `count`: number of weights that this lane's token has for `rank`. A put copies
-     * words of 8 bytes, so if `count` is odd, a poison word follows. Called by all lanes of the
+     * words of 8 bytes, but a weight has 4 bytes. So if `count` is odd, a poison word
+     * (0xffffffff, "not written") is sent after the last weight. Called by all lanes of the
      * warp; the lane of the token's first choice posts the put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
@@ -265,9 +271,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece for receiving unit number u. The first units are pieces of
- * this rank's own tokens. Then come pieces of the peers' tokens: of token 0 of each peer, token
- * 1 of each peer, and so on. */
+/* Sets p.rank, p.token and p.piece: which piece of a row is number u among all pieces that this
+ * rank receives. The first numbers are pieces of this rank's own tokens. Then come pieces of
+ * the peers' tokens: of token 0 of each peer, token 1 of each peer, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -283,8 +289,8 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns how many receiving units this rank has: the pieces of all tokens of all ranks,
- * whether or not the token has slots here. */
+/* Returns how many pieces this rank receives. Pieces of all tokens of all ranks are counted,
+ * because it is not known yet which tokens have slots here. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
@@ -330,8 +336,9 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to the piece of receiving unit u, and loads the piece: from the caller's rows if the
- * token is this rank's own, else from staging. Does nothing if there is no unit u. */
+/* Sets p to piece number u of the pieces that this rank receives (locate_unit()), and loads it:
+ * from the caller's rows if the token is this rank's own, else from staging. Does nothing if
+ * there is no such piece. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -343,8 +350,9 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of the token of receiving unit u. Does nothing if the
- * kernel makes the plan, or if there is no unit u. */
+/* Loads this lane's word of the record (list of slots) of the token to which received piece
+ * number u belongs. Does nothing if the kernel makes the plan, because then the plan's tables
+ * have the slots, or if there is no such piece. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -352,9 +360,9 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and record) of token number u. In this numbering, this rank's tokens
- * come first, then the tokens of the peers: token 0 of each peer, token 1 of each peer, and so
- * on. */
+/* Loads the words (weights and list of slots) of token number u. In this numbering, this rank's
+ * tokens come first, then the tokens of the peers: token 0 of each peer, token 1 of each peer,
+ * and so on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -375,8 +383,8 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot]. Does nothing if the lane has no slot, or if received
- * data must be discarded because of an error. */
+/* Stores a weight to slot_weights[slot]. Does nothing if the lane has no slot (slot is -1), or
+ * if received data must be discarded because of an error. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
@@ -384,9 +392,10 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
 }
 
 /* Waits for the weights of a token, and stores them to slot_weights of the token's slots on
- * this rank. For a peer's token, stores poison back to the heap. `slot`: this lane's slot, or
- * -1. `n`: number of this slot among the token's slots on this rank. The slot's weight is the
- * n-th weight that the peer has sent. Returns false if the group of ranks has failed. */
+ * this rank. For a peer's token, stores poison ("not written") back to staging, for the next
+ * operation that uses this memory. `slot`: this lane's slot, or -1. `n`: number of this slot
+ * among the token's slots on this rank. The slot's weight is the n-th weight that the peer has
+ * sent. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -410,7 +419,7 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
 
 /* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, the slot
  * comes from the plan's tables, and lane k returns the slot of choice k. Otherwise the slot is
- * `word`, the lane's word of the token's record. */
+ * `word`, which the lane has loaded from the token's record in the plan. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -452,13 +461,15 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
 }
 
 /* Returns the number of the first token whose words (weights and record) this worker receives.
- * The last worker gets token 0, because the first workers have more pieces to receive. */
+ * Tokens are assigned from the last worker downwards, because the first workers have more
+ * pieces of rows to receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns for how many tokens, of all ranks, this rank receives words (weights and record). */
+/* Returns for how many tokens this rank receives words (weights and record). Tokens of all
+ * ranks are counted. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);

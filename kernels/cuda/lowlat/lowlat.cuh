@@ -93,27 +93,28 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns how many bits the largest of the numbers 0 to n - 1 has. */
+/* Returns how many bits are needed to write the numbers 0 to n - 1. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
 }
 
-/* The words that the control warp reads from memory when the kernel starts. */
+/* The words that the control warp (the last warp of a CTA) loads first when a kernel starts. */
 struct StartState {
-    uint32_t epoch; /* epoch (number) of the last operation that has ended on this rank */
-    /* lane 0: 1 if another operation of this rank is running (mark_running()) */
+    uint32_t epoch; /* number of the last operation that has ended on this rank */
+    /* In lane 0: 1 if another operation of this rank is already running, which is an error
+     * (mark_running() detects it). */
     uint32_t overlaps;
-    /* P2P_BROKEN() if the group of ranks has failed, else 0. In backend `hosts`, this is a copy
-     * of a word in the net inbox. The copy shows only failures that a kernel of this rank has
-     * already seen. Waits also poll the original, so they find later failures. */
+    /* The failure of the group of ranks (P2P_BROKEN()), or 0. In backend `hosts`, this is a
+     * copy of a word in the net inbox. The copy shows only failures that a kernel of this rank
+     * has already seen. Waits also poll the original, so they find later failures. */
     uint64_t broken;
-    /* Only in backend `hosts`. epochs: how many epochs of this rank have ended. freed: how many
-     * of these epochs the net has finished, because it has read the data of all their puts. The
-     * rank may write again to the outbox memory that these epochs have used. */
+    /* Only in backend `hosts`. epochs: how many operations of this rank have ended. freed: for
+     * how many of them the net has read all data from the outbox, the memory from which it
+     * sends. The rank may write to this part of the outbox again. */
     uint64_t epochs, freed;
-    /* Only in backend `hosts` and in the last CTA: the word `broken` in the net inbox, which is
-     * the original of `broken`. finish_lowlat() checks it. */
+    /* Only in backend `hosts` and in the last CTA: the original of `broken`, which is in the
+     * net inbox. If it is set, finish_lowlat() does not count the operation as done. */
     uint64_t net_broken;
 };
 
@@ -134,10 +135,10 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return start;
 }
 
-/* Only in backend `hosts`: waits until this rank may write to its outbox. This is the case when
- * the net has read the data of all puts of the epoch that last used this half of the outbox. In
- * backend p2p there is no outbox, and the function returns true. Called by the control warp.
- * Returns false if the group of ranks has failed. */
+/* Only in backend `hosts`: waits until this rank may write to its outbox. The two halves of the
+ * outbox are used alternately. The rank must wait until the net has read all data of the last
+ * operation that used this half. In backend p2p there is no outbox, and the function returns
+ * true. Called by the control warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
@@ -148,8 +149,8 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
 /* Sends the sizes that are part of this rank's announcement to every rank. `tokens`: number of
  * this rank's tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`:
  * number of rows of its receive buffer. Called by all warps; only the control warp of the last
- * CTA sends. Does nothing in backend `hosts`. There announce_start() stores all words of the
- * announcement, so that one put sends them together. */
+ * CTA sends. Does nothing in backend `hosts`. There announce_start() sends all words of the
+ * announcement together with one put. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -183,9 +184,9 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets the fields of op, the state of the operation, except the signature and the addresses in
- * staging. `tokens`, `capacity`, `rows`: the sizes that this rank announces. Called by the
- * control warp. */
+/* Sets the fields of op, the state of the operation. Two things are set later: the signature (a
+ * hash of the arguments) and the addresses in staging. `tokens`, `capacity`, `rows`: the sizes
+ * that this rank announces. Called by the control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &start, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -205,8 +206,8 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Sets the staging addresses in op: where rows from each rank arrive, and where rows to each
- * rank go. Called by the control warp. */
+/* Sets two addresses per peer in op: where the peer's rows arrive in this rank's staging, and
+ * where rows go in the peer's staging. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
@@ -237,10 +238,11 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started, which means that it has read the epoch. (In backend `hosts`,
- * count_posted_warp() counts warps instead.) Also reports a failure if another operation of
- * this rank runs at the same time. Called by all threads after the first barrier. One thread of
- * the control warp does the work, because the workers have rows to send. */
+/* Counts this CTA as started. Only after all CTAs have read the epoch (operation number), the
+ * last CTA may advance it. (In backend `hosts`, count_posted_warp() counts warps instead.) Also
+ * reports a failure if another operation of this rank runs at the same time. Called by all
+ * threads after the first barrier. One thread of the control warp does the work, because the
+ * workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -275,7 +277,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* The group of ranks had already failed when this kernel started. The operation must not
+    /* The group of ranks had already failed when this kernel started, so the operation must not
      * count as done, even if all rows have arrived. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
@@ -303,9 +305,9 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that calls it last, false in the other CTAs. Called by all threads of
- * `ctas` CTAs, after their last store. So the CTA with result true may overwrite what the other
- * CTAs have stored. */
+/* Returns true in the CTA that calls it last, false in the others. Called by all threads of
+ * `ctas` CTAs, after their last store. The last CTA can then safely overwrite what the others
+ * have stored. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -317,9 +319,9 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Returns true in the CTA that calls it last, false in the other CTAs. Called by all threads of
- * all CTAs if the receive buffer of any rank has too few rows. The CTA that calls it last also
- * reports to the host which rank has too few rows. */
+/* Called by all threads of all CTAs if the receive buffer of any rank has too few rows. Returns
+ * true in the CTA that calls it last. This CTA also reports to the host which rank has too few
+ * rows. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -327,8 +329,8 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* If a thread of this CTA has given up a wait, reports the cause to the host. Called by all
- * threads at the end of the kernel. */
+/* If a wait in this CTA has ended without success (deadline, failed group), reports the cause
+ * to the host. Called by all threads at the end of the kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {
     __syncthreads();

@@ -29,8 +29,8 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() encodes it later. If the warp
- * encoded it immediately, it would wait for the load. */
+/* An expert id as loaded from the caller's array. The warp encodes it later (encode_id()),
+ * because encoding at once would make the warp wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -61,7 +61,7 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
                                                                              : id.low;
 }
 
-/* Encodes two ids and returns them in one 32-bit word. */
+/* Encodes two ids in 16 bits each, and returns both in one 32-bit word. */
 __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
@@ -83,17 +83,19 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
 /* Sends the expert ids of this rank's tokens to all peers. Each control warp sends the ids of
  * some tokens, several tokens at a time. Each lane has one word (two ids) of one of these
  * tokens. The constructor starts to load the first ids when the kernel starts. make_words()
- * encodes the ids. send_ids() sends them, when op (the state of the operation) has been set. */
+ * encodes the ids. send_ids() sends them. It can be called only after op (the state of the
+ * operation) has been set. */
 struct IdSender {
     const p2p_plan_job &job;
     /* token_words: number of words per token. word_bits: number of bits needed for the number
      * of a word within its token. */
     const int token_words, word_bits;
     int32_t token; /* the token whose word this lane sends next */
-    /* after each word, the lane continues with the token this many tokens later */
+    /* How far apart the tokens of this lane are: after one token it continues with token +
+     * token_step. */
     const int32_t token_step;
     RawId low, high; /* the two ids of this lane's word, before they are encoded */
-    /* this lane's word: two encoded ids */
+    /* The word that this lane sends: two encoded ids. */
     uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
@@ -165,10 +167,10 @@ struct IdSender {
     }
 };
 
-/* Enters choice k of a token of `rank` in the tables. e: encoded expert id. If the id is
- * invalid, stores the number of the choice in bad_choice, unless bad_choice already has the
- * number of an earlier choice. Returns true if another choice of the token has the same
- * expert. */
+/* Enters choice k of a token of `rank` in the tables from which the plan is computed. e:
+ * encoded expert id. If the id is invalid, stores the number of the choice in bad_choice,
+ * unless bad_choice already has the number of an earlier choice. Returns true if another choice
+ * of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -240,8 +242,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                 const uint64_t tokens = num_tokens < 0 ? load_relaxed(announced) : 0;
                 if (num_tokens < 0 && is_stamped(op, tokens))
                     num_tokens = (int32_t)(uint32_t)tokens;
-                /* A rank with more than max_tokens tokens sends no ids, so do not wait for
-                 * them. */
+                /* A rank with more than max_tokens tokens uses another planner and sends no
+                 * ids, so do not wait for ids. */
                 if (num_tokens > tables.max_tokens) num_tokens = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
@@ -273,8 +275,8 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
 }
 
 /* Computes the tables after all ids have arrived: counts the choices of each expert, then
- * computes the first slot of each slab. Thread e handles expert e. Called by all threads of the
- * CTA; contains two barriers. */
+ * computes where each expert's slab (its slots) begins. Thread e handles expert e. Called by
+ * all threads of the CTA; contains two barriers. */
 static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
@@ -313,7 +315,7 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
     __syncthreads();
 }
 
-/* Returns how many slots rank q needs; 0 if there is no rank q. */
+/* Returns how many slots of its receive buffer rank q needs; 0 if there is no rank q. */
 __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p_plan_job &job,
                                              int q)
 {
@@ -332,8 +334,8 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
 
 /* Returns whether the plan can be used. A plan is invalid if an expert id is invalid, or if a
  * rank needs more slots than its capacity. `moves`: true if the operation also moves rows. Then
- * the function also checks that each rank's receive buffer has a row per slot. The result is
- * the same on all ranks. Called by one warp. */
+ * the function also checks that each rank's receive buffer has enough rows. The result is the
+ * same on all ranks. Called by one warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        bool moves)
 {
@@ -395,10 +397,10 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies expert ids, which ranks on other hosts send, from the net inbox to the heap, as they
+/* Copies the expert ids that ranks on other hosts send from the net inbox to the heap, as they
  * arrive. A lane copies two words at a time. It waits only for words of tokens that exist,
- * according to the rank's announcement. The words are divided among `warps` warps; this one is
- * number `warp`. Returns false if the group of ranks has failed. */
+ * according to the rank's announcement. `warps` warps divide the words among themselves; `warp`
+ * is the number of the calling warp. Returns false if the group of ranks has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -522,9 +524,9 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes the first slot and the padding of each of this rank's slabs to the plan. Writes the
- * number of tokens and of rows of each local expert to the caller's arrays. Called by one
- * control warp of the grid. */
+/* Writes where the slab (the slots) of each local expert begins, and the size of its padding,
+ * to the plan. Writes the number of tokens and of rows of each local expert to the caller's
+ * arrays. Called by one control warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {

@@ -20,13 +20,13 @@
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-/* encoded id of a choice that has no expert (the caller's id is negative) */
+/* encoded id of a choice without an expert (the caller's id is negative) */
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
 #define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
 /* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids, with 2 bytes
- * each. The number of ids of a token is rounded up to a multiple of LOWLAT_LANE_IDS. So with
- * top_k = 1 the table has LOWLAT_LANE_IDS times as many ids. */
+ * each. The number of ids of a token is rounded up to a multiple of LOWLAT_LANE_IDS, so in the
+ * worst case (top_k = 1) the table has space for LOWLAT_LANE_IDS times as many ids. */
 #define LOWLAT_PLAN_MAX_BYTES                           \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + \
      P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
@@ -34,8 +34,7 @@
 /* Result of check_plan(): whether a plan can be used. It is equal on all ranks. */
 struct PlanCheck {
     uint32_t result; /* an epic_result */
-    /* true: the plan is valid, but the receive buffer of a rank has fewer rows than the rank
-     * has slots */
+    /* true: the plan is valid, but the receive buffer of a rank has too few rows for it */
     bool short_of_rows;
 };
 
@@ -45,8 +44,8 @@ struct LowlatPlan {
     /* The state of the general planner. Here only these members are used: load,
      * group_slab_start, capacity, demand, needed_slots, bad_ranks and header. */
     Planner p;
-    /* [token blocks of all ranks][num_experts]: one bit for each of the block's 32 tokens, 1 if
-     * the token chose the expert */
+    /* [token blocks of all ranks][num_experts]: which of the 32 tokens of the block chose the
+     * expert, one bit per token */
     uint32_t *mask;
     /* [token blocks of all ranks][num_experts]: how many choices of the expert are in earlier
      * token blocks of the same rank and in the blocks of all lower ranks */
@@ -56,10 +55,12 @@ struct LowlatPlan {
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* for each rank: number (token * top_k + k) of the rank's first choice with an invalid id
-     * or, with EPIC_DISTINCT, of its first duplicate; NO_INDEX: there is none */
+    /* for each rank: the rank's first wrong choice, as token * top_k + k. A choice is wrong if
+     * its id is invalid or, with EPIC_DISTINCT, if it repeats an expert of the token. NO_INDEX:
+     * none is wrong */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* warp_slots[w]: number of slots of the experts that warp w handles in compute_slabs() */
+    /* warp_slots[w]: total number of slots of those experts that warp w handles in
+     * compute_slabs() */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* number of slots of all ranks together */
     /* max_tokens: how many tokens of each rank the tables have space for. num_groups: number of
@@ -78,9 +79,9 @@ struct LowlatPlan {
     {
         return (rank * max_tokens + token) * id_lanes * LOWLAT_LANE_IDS;
     }
-    /* Returns the slot that choice k of a token of `rank` has on the rank of its expert e.
-     * Within the slab of e, slots are in the order of rank, token and k. `first`: first expert
-     * of the rank that owns e. */
+    /* Returns the slot of choice k of a token of `rank`: a row number in the receive buffer of
+     * the rank that owns expert e. The slots of an expert are in the order of rank, token and
+     * k. `first`: first expert of the rank that owns e. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -110,8 +111,8 @@ struct LowlatPlan {
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* Returns the slot of choice k of a token of `rank` if its expert is on this rank, else
-     * -1. */
+    /* Returns the slot (row number) of choice k of a token of `rank` if the choice's expert is
+     * on this rank, else -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -120,18 +121,17 @@ struct LowlatPlan {
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
-    /* Returns how many slots the ranks below q have together. For q = num_ranks, this is the
-     * number of all slots. */
+    /* Returns the total number of slots of the ranks 0 to q - 1. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
         return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
     /* Writes the record of a token of `rank` (its slots on this rank) to the plan. If the token
-     * is this rank's own, also writes the fates and ranks of its choices. `slot`: in lane k,
-     * the result of slot_here() for choice k. `here`: bit mask of the lanes that have a slot.
-     * `result`: result of the plan; if it is an error, no slot is written. Called by one
-     * warp. */
+     * is this rank's own, also writes two words per choice: its fate (its slot, or the reason
+     * why it has none) and its rank. `slot`: in lane k, the result of slot_here() for choice k.
+     * `here`: bit mask of the lanes that have a slot. `result`: result of the plan; if it is an
+     * error, no slot is written. Called by one warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const

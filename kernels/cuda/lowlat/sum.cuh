@@ -20,11 +20,11 @@
 
 #define LOWLAT_LOADED_ROWS 8 /* largest number of rows of a token that a warp loads together */
 
-/* The rows of a unit that the warp has loaded: this lane's vector of each row. A warp loads up
- * to LOWLAT_LOADED_ROWS rows at a time. */
+/* The rows that the warp has loaded to add them: this lane's 16-byte vector of each row. A warp
+ * loads up to LOWLAT_LOADED_ROWS rows at a time. */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
-    float weight; /* weight of this lane's slot (lane n has the token's slot number n) */
+    float weight; /* weight of one slot: lane n has the weight of row n */
 };
 
 /* Returns the index within the row of the vector that this lane handles. */
@@ -41,9 +41,9 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads rows that the unit adds: up to LOWLAT_LOADED_ROWS of its `count` rows, beginning with
- * row number `from`. Each lane loads its own vectors of these rows. In lane n, u.slot is the
- * slot of row n. */
+/* Loads up to LOWLAT_LOADED_ROWS of the `count` rows that the warp adds for the token,
+ * beginning with row number `from`. Each lane loads its own vector of each row. Lane n has the
+ * slot (row of the receive buffer) of row n in u.slot. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
 }
 
 /* Adds weight * row to acc for each loaded row. `from`: number of the first loaded row.
- * `count`: number of rows of the unit, loaded or not. */
+ * `count`: number of all rows that the token has here, loaded or not. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -75,22 +75,22 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Returns whether the unit's slots are in the lowest lanes, as in every valid plan. If the plan
- * has not been checked yet, it may contain anything. */
+/* Returns whether the slots of the unit's token are in the lowest lanes. They are in every
+ * valid plan, but a plan that has not been checked yet may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
     return (lanes & (lanes + 1)) == 0;
 }
 
-/* Returns how many slots the unit's token has on this rank. */
+/* Returns how many slots (rows of the receive buffer) the unit's token has on this rank. */
 __device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads the weights of a unit's slots and its first LOWLAT_LOADED_ROWS rows. The caller has set
- * u.slot. */
+/* Loads the weights of all rows that the unit's token has on this rank, and the first
+ * LOWLAT_LOADED_ROWS of these rows. The caller has set u.slot. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u)
@@ -118,9 +118,9 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
- * peer's staging. With the first piece, also sends one float per slot of the token, if the job
- * has slot_floats (in dispatch_backward, the gradient of the slot's weight). The caller has
- * loaded `rows`. */
+ * peer's staging. In dispatch_backward (the job has slot_floats), also sends the gradients of
+ * the weights of the token's slots, together with the first piece. The caller has loaded
+ * `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -193,9 +193,9 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 }
 
 /* Adds the partial sums of all ranks for one piece of a token of this rank, and stores the sum
- * to the output. With the first piece, also receives one float per choice (in
- * dispatch_backward, the gradient of the choice's weight), if the caller wants choice_floats.
- * The caller has loaded `rows`. Returns false if the group of ranks has failed. */
+ * to the output. In dispatch_backward, if the caller wants choice_floats, also receives the
+ * gradients of the weights of the token's choices, together with the first piece. The caller
+ * has loaded `rows`. Returns false if the group of ranks has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)

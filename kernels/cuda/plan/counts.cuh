@@ -41,10 +41,11 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Adds the choice of each lane to `tally`, this warp's counters. Returns how many choices of
- * the same expert the warp counted before this one, in lower lanes or earlier calls
- * (warp_position). Sets same_id to the bit mask of the lanes with the same expert. Called by
- * all lanes. A lane without a choice passes expert -1. */
+/* Counts the choices of all lanes: adds 1 to the element of `tally` (this warp's counters) that
+ * belongs to the expert of each lane's choice. Returns how many choices of the same expert the
+ * warp counted before this one, in lower lanes or earlier calls (warp_position). Sets same_id
+ * to the bit mask of the lanes with the same expert. Called by all lanes. A lane without a
+ * choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -65,12 +66,12 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 }
 
 /* Layout FLAT: counts the rows that some tokens need on each rank. A token needs one row on
- * each rank that owns one of its experts, so only its first choice on a rank counts. The result
- * is -1 if this lane's choice is not the token's first one on its rank. Otherwise the result is
- * warp_row: how many rows on this rank the warp counted before. `tally`: this warp's counters
- * of ranks. `owner`: the rank of the expert of this lane's choice, or -1. A token with more
- * than 32 choices needs two calls, with chunk = 0 and chunk = 1. `seen`: a bit mask by which
- * the first call passes the ranks of its choices to the second. */
+ * each rank that owns one of its experts, so only its first choice on a rank counts. If this
+ * lane's choice is the token's first one on its rank, returns warp_row: how many rows on that
+ * rank the warp had counted before. Otherwise returns -1. `tally`: this warp's counters of
+ * ranks. `owner`: the rank of the expert of this lane's choice, or -1. A token with more than
+ * 32 choices needs two calls, with chunk = 0 and chunk = 1. `seen`: a bit mask by which the
+ * first call passes the ranks of its choices to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, uint32_t &seen)
 {
@@ -97,14 +98,14 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A warp counts its tokens in groups (TokenLanes). If it has at most this many groups, each
- * lane keeps its choices in registers, and need not load them again when it computes their
- * slots. */
+/* A warp counts its tokens in groups of as many as fit in its lanes (TokenLanes). If it has at
+ * most this many groups, each lane keeps its choices in registers, and need not load them again
+ * when it computes their slots. */
 #define COUNTED_BATCHES 4
 
-/* For each group of tokens of the warp: the id of this lane's choice, and how many choices with
- * this id the warp counted before (warp_position). Used only if choices_fit_registers() is
- * true. */
+/* The choices that this lane has counted: the id of each choice, and how many choices with this
+ * id the warp counted before (warp_position). One element per group of tokens. Used only if
+ * choices_fit_registers() is true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
@@ -117,16 +118,17 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
            range.end - range.begin <= COUNTED_BATCHES * lanes.tokens_at_once;
 }
 
-/* Calls use() for the choices of this warp's tokens in order, one choice per lane at a time.
+/* Calls use() for all choices of this warp's tokens in order. In each call, each lane has one
+ * choice.
  *
  *   read(choice)  returns the expert id of this rank's choice with this number
- *   use(choice, id, k, first_id, i)  handles a choice; called by all lanes. Returns an id, which
- *                 matters only if the token has more than 32 choices
- *     choice      number of the choice, or -1 if this lane has none
- *     id          its expert id, or -1 if this lane has no choice
- *     k           its position among the top_k choices of its token
- *     first_id    if the token has more than 32 choices, use() is called twice for it. In the
- *                 second call this is the result of the first one. In all other calls it is -1
+ *   use(choice, id, k, first_id, i)  handles one choice per lane; called by all lanes. Its result
+ *                 matters only if tokens have more than 32 choices (see first_id)
+ *     choice      number of this lane's choice, or -1 if the lane has none
+ *     id          expert id of the choice, or -1 if the lane has no choice
+ *     k           position of the choice among the top_k choices of its token
+ *     first_id    -1 if tokens have at most 32 choices. Otherwise use() is called twice for each
+ *                 token: first with first_id -1, then with the result of the first call
  *     i           0 to 3: position of this call in its group of four calls
  *
  * The ids for a group of four calls are loaded together, so that the loads overlap. */
@@ -159,9 +161,9 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks the id of choice number `choice`. If the id is too large, stores the choice in
- * p.bad_choice, unless an earlier wrong choice is there. Returns the id, or -1 if the id is
- * negative (no expert) or too large. */
+/* Checks the id of choice number `choice`. If the id is too large, stores the number of the
+ * choice in p.bad_choice, unless it already has the number of an earlier wrong choice. Returns
+ * the id, or -1 if the id is negative (no expert) or too large. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
@@ -179,9 +181,9 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts choice number `choice`: the id of the expert.
- * There is one exception: if the planner chooses replicas only after counting, the function
- * returns the id of the logical expert. */
+/* Returns the id by which the planner counts choice number `choice`. This is the id of the
+ * expert or, if the planner chooses replicas only after counting, the id of the logical
+ * expert. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -241,18 +243,18 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word of `counts` has the sum of one tally (counter) over all warps of the sending rank. It
- * also has the owner of the tally, from the sender's table rank_of_expert, so that the receiver
- * can compare this table with its own. If the word of tally 0 has the flag RECORD_LAST, the
- * sender's data is wrong. If all words have it, the sender's table rank_of_expert is
- * invalid. */
+/* A word that a rank sends to all ranks (array `counts`). It contains the sum of one tally
+ * (counter) over all warps of the sender. It also contains the rank that owns the tally's
+ * expert, from the sender's table rank_of_expert, so that the receiver can compare this table
+ * with its own. If the word of tally 0 has the flag RECORD_LAST, the sender's data is wrong. If
+ * all words have it, the sender's table rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
 
-/* Returns the word that this rank sends for tally i, with the tally's owner and with count 0.
- * The caller adds the count. If this rank's table rank_of_expert is invalid, the word is
- * RECORD_LAST. */
+/* Returns the word that this rank sends for tally (counter) i, without the count, which the
+ * caller adds. The word contains the rank to which the tally belongs. If this rank's table
+ * rank_of_expert is invalid, the word is RECORD_LAST. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
@@ -283,7 +285,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
                       stamp_word(op, p.bad_choice));
     const int warps = p.num_warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        /* All loads come before the first store, so that the loads overlap. */
+        /* Do all loads before the first store, so that the loads overlap. */
         int32_t counts[PLAN_MOST_WARPS], sum = 0;
 #pragma unroll
         for (int w = 0; w < PLAN_MOST_WARPS; w++)
@@ -299,8 +301,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns the address, in `heap`, of the fault words of `rank`, in which the rank describes the
- * first wrong value in its data. */
+/* Returns where in `heap` the fault words of `rank` are. In these words, `rank` describes the
+ * first wrong value in the arrays that its caller passed. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -377,8 +379,8 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
 }
 
 /* Only in backend `hosts`: copies counts from the net inbox to the heap. These are the counts
- * of ranks on other hosts. Only CTA 0 polls the net inbox, because polls of it are slow. The
- * other CTAs wait for the words in the heap. */
+ * of ranks on other hosts. Only CTA 0 polls the net inbox, because it may be in host memory,
+ * where polls are slow. The other CTAs wait for the words in the heap. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -407,10 +409,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() for tally (counter) number e: adds the tallies of
- * this rank's planner CTAs. Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also
- * sends the sum over all CTAs to every rank. `counts`: offset of this epoch's counts in a heap,
- * in 8-byte words. Returns false if the group of ranks has failed. */
+/* Does steps 1 and 2 of exchange_counts() (below) for tally (counter) number e: adds this tally
+ * of all planner CTAs of this rank. Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
+ * also sends the sum over all CTAs to every rank. `counts`: where the array for the counts
+ * begins in a heap, in 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -438,10 +440,10 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
 }
 
 /* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to the ranks on
- * other hosts. It does so after all its threads have stored their counts. `counts`: offset of
- * this epoch's counts in a heap, in 8-byte words. `tallies`: number of counters. `ok`: false if
- * this thread has found a failure. Called by all threads. Returns false if any thread of CTA 0
- * has found that the group of ranks has failed. */
+ * other hosts. It does so after all its threads have stored their counts. `counts`: where the
+ * array for the counts begins in a heap, in 8-byte words. `tallies`: number of counters. `ok`:
+ * false if this thread has found a failure. Called by all threads. Returns false if any thread
+ * of CTA 0 has found that the group of ranks has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -456,8 +458,8 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
 
 /* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally
  * (counter). `from`: address of rank 0's count in this rank's heap. Sets words[i] to the word
- * of rank first + i, or to a word with count 0 if there is no such rank. Returns false if the
- * group of ranks has failed. */
+ * of rank first + i, or to a word with count 0 if that rank does not exist. Returns false if
+ * the group of ranks has failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -481,15 +483,15 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
 }
 
 /* Does step 3 of exchange_counts() for tally (counter) number e: waits for the counts of all
- * ranks, and adds them to p.load and p.before_cta. `counts`: offset of this epoch's counts in a
- * heap, in 8-byte words. Returns false if the group of ranks has failed. */
+ * ranks, and adds them to p.load and p.before_cta. `counts`: where the array for the counts
+ * begins in a heap, in 8-byte words. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* load: sum of the counts of all ranks. low: sum of the counts of the lower ranks. bad: bit
-     * mask of the ranks whose data is wrong. others: bit mask of the ranks whose table
-     * rank_of_expert differs from the table of this rank. */
+    /* load: sum of the counts of all ranks. low: sum of the counts of the ranks below this one.
+     * bad: bit mask of the ranks that have found an error in their own data. others: bit mask
+     * of the ranks whose table rank_of_expert differs from this rank's table. */
     uint32_t load = 0, low = 0, bad = 0, others = 0;
     bool ok = true;
 #pragma unroll 1
@@ -526,8 +528,9 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
  *      and sets p.before_cta and p.load
  *
- * Returns false if the group of ranks has failed. Not inlined, because inlining would make the
- * loop that moves rows spill registers. */
+ * Returns false if the group of ranks has failed. The function is not inlined, because it would
+ * use so many registers that the loop that moves rows, in the same kernel, would spill
+ * registers to memory. */
 template <int FEATURES>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

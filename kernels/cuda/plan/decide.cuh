@@ -31,19 +31,20 @@ __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, 
                               : ExpertRange{rank * job.block, job.block};
 }
 
-/* Returns the number of slots of a slab with `count` choices: `count` rounded up to a multiple
- * of `alignment`. */
+/* Returns the size of the slab of an expert with `count` choices: `count`, rounded up to a
+ * multiple of `alignment`. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    /* If the alignment is a power of two, a mask computes the remainder without a division. */
+    /* If the alignment is a power of two, computes the remainder with a mask, because a
+     * division takes longer. */
     const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(). Layers with PLAN_RARE (replicas, or dropped
- * choices) need this many bytes of dynamic shared memory in addition to planner_bytes_of(). */
+/* Upper bound of replica_bytes() + by_k_bytes(). Layers with replicas or dropped choices
+ * (PLAN_RARE) need these bytes of dynamic shared memory in addition to planner_bytes_of(). */
 #define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
 /* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
@@ -60,9 +61,9 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return FEATURES & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices and
- * drops the others. `capped`: if true, each expert also keeps at most expert_capacity choices.
- * Called by one warp. */
+/* Returns how many slots (rows of the receive buffer) `rank` needs if each of its experts keeps
+ * at most `most` choices and drops the others. If `capped` is true, each expert also keeps at
+ * most expert_capacity choices. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -86,8 +87,9 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the keep limit of `rank`: the largest number c for which `capacity` slots suffice if
- * each of its experts keeps at most c choices. Finds c by bisection. Called by one warp. */
+/* Returns the keep limit of `rank`: how many choices each of its experts may keep at most, so
+ * that `capacity` slots suffice for all its experts. Finds the largest such limit by bisection.
+ * Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -103,7 +105,7 @@ static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, i
 }
 
 /* Returns the plan's table `logical`: entry e is the logical expert of expert e. Only plans of
- * layers with replicas have it. */
+ * layers with replicas (copies of a logical expert) have this table. */
 __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -112,16 +114,16 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 }
 
 /* Returns the plan's table `expert_of`: entry i is the id of this rank's local expert i. Only
- * plans of layers with replicas have it. In memory this table follows the table `logical`. */
+ * plans of layers with replicas have this table. In memory it follows the table `logical`. */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Places the slabs of `rank`: sets p.slab_start for each of its experts. Layout FLAT has no
- * slabs, so there it sets p.local_expert instead. For this rank's own experts, CTA 0 also
- * writes the tables slab_begin and padding of the plan. Returns the number of slots that the
- * rank needs. Called by one warp. */
+/* Decides where the slab (range of slots) of each expert of `rank` begins, and sets
+ * p.slab_start. Layout FLAT has no slabs, so there the function sets p.local_expert instead.
+ * For this rank's own experts, CTA 0 also writes the tables slab_begin and padding of the plan.
+ * Returns the number of slots that the rank needs. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -221,7 +223,7 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 }
 
 /* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
- * in the header. Called by all warps of the CTA, but only the last three do work. The last warp
+ * in the header. Called by all warps of the CTA. The last three share the work: the last warp
  * waits for numbers of tokens, the warp before it waits for capacities, and the third-last warp
  * fills in the header. Returns false if the group of ranks has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
@@ -247,8 +249,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* If data is wrong and slots are also too few, the result is EPIC_EINVAL, not
-     * EPIC_EOVERFLOW. */
+    /* If there is both an error in the data and an overflow of slots, the result is
+     * EPIC_EINVAL, not EPIC_EOVERFLOW. */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
     if (FLAT && RARE && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
@@ -288,8 +290,8 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
 }
 
 /* Waits until each rank with wrong data has sent the description of its first wrong value
- * (fault words). Only backend `hosts` needs this, where these words arrive through the net. If
- * the kernel ended before they arrive, a late word could overwrite a word of a later epoch.
+ * (fault words). Needed only in backend `hosts`, where these words arrive through the net. If
+ * the kernel ended before they arrive, a late word could overwrite a word of a later operation.
  * Called by one thread of CTA 0. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)

@@ -15,9 +15,9 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address, in `heap`, of the word that contains the row number of a token.
- * `source`: number of the token's rank among the sources of the rank that owns the heap
- * (source_number()). */
+/* Returns where in `heap` the row number of a token is. The row number is the index of the
+ * token's row in the receive buffer of the rank that owns the heap. `source`: number that this
+ * rank gives to the token's rank (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -25,8 +25,9 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Token `token` of rank `source` has a row on this rank. `source` stores the number of this row
- * in a word on this rank. Returns the address of that word. */
+/* Each token of rank `source` that has a row on this rank has a word in this rank's heap. In
+ * it, `source` stores the index of the row. Returns the address of the word of token number
+ * `token`. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -34,15 +35,16 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns true if `value` is a row number. A word that should contain a row number may contain
- * RECORD_ABSENT or RECORD_DISCARD instead (plan/view.cuh). Then the function returns false. */
+/* Returns true if `value` is the index of a row. It may also be one of two marks: RECORD_ABSENT
+ * (the token has no row here) or RECORD_DISCARD (the plan is invalid). Then the function
+ * returns false. */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;
 }
 
 /* Returns the array `locals` of a FLAT plan: the local experts of each token on this rank,
- * [num_ranks, max_tokens, top_k]. It is indexed like the records. */
+ * [num_ranks, max_tokens, top_k]. A token's element has the same index as its record. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

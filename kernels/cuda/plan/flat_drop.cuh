@@ -35,9 +35,9 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Returns 0 if the expert keeps choice k of a token. Otherwise returns the reason why the
- * expert drops the choice (EPIC_FATE_*). `warp_position`: how many choices the warp had counted
- * in the same counter before this one. */
+/* Decides whether the expert keeps choice k of a token. If it does, returns 0. Otherwise
+ * returns the reason why it drops the choice (EPIC_FATE_*). `warp_position`: how many choices
+ * of this expert the warp had counted before this one. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -50,8 +50,9 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
 
 /* Counts the rows that this warp's tokens need on each rank if each expert keeps only
  * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of
- * this rank, [num_tokens, top_k]. Reads the results of count_group() from warp_positions, and
- * stores the results of count_rows() in warp_rows. */
+ * this rank, [num_tokens, top_k]. warp_positions has, on entry, how many choices of the same
+ * expert the warp had counted before the choice. The function stores in warp_rows how many rows
+ * on the same rank it had counted before (results of count_rows()). */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -79,9 +80,9 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the address, in `heap`, of the words that `rank` sends in repetition number `search`
- * of the bisection. There is one word for each destination rank: the number of rows that the
- * tokens of `rank` need there. */
+/* Returns where in `heap` the words are that `rank` sends in repetition number `search` of the
+ * bisection. There is one word for each destination rank: the number of rows that the tokens of
+ * `rank` need there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -150,7 +151,7 @@ static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_
     int search = 0;
     if (!count_needed_rows(p, job, op, search++)) return false;
     if (mine) {
-        int32_t most = 0; /* largest load of an expert: with this limit no choice is dropped */
+        int32_t most = 0; /* largest load of an expert; a limit of this size drops no choice */
         for (int e = 0; e < experts; e++) most = max(most, p.load[e]);
         const bool over = p.capacity[d] && p.needed_rows[d] > p.capacity[d];
         p.limit_fits[d] = over ? 0 : 0x7fffffff;

@@ -19,24 +19,25 @@
 #include "cuda/plan/flat_drop.cuh"
 
 struct FlatChoice { /* A choice that this lane handles, and where it goes. */
-    /* number of the choice on this rank (token * top_k + k); -1: the lane has no choice */
+    /* number of this lane's choice (token * top_k + k); -1: the lane has no choice */
     int64_t choice;
-    /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
+    /* the rank that owns the expert of the choice; -1: the choice has no expert or is
+     * dropped */
     int32_t owner;
     int32_t local; /* number of the expert among the experts of that rank */
-    /* The token's row on that rank. At first only one lane has the row: the lane with the
-     * token's first choice on that rank. The lanes with other choices of the token there have
-     * -1, until send_row_words() sets the row in all of them. */
+    /* The index of the token's row on that rank. If several choices of the token go to that
+     * rank, only the lane with the first of them has the row at first. The other lanes have -1,
+     * until send_row_words() sets the row in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
 /* Returns where choice number `choice` goes. in_fate and in_rank_of: the values that the plan's
- * arrays `fate` and `rank_of` have for this choice. Before the final values are stored, these
- * arrays contain counts (table in plan/counts.cuh). If the layer drops no choices, in_fate is
- * warp_row: how many rows on the choice's rank the warp counted before this choice. If it drops
- * choices, in_fate is warp_position (how many choices of the same expert the warp counted
- * before), and in_rank_of is warp_row. */
+ * arrays `fate` and `rank_of` now have for this choice. At this time they still contain counts
+ * instead of their final values (table in plan/counts.cuh). If the layer drops no choices,
+ * in_fate is warp_row: how many rows on the choice's rank the warp counted before this choice.
+ * If it drops choices, in_fate is warp_position (how many choices of the same expert the warp
+ * counted before), and in_rank_of is warp_row. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -132,8 +133,9 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* The warp handles two groups of tokens at a time. i / 2 is the number of the group. i
-         * % 2 is 0 for the first 32 choices of a token, and 1 for its later choices. */
+        /* One iteration handles two groups of tokens, with two chunks each: i / 2 is the number
+         * of the group. i % 2 is 0 for the first 32 choices of a token, and 1 for its later
+         * choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

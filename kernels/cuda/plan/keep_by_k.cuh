@@ -22,8 +22,8 @@
 #include "cuda/plan/replicas.cuh"
 
 /* Returns the bytes of dynamic shared memory for the two arrays that only EPIC_BY_K uses:
- * kept_before, and the load of each expert, summed over k. In memory these arrays follow the
- * tables of the replicas. Returns 0 if the layer does not have EPIC_BY_K. */
+ * kept_before, and the load of each expert, summed over k. In memory these arrays come after
+ * the tables for replicas. Returns 0 if the layer does not have EPIC_BY_K. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
@@ -70,10 +70,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert. This is a number of choices that the expert
- * keeps: those of all tokens before the warp's first token. The function counts these choices
- * for each k separately, and adds the counts. keep(expert): returns how many choices the expert
- * keeps in all. Called by all threads of the CTA. */
+/* Sets p.kept_before for each warp and expert: how many choices of earlier tokens the expert
+ * keeps. Earlier tokens are all tokens before the warp's first token. The function counts the
+ * choices for each k separately, and adds the counts. keep(expert): returns how many choices
+ * the expert keeps in all. Called by all threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

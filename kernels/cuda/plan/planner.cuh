@@ -27,19 +27,19 @@
 
 #include "cuda/plan/decide.cuh"
 
-/* Where a choice of this lane goes. */
+/* The destination of the choice that this lane handles. */
 struct PlacedChoice {
-    /* the rank to which the planner sends `slot` (a slot, or RECORD_DISCARD if the plan is
-     * invalid); -1: it sends nothing */
+    /* the rank to which the planner sends `slot` (a slot number, or RECORD_DISCARD if the plan
+     * is invalid); -1: there is nothing to send */
     int32_t rank;
     uint32_t slot;
 };
 
-/* Returns the slot of choice k of a token, on the rank of its expert. If the choice is dropped
- * or has no expert, returns the reason (EPIC_FATE_*). Sets e to the expert. If `id` is a
- * logical expert, e is the replica that gets the choice. id is -1 if the lane has no choice.
- * `warp_position`: how many choices with this id the warp counted before this one. Only for
- * valid plans. Called by all lanes. */
+/* Returns the slot (row of the receive buffer) of choice k of a token, on the rank of its
+ * expert. If the choice is dropped or has no expert, returns the reason (EPIC_FATE_*). Sets e
+ * to the expert. If `id` is a logical expert, e is the replica that gets the choice. A lane
+ * without a choice passes id -1. `warp_position`: how many choices with this id the warp
+ * counted before this one. Only for valid plans. Called by all lanes. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -52,8 +52,8 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
     }
-    /* plan/keep_by_k.cuh defines keep position and slot position. They differ only with
-     * EPIC_BY_K. */
+    /* The keep position decides whether the expert keeps the choice, and the slot position
+     * decides the slot (plan/keep_by_k.cuh). They differ only with EPIC_BY_K. */
     int32_t keep_position = e < 0 ? 0 : keep_position_of(p, job, tallies, e, k, warp_position);
     if (e >= 0 && job.layer.num_logical && !job.resolves)
         e = choose_replica(p, e, keep_position);
@@ -70,9 +70,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
 }
 
 /* Stores in the plan the slot (or the reason why there is none) and the rank of choice number
- * `choice`. Returns where to send the slot. `id`: the id by which the planner has counted the
- * choice (planned_id()). `warp_position`: how many choices with this id the warp counted before
- * this one. Called by all lanes; a lane without a choice passes choice -1. */
+ * `choice`. Returns to which rank the slot must be sent. `id`: the id by which the planner has
+ * counted the choice (planned_id()). `warp_position`: how many choices with this id the warp
+ * counted before this one. Called by all lanes; a lane without a choice passes choice -1. */
 template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -137,8 +137,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Like place_choices(), but for a warp whose choices are all in registers (`counted`), so that
- * it need not load them from memory again. */
+/* Like place_choices() (below), but for a warp that has kept all its choices in registers
+ * (`counted`), so that it need not load them from memory again. */
 template <int FEATURES>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -171,7 +171,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
-    /* The array `fate` contains the warp positions until their slots replace them. */
+    /* The array `fate` of the plan contains the warp positions until this function replaces
+     * them by slots. */
     const int32_t *warp_positions = fate;
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
     const int top_k = job.layer.top_k;
@@ -181,8 +182,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* The warp handles two groups of tokens at a time. i / 2 is the number of the group. i
-         * % 2 is 0 for the first 32 choices of a token, and 1 for its later choices. */
+        /* One iteration handles two groups of tokens, with two chunks each: i / 2 is the number
+         * of the group. i % 2 is 0 for the first 32 choices of a token, and 1 for its later
+         * choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
@@ -276,8 +278,8 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* Threads wait for control.planned only in kernels that also move rows. So the
-             * operation "plan" need not set it. */
+            /* Only kernels that also move rows have threads that wait for control.planned. The
+             * operation "plan" moves no rows, so it need not set this word. */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);

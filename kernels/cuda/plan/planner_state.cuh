@@ -24,12 +24,13 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Value of bad_choice, bad_owner and bad_replica (struct Planner) if no value is wrong. */
+/* Value of bad_choice, bad_owner and bad_replica (struct Planner) if nothing is wrong. */
 #define NO_INDEX 0xffffffffu
 /* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* Largest number of warps per CTA that count choices. */
-/* Upper bound of the number of tallies (counters) of all warps of a CTA together. */
+/* Largest number of tallies (counters) of all warps of a CTA together. They are in shared
+ * memory, 4 bytes each. */
 #define PLAN_TALLY_WORDS 16384
 
 enum { /* Bits of the template argument FEATURES: features that the layer uses. */
@@ -42,21 +43,20 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
  * pointers at arrays in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: for each tally, the sum over all CTAs of lower ranks and the lower CTAs of
-     * this rank. So an element counts the choices (or rows) of all tokens before those of this
-     * CTA. Before choices are counted, resolve_replicas() uses this memory for its counts of
-     * logical experts. */
+    /* [num_tallies]: for each tally (counter of a warp), how much the CTAs before this one have
+     * counted: all CTAs of lower ranks and the lower CTAs of this rank. So an element counts
+     * the choices (or rows) of all tokens before those of this CTA. Before choices are counted,
+     * resolve_replicas() uses this memory for its counts of logical experts. */
     int32_t *before_cta;
-    /* [num_tallies]: for each tally, the sum over all CTAs of all ranks. With EPIC_BY_K,
-     * prepare_by_k() later points `load` to another array, [num_experts]: the choices of each
-     * expert, summed over k. */
+    /* [num_tallies]: for each tally (counter of a warp), the sum over all warps of all ranks.
+     * With EPIC_BY_K, prepare_by_k() later points `load` to another array, [num_experts]: the
+     * choices of each expert, summed over k. */
     int32_t *load;
     /* Only with FLAT: pointers to the last num_ranks elements of before_cta and of load, which
-     * belong to the tallies of rows. rows_before_cta[q] is the number of rows on rank q of all
-     * tokens before those of this CTA. needed_rows[q] is the number of rows on rank q of all
-     * tokens. */
+     * count rows. rows_before_cta[q]: how many rows on rank q the tokens before those of this
+     * CTA need. needed_rows[q]: how many rows on rank q all tokens need. */
     int32_t *rows_before_cta, *needed_rows;
-    union { /* [num_experts]: which member is used depends on the planner and the layout */
+    union { /* [num_experts]: the planner and the layout decide which member is used */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: number of the expert among the experts of its rank */
@@ -65,21 +65,20 @@ struct Planner {
          * The first slot of rank 1 follows the last slot of rank 0. */
         int32_t *group_slab_start;
     };
-    /* [num_warps][num_tallies]: the tallies of each warp while choices are counted.
-     * publish_tallies() then replaces each tally by the sum over the lower warps of this
-     * CTA. */
+    /* [num_warps][num_tallies]: the tallies (counters) of each warp. After counting,
+     * publish_tallies() replaces each tally by the sum over the lower warps of this CTA. */
     int32_t *tally;
-    /* [num_tallies]: the rank to which each tally belongs. For the tally of an expert, this is
-     * the rank that owns the expert, so owner[e] is the owner of expert e. The tally of the
-     * rows of rank q belongs to rank q. */
+    /* [num_tallies]: the rank to which each tally (counter) belongs. The tally of an expert
+     * belongs to the rank that owns the expert, so owner[e] is the owner of expert e. The tally
+     * of the rows of rank q belongs to rank q. */
     uint8_t *owner;
     uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
-    /* keep_limit[q]: the largest number of choices that each expert of rank q may keep, so that
-     * the slots of rank q suffice. 2^31 - 1: no limit */
+    /* keep_limit[q]: how many choices each expert of rank q may keep at most. It is as large as
+     * the slots of rank q allow. 2^31 - 1: no limit */
     int32_t keep_limit[DEVICE_MAX_RANKS];
     /* demand[q]: slots that rank q would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
-    /* capacity[q]: slots of rank q's receive buffer; 0: no bound */
+    /* capacity[q]: number of slots of rank q's receive buffer; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
     /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
      * limit limit_fits[q], the rows of rank q do not exceed its capacity. With limit_fails[q],
@@ -127,8 +126,8 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but does not test job.by_k at run time if FEATURES excludes
- * EPIC_BY_K. */
+/* Like num_choice_tallies(). If FEATURES shows at compile time that the layer does not have
+ * EPIC_BY_K, does not test job.by_k at run time. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
@@ -148,8 +147,8 @@ __host__ __device__ inline int planner_warps(int tallies)
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2: if two warps were used, the arrays of Planner would need too much
-                * shared memory */
+               /* Never 2: a warp may then have twice as many tallies, and the arrays of Planner
+                * would need too much shared memory. */
                : most;
 }
 
@@ -183,11 +182,11 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * token 1. If tokens have more than 32 choices, the warp handles one token at a time, in two
  * steps: choices 0 to 31, then choices 32 and up. These are the token's *chunks* 0 and 1. */
 struct TokenLanes {
-    /* tokens_at_once: number of tokens that a warp handles at a time. num_chunks: 1, or 2 if
-     * tokens have more than 32 choices. */
+    /* tokens_at_once: number of tokens in such a group. num_chunks: 1, or 2 if tokens have more
+     * than 32 choices. */
     int tokens_at_once, num_chunks;
-    /* token: number of this lane's token among the tokens_at_once tokens, from 0. k: this
-     * lane's choice of that token. In chunk 1, the choice is 32 + k. */
+    /* token: number of this lane's token within the group of tokens, from 0. k: which choice of
+     * that token this lane has. In chunk 1, this is choice 32 + k. */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
@@ -198,7 +197,7 @@ struct TokenLanes {
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        /* The reciprocal is approximate, but the quotients below are exact after truncation,
+        /* reciprocal_approx() is inexact, but the quotients below are exact after truncation,
          * because all numbers are at most 32. */
         const float inverse = reciprocal_approx((float)top_k);
         tokens_at_once = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
@@ -210,7 +209,8 @@ struct TokenLanes {
     }
 };
 
-/* Only in backend `hosts`: completes the records that this warp has just stored for rank q.
+/* Only in backend `hosts`: completes the records (slots of a token on rank q) that this warp
+ * has just stored for rank q, so that they can be sent.
  *
  * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
  * whole CTA. This put contains all top_k words of each record, and the receiver waits for all
@@ -238,8 +238,8 @@ __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* Returns the id of choice number i of this rank, from the caller's topk_idx. Choices are
- * numbered i = token * top_k + k. */
+/* Returns the expert id of choice number i of this rank, from the caller's topk_idx. The number
+ * of a choice is token * top_k + k. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)

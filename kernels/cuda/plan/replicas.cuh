@@ -22,8 +22,8 @@
 
 #include "cuda/plan/counts.cuh"
 
-/* Returns the bytes of dynamic shared memory of the tables above. In memory they follow the
- * arrays that every planner has. */
+/* Returns how many bytes of dynamic shared memory the tables above need. In memory they follow
+ * the arrays that every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -35,9 +35,9 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Sets p.first_replica to the prefix sums of the numbers of replicas per logical expert. The
- * caller has stored these numbers in p.logical_load, which is not used otherwise until choices
- * are counted. Called by one warp. */
+/* Computes p.first_replica, the prefix sums of the numbers of replicas of the logical experts.
+ * The caller has stored these numbers in p.logical_load, an array that has no other use until
+ * choices are counted. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -100,7 +100,8 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 }
 
 /* Returns a hash of this rank's table logical_of_expert, or 0 if the table is invalid. Ranks
- * compare their tables by this word. In the heap it follows the counts. */
+ * compare this word to find out whether their tables are equal. In the heap it follows the
+ * counts. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
@@ -140,8 +141,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Replaces the counts of logical experts in p.load by the counts of the experts (replicas).
- * Called by all threads of the CTA, after exchange_counts(). */
+/* p.load has the number of choices of each logical expert. Replaces it by the number of choices
+ * of each expert (replica). Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;

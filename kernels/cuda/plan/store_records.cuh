@@ -22,7 +22,8 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    /* true: the record has ended in its first 32 words, so the lanes need not wait for more */
+    /* true: the record has ended within its first 32 words, so there are no more words to wait
+     * for */
     bool has_ended = false;
     for (int chunk = 0; chunk < lanes.num_chunks; chunk++) {
         const int k = lanes.k + chunk * WARP;
@@ -37,15 +38,15 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                 lanes.token_lanes;
             /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a
              * record, even those after the word with RECORD_LAST. So wait for all of them.
-             * Otherwise a late word could overwrite a word of a later epoch. */
+             * Otherwise a late word could overwrite a word of a later operation. */
             const bool is_whole = lanes.num_chunks == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* In all other cases, the sender sends only the words up to the one with
-             * RECORD_LAST, so wait only for these. */
+            /* In all other cases, the sender sends no words after the one with RECORD_LAST, so
+             * wait only for the words up to it. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: the word with RECORD_LAST has not arrived, so the lanes must go on
-             * waiting */
+            /* true: the word with RECORD_LAST (the end of the record) has not arrived, so the
+             * lanes must wait for it */
             const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -61,11 +62,12 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
- * has as many tokens as fit in the lanes of a warp. source: rank of the tokens. first: first
- * token of the group. tokens: number of tokens that rank `source` has in all. The groups are
- * divided among `warps` warps, and this one is number `warp`. tokens_of: in lane q, the number
- * of tokens of rank q. Returns false as soon as keep() returns false. */
+/* Calls keep(source, first, tokens), which copies records, for each group of tokens that this
+ * warp handles. A group has as many tokens as fit in the lanes of a warp. source: rank of the
+ * tokens. first: first token of the group. tokens: number of tokens that rank `source` has in
+ * all. `warps` warps divide the groups among themselves; `warp` is the number of the calling
+ * warp. tokens_of: in lane q, the number of tokens of rank q. Returns false as soon as keep()
+ * returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
                                                int warp, int warps, Keep keep)

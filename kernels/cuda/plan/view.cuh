@@ -13,9 +13,9 @@
 
 #include "cuda/net/operation.cuh"
 
-/* Returns how many slots this rank may use in the operation; 0: no bound. This is job.capacity
- * or, if it is smaller, the limit in device memory. Loads from memory only if there is such a
- * limit. */
+/* Returns how many slots (rows of its receive buffer) this rank may use in the operation; 0: no
+ * bound. This is job.capacity. If the caller has also set a limit in device memory
+ * (capacity_limit), it is the smaller of the two. */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
     if (job.capacity_limit == NULL) return job.capacity;
@@ -23,15 +23,16 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
     return job.capacity ? min(job.capacity, limit) : limit;
 }
 
-/* Flag that marks the last word of a record. In a word of `counts` (plan/counts.cuh), the same
- * flag means that the sender's data is wrong. */
+/* Flag in the last word of a record (the list of a token's slots on a rank). In a word of
+ * `counts` (plan/counts.cuh), the same flag means that the sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Word of a record that means: no choice of the token goes to the receiving rank. In backend
- * `hosts`, senders also fill unused words of a record with this value. */
+/* Value of a word of a record (the list of a token's slots on a rank): no choice of the token
+ * goes to the receiving rank. In backend `hosts`, senders also fill unused words of a record
+ * with this value. */
 #define RECORD_ABSENT 0x7fffffffu
-/* Word of a record in place of a slot, if the plan is invalid. It means that a choice goes to
- * the receiving rank, but has no slot. The sender may already have sent the row, so the
- * receiving rank must still receive the row, and discards it. */
+/* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
+ * has no slot. The sender may already have sent the row, so the receiving rank must still
+ * receive the row, and discards it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this one. */
@@ -48,10 +49,10 @@ __device__ __forceinline__ uint32_t lanes_below()
 /* A plan that a kernel reads. The struct is in shared memory; the arrays are in the plan. */
 struct PlanView {
     device_plan_header header;
-    /* arrays of the plan; src/rules/device_layout.h describes them */
+    /* addresses of the plan's arrays, which src/rules/device_layout.h describes */
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits]: the padding slots of each local expert's slab; {0, 0} for slabs that do
-     * not exist */
+    /* [1 << slab_bits]: for each local expert, which slots at the end of its slab (its range of
+     * slots) are padding; {0, 0} from the number of local experts on */
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
@@ -61,8 +62,8 @@ struct PlanView {
     uint32_t is_valid;
 };
 
-/* Returns the index of a token's record in the plan's array of records. `rank`: the rank that
- * owns the token. */
+/* Returns where the record (slots on this rank) of a token begins in the plan's array of
+ * records. `rank`: the rank that owns the token. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
@@ -145,9 +146,9 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* Value of num_tokens of the functions below for operations without tokens, such as the sum of
- * gradients over replicas (allreduce/replicas.cu). A plan with any number of tokens is then
- * accepted. */
+/* A caller of the functions below passes this as num_tokens if its operation has no tokens, for
+ * example the sum of gradients over replicas (allreduce/replicas.cu). Plans with any number of
+ * tokens are then accepted. */
 #define ANY_TOKENS (-1)
 
 /* Loads the header of the plan at `plan`. Lane n gets the words with the numbers n, n + 32, and
@@ -211,11 +212,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Returns false if the receive buffer of any rank has fewer rows than the rank has slots in the
- * plan. For this, waits until all ranks have announced how many rows they have. If `reports` is
- * true, also reports to the host the first rank that has too few rows. If the group of ranks
- * has failed, returns true, because the failure is reported elsewhere. Can be called by any
- * threads. */
+/* Returns whether the receive buffer of every rank has enough rows for its slots in the plan.
+ * Waits until all ranks have announced how many rows they have. If `reports` is true, also
+ * reports to the host the first rank that has too few rows. If the group of ranks has failed,
+ * returns true, because the failure is reported elsewhere. Can be called by any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -246,8 +246,8 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 /* ------------------------------------------------------------------- receiving records ---- */
 
 /* Returns the address of the record that rank `source` sends about its token, in this rank's
- * heap or net inbox. A record has top_k words. `self` is *op.self, passed separately because a
- * load of op.self would take time. */
+ * heap or net inbox. A record has top_k words. `self` is *op.self; the caller passes it so that
+ * the function need not load op.self. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -260,10 +260,10 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
 
 /* Waits for 32 words of a record (the slots on this rank of a token of `source`): words 32 *
  * chunk to 32 * chunk + 31, one per lane. `word`: this lane's word, which the caller has loaded
- * before. If it had not arrived at that time, the function loads it again. Sets `slot` to this
- * lane's slot (FLAT: local expert), to RECORD_DISCARD, or to -1 if the record has no word for
- * this lane. Sets `more` to true if the record may have later words. Called by one warp.
- * Returns false if the group of ranks has failed. */
+ * before. If it had not arrived at that time, the function loads it again. Sets `slot` to the
+ * slot in this lane's word (FLAT: local expert), to RECORD_DISCARD, or to -1 if the record has
+ * no word for this lane. Sets `more` to true if the record may have later words. Called by one
+ * warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -279,7 +279,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
         /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a record,
          * even those after the word with RECORD_LAST. So wait for all of them. Otherwise a late
-         * word could overwrite a word of a later epoch. */
+         * word could overwrite a word of a later operation. */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
