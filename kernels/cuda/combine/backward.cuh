@@ -17,10 +17,9 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the address, in `parts`, of the blocks of one dot product: one word per block of 1024
- * elements. The dot product belongs to a token of `rank` and to n: the token's n-th choice
- * whose expert is on this rank. `parts` is memory in which this rank keeps blocks until they
- * are added. */
+/* A dot product is computed in blocks of 1024 elements, and this rank keeps the results of the
+ * blocks in the array `parts` until they are added. Returns where the results of one dot
+ * product are in `parts`: that of the n-th choice on this rank of a token of `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -29,8 +28,9 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Reads from the plan which slots on this rank a token of `rank` has, and returns the n-th one.
- * Returns -1 if there is no such slot, or if the token's number is below m.round_begin. */
+/* Reads from the plan which slots (rows of the receive buffer) on this rank a token of `rank`
+ * has, and returns the n-th one. Returns -1 if there is no such slot, or if the token belongs
+ * to an earlier round (its number is below m.round_begin). */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -41,7 +41,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
 }
 
 /* Returns the rank to which choice k of this rank's token goes. Returns -1 if there is no such
- * choice, or if the choice goes to no rank. */
+ * choice, or if the choice is not sent to any rank. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -88,8 +88,8 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Sets vectors that are past the end of the row to -0, so that they add nothing to a dot
- * product. `vector`: index in the row of the piece's first vector. */
+/* Sets vectors that are past the end of the row to -0, so that their products do not change a
+ * dot product. `vector`: index in the row of the piece's first vector. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -102,9 +102,9 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
 
 /* Reads this lane's vectors of a piece of d_out (the gradient of combine's output) for a token
  * of `rank`. For this rank's own token, reads the caller's array. For a peer's token, waits
- * until the piece has arrived in staging, and then stores poison to the staging, which marks
- * the staging as empty. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+ * until the piece has arrived in staging, and then stores poison ("not written") to the
+ * staging, so that it can be used again. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -122,13 +122,13 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products (gradients of weights) for token number `token` of every rank. A
- * part of a dot product belongs to one block of the row. The warp that receives the block has
- * stored it. For each slot of these tokens on this rank, this function adds the parts in
- * ascending order, and stores the sum to d_slot_weights. Each lane handles one slot. The
- * function waits for parts that are not stored yet. It overwrites each part that it has read
- * with poison, which marks the part as empty. Called by a whole warp. Returns false if the
- * group of ranks has failed. */
+/* Finishes the dot products (gradients of weights) for token number `token` of every rank. Each
+ * dot product has one part for each block of 1024 elements of the row. The warp that received
+ * the block has computed and stored the part. For each slot of these tokens on this rank, this
+ * function adds the parts in ascending order, and stores the sum to d_slot_weights. Each lane
+ * handles one slot. The function waits for parts that are not stored yet. It overwrites each
+ * part that it has read with poison ("not written"), so that the memory can be used again.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -143,8 +143,9 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* Polls only the last of these eight words first. (Each word is the dot product of
-             * one block.) Polling all eight would take memory bandwidth that the rows need. */
+            /* Poll only the last of eight words (dot products of eight blocks). Only when it
+             * has arrived, read all eight. Polling all of them would take memory bandwidth that
+             * the rows need. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -184,8 +185,9 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
 }
 
 /* Quantizes weight * x, and stores the result as piece number `number` of the row of a slot.
- * Each lane computes the scale of one block of elements. `largest`: bits of the largest
- * absolute value of x in the block of this lane (find_largest()). Called by a whole warp. */
+ * Elements are quantized in blocks with a scale each, and each lane computes the scale of one
+ * block. `largest`: bits of the largest absolute value of x in the block of this lane
+ * (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -205,8 +207,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Writes zeros to d_rows, their scales and d_slot_weights, from slot `first` to the end. Each
- * of `threads` threads calls it with its own number `thread`, and writes a share. */
+/* Writes zeros to d_rows, their scales and d_slot_weights, from slot `first` to the end.
+ * `threads` threads share the work; each calls the function with its own number `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -247,17 +249,17 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
 
 /* Does the extra work of a unit that has received span number `span` of token number `token` of
  * this rank. There are two kinds of such work. Every unit writes zeros to some of the padding
- * slots. In addition, one unit of each token finishes the dot products (gradients of weights)
- * of token number `token` - lag of every rank. `end`: the round ends before the token with this
- * number. Returns false if the group of ranks has failed. */
+ * slots (slots without a token). In addition, one unit of each token finishes the dot products
+ * (gradients of weights) of token number `token` - lag of every rank. `end`: the round ends
+ * before the token with this number. Returns false if the group of ranks has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* The unit of this span finishes the dot products. A hash of the token number chooses the
-     * span, so that all warps get equally much of this work. */
+    /* Only the unit of one span of the token finishes the dot products. A hash of the token
+     * number chooses the span, so that all warps get equally much of this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -271,10 +273,10 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
            add_dot_parts(m, finished_token);
 }
 
-/* Returns a number for what a unit does. 0: the unit sends a token of this rank. n > 0: it
- * receives a token of source n (rank_of_role()). -n (only with relays): it forwards a row of
- * another host to ranks of this host. The number of the other host is this host's number plus
- * n, modulo the number of hosts. */
+/* Returns the role of a unit of work, which shows what the unit does. 0: the unit sends a token
+ * of this rank. n > 0: it receives a token of source n (rank_of_role()). -n (only with relays):
+ * it forwards a row of another host to ranks of this host. The number of the other host is this
+ * host's number plus n, modulo the number of hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -288,10 +290,10 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
-/* Loads the word that a unit needs first. The warp calls it before it works on the preceding
- * unit, because the load takes long. If the unit sends, the word is the rank of the lane's
- * choice. If it receives, the word is the token's n-th slot on this rank, where n is the lane's
- * number. */
+/* Loads the word of the plan that a unit of work needs first. The warp calls it before it works
+ * on the preceding unit, because the load takes long. If the unit sends a token, lane k loads
+ * the rank to which choice k goes. If it receives a token, lane n loads the token's n-th slot
+ * on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;
@@ -302,10 +304,10 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
                : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token number `sent`, so
- * that the token reaches all `peers` (a bit mask). With relays, this rank sends the token to
- * one rank of each other host, its mate there, which forwards it to the peers on that host. In
- * p2p, returns `peers`. */
+/* `peers` is a bit mask of the ranks that need this rank's token number `sent`. Returns a bit
+ * mask of the ranks to which this rank itself must send the token. With relays, this rank sends
+ * the token to one rank of each other host, its mate there, which forwards it to the peers on
+ * that host. In p2p, returns `peers`. */
 __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, uint32_t peers)
 {
@@ -314,10 +316,11 @@ __device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* With relays: forwards pieces [first, first + count) of a token that came over the network to
- * those ranks of this host that need them. The sender of the token is this rank's mate on
- * another host. The number of that host is this host's number plus `hosts`, modulo the number
- * of hosts. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* With relays: this rank has received pieces [first, first + count) of a token's row over the
+ * network, and forwards them to those ranks of its host that need them. The sender is this
+ * rank's mate on another host (the rank with the same index there). The number of that host is
+ * this host's number plus `hosts`, modulo the number of hosts. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -10,9 +10,9 @@
 
 /* Receives a piece of d_out (the gradient of combine's output) of one token. For each of the
  * token's slots on this rank, stores the piece of d_rows and computes one block of the dot
- * product. `source`: number of the token's rank. The next higher rank than this one has number
- * 0, the rank after it number 1, and so on (modulo num_ranks). `slot`: this lane's slot, or -1.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * product. `source`: number that this rank gives to the token's rank. The rank after this one
+ * has number 0, the next one number 1, and so on (modulo num_ranks). `slot`: this lane's slot,
+ * or -1. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -105,8 +105,9 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* Runs all rounds of combine_backward. Not inlined, because inlining would make the main loop
- * of backward_stream.cuh spill registers. Returns false if the group of ranks has failed. */
+/* Runs all rounds of combine_backward. The function is not inlined, because it would use so
+ * many registers that the main loop of backward_stream.cuh, in the same kernel, would spill
+ * registers to memory. Returns false if the group of ranks has failed. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

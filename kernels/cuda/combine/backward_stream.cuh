@@ -17,19 +17,21 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* A slot on this rank of the token that a unit receives, and its weight. */
+/* The token that a unit receives has some slots (rows of d_rows) on this rank. One of them,
+ * with its weight. */
 struct __align__(8) Slot
 {
     int32_t number;
     float weight;
 };
 
-struct Entry { /* A unit of work that the warp has begun and not finished. In shared memory. */
+struct Entry { /* A unit of work that the warp has begun and not finished; in shared memory. */
     int32_t token; /* number of the token that is sent or received */
-    /* If the unit receives: number of the token's slots on this rank. If it sends: bit mask of
-     * the peers. 0: the unit has nothing to do. */
+    /* If the unit receives a token: number of the token's slots on this rank. If it sends a
+     * token: bit mask of the peers that need it. In both cases 0 means that there is nothing to
+     * do. */
     uint32_t work;
-    int16_t role, span; /* role: see role_of(). span: index of the span in the row */
+    int16_t role, span; /* role: what the unit does (role_of()). span: which part of the row */
     /* first: index of the unit's first piece in the row. count: number of pieces. A unit that
      * has nothing to do still uses one buffer of the ring, which stays empty. */
     int16_t first, count;
@@ -40,9 +42,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: number of dot products for which `sums` keeps each lane's sum until the warp adds
-     * the lanes. PITCH: distance in floats from one row of `sums` to the next. A row has WARP
-     * floats and 4 unused ones, to avoid bank conflicts. */
+    /* DOTS: how many dot products a warp computes before it adds the sums of its lanes. `sums`
+     * has space for this many. PITCH: distance in floats from one row of `sums` to the next. A
+     * row has WARP floats and 4 unused ones, to avoid bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -51,21 +53,22 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     Entry *entries;
     float *sums; /* [DOTS][PITCH], in shared memory: each lane's sum for each dot product */
     Pieces ring;
-    UnitWalk walk;        /* the next unit that the warp begins */
-    int32_t next_word;    /* result of read_ahead() for the next unit */
-    int32_t end;          /* the tokens of this round are those below `end` */
+    UnitWalk walk;        /* selects the unit that the warp begins next */
+    int32_t next_word;    /* result of read_ahead() for the unit that the warp begins next */
+    int32_t end;          /* the round ends before the token with this number */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* Address of this lane's bytes of the current piece, in row 0 of the caller's `rows`. Row i
-     * is row_offset(i) bytes after it. */
+    /* Address of this lane's bytes of the current piece, in row 0 of the caller's `rows`. The
+     * address for row i is row_offset(i) bytes higher. */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
     /* pieces: number of pieces of d_out left to copy for the unit. slots: number of slots whose
      * rows are left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    /* Numbers of units of this warp. begun: units that it has begun. copied: units whose pieces
-     * it has copied or copies now. used: units that it has finished. */
+    /* How many units of work this warp has begun, copied and finished. begun: units whose data
+     * is in `entries`. copied: units whose pieces the warp has copied to the ring or copies
+     * now. used: units that are finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -86,9 +89,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* The entry was used by an older unit. All lanes have finished that unit before any
-         * lane writes here, because a warp collective (reduce or ballot) comes before each
-         * write. */
+        /* An older unit has used the same entry. No lane can still read it, because a warp
+         * collective (reduce or ballot) comes before each write below. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -169,17 +171,17 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* ---- using ---- */
 
     /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece into q. its_vector: index in the row of the piece's first vector. fill: value of
-     * words past the end of the row. */
+     * piece into q. its_vector: index in the row of the piece's first vector. fill: value that
+     * q gets in place of words past the end of the row. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
-    /* Waits until a piece of d_out has arrived in staging. On entry q is the copy from the
-     * ring, in which words that had not arrived are poison. On return q is the whole piece.
-     * Then stores poison to the staging, which marks the staging as empty. Returns false if the
-     * group of ranks has failed. */
+    /* Waits until a piece of d_out has arrived in staging. On entry, q is the copy from the
+     * ring, in which words that had not arrived are poison. On return, q is the whole piece.
+     * Stores poison ("not written") back to the staging, so that it can be used again. Returns
+     * false if the group of ranks has failed. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -234,15 +236,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         uint32_t largest = 0;
         if (QUANTIZE) largest = find_largest<V, ROW::N>(x, m.job.quantize);
-        __syncwarp(); /* makes the weights that other lanes copied visible */
+        __syncwarp(); /* makes the weights visible that other lanes have copied */
         Slot next = u.slots[0];
 #pragma unroll 1
         for (int i = 0; i < count; i++) {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Loads u.slots of the next slot before the stores for the current slot, because a
-             * load after these stores would wait for them. */
+            /* Load the next element of u.slots before the stores for the current slot. After
+             * these stores, the load would have to wait for them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,
@@ -256,9 +258,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
-     * that was begun. Called by a whole warp. Returns false if the group of ranks has
-     * failed. */
+    /* Begins one more unit of work, so that its copies start early, and then finishes the
+     * oldest unit that the warp has begun. Called by a whole warp. Returns false if the group
+     * of ranks has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

@@ -35,8 +35,9 @@
 #define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs. The CTA that finishes last calls it if the plan is invalid, or
- * if the array `rows` of any rank has fewer rows than the plan has slots there. */
+/* Writes zeros to all outputs. The CTA that finishes last calls this function after an error:
+ * if the plan is invalid, or if the array `rows` of any rank has fewer rows than the plan has
+ * slots there. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         clear_outputs(c);
 }
 
-/* Writes the first slot of each of this rank's leaves to `to`. Called by all threads of a CTA;
- * a barrier must follow before they are read. */
+/* Finds the first slot of each leaf (block of experts) of this rank, and stores these slots to
+ * `to`. Called by all threads of a CTA; a barrier must follow before the slots are read. */
 __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &plan, int leaves)
 {
     const int i = (int)threadIdx.x;
@@ -104,8 +105,8 @@ __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &p
 }
 
 /* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
- * sum tree. A kernel of its own, because combine_kernel() has no registers left for the nodes
- * of a tree. */
+ * sum tree (blocks of experts whose rows are added first). It is separate from
+ * combine_kernel(), which has no registers left for the nodes of a tree. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_leaves_kernel(const __grid_constant__ p2p_combine_job job)

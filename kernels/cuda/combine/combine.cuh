@@ -11,8 +11,8 @@
 #include "cuda/net/relay.cuh"
 
 /* Conversions and addition of partial sums. Rows have elements of type ROW. Partial sums are
- * sent and added as type PART, which is ROW, or F32 for more precision. One vector of ROW
- * becomes VECTORS vectors of PART, which hold the same number of elements. */
+ * sent and added as type PART, which is ROW, or F32 for more precision. VECTORS vectors of PART
+ * hold as many elements as one vector of ROW. */
 template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N;
 
@@ -76,7 +76,8 @@ template <> __device__ __forceinline__ void add_nodes<F16>(uint4 &a, const uint4
 }
 #endif
 
-struct CombineState { /* What a warp needs to process its units of the running round. */
+/* What a warp needs to know to process its units of work in the running round. */
+struct CombineState {
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
@@ -89,22 +90,23 @@ struct CombineState { /* What a warp needs to process its units of the running r
     uint64_t policy; /* result of policy_once(), for rows that are read or written once */
     int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
-    /* Only in backend `hosts` (the array is empty otherwise): true if one rank of each host
-     * adds the partial sums of its host before they are sent to another host
-     * (combine/relay.cuh). */
+    /* Only in backend `hosts` (the array is empty otherwise): true if, on each host, one rank
+     * adds the partial sums of all ranks of the host, so that only their sum is sent to another
+     * host (combine/relay.cuh). */
     __extension__ bool adds_by_host[HOSTS];
 };
 
-/* Returns true if one rank of each host adds the partial sums of its host before they are sent
- * to another host (combine/relay.cuh). Always false in backend p2p. */
+/* Returns true if, on each host, one rank adds the partial sums of all ranks of the host, so
+ * that only their sum is sent to another host (combine/relay.cuh). Always false in backend
+ * p2p. */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
-/* Reads from the plan the slots on this rank of token number `token` of rank `rank`. Lane n
- * returns the n-th of these slots (n counts from 0), or -1 if the token has fewer. With chunk =
- * 1, lane n returns the (32 + n)-th of these slots. */
+/* Reads from the plan the slots (rows of the receive buffer on this rank) of token number
+ * `token` of rank `rank`. Lane n returns the n-th of these slots (n counts from 0), or -1 if
+ * the token has fewer. With chunk = 1, lane n returns the (32 + n)-th of these slots. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -116,7 +118,7 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
 }
 
 /* Lane k returns the rank that owns the expert of choice k of this rank's token, or -1 if the
- * choice goes to no rank. With chunk = 1, lane k handles choice 32 + k. */
+ * choice is not sent to any rank. With chunk = 1, lane k handles choice 32 + k. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int chunk)
 {
@@ -127,9 +129,9 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* An expert unit sends a partial sum to the peer that owns the token. Returns this peer.
- * `role`: the unit's position among the expert units of one token number. Role 0 is for the
- * next higher rank, role 1 for the rank after it, and so on (modulo num_ranks). If
+/* An expert unit (a unit of work) sends a partial sum to the peer that owns the token. Returns
+ * this peer. `role`: the unit's position among the expert units of one token number. Role 0 is
+ * for the next higher rank, role 1 for the rank after it, and so on (modulo num_ranks). If
  * adds_by_host() is true, the mates of this rank come last, because units for mates wait for
  * other ranks. (A mate is the rank of another host that has the same index there as this rank
  * has on its own host.) */

@@ -55,8 +55,8 @@ template <> struct Dot<F32> {
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
     float acc[8]; /* acc[0..3]: sums of the even vectors; acc[4..7]: sums of the odd vectors */
 
-    /* Adds the products x[i] * y[i] of vector v of the block to the accumulators. Even vectors
-     * use the first four, odd vectors the last four. */
+    /* Adds the products x[i] * y[i] of vector v of the block to the accumulators. If v is even,
+     * the function uses the first four accumulators, otherwise the last four. */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
@@ -95,8 +95,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes(float), but called by a single lane. `lanes`: the results of lane_sum() of all
- * 32 lanes, in shared memory. */
+/* Like add_lanes(float), but a single lane adds the sums of all lanes. `lanes`: the results of
+ * lane_sum() of all 32 lanes, in shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));

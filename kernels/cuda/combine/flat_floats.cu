@@ -28,9 +28,8 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the caller's float (gradient of a weight) for a token of `rank` and the token's
-     * n-th choice whose expert is on this rank. If there is no such choice, sets `has_float` to
-     * false and returns 0. */
+    /* Returns the float (gradient of the weight) of the n-th choice that a token of `rank` has
+     * on this rank. If there is no such choice, sets `has_float` to false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &has_float) const
     {
@@ -39,7 +38,8 @@ struct FlatFloats {
         int64_t row = has_float ? __ldg(plan.records + at) : -1;
         if (has_float && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         has_float = row >= 0;
-        /* if the caller's buffer has no row `row`, reads row 0, as clamp_slot() does */
+        /* if the caller's buffer has too few rows (an error that is reported later), reads row
+         * 0 instead */
         if (row >= job.num_rows) row = 0;
         return has_float ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
@@ -108,8 +108,8 @@ static __device__ bool move_floats(const FlatFloats &f)
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* The number that the peer gives to this rank. Each rank numbers the other ranks
-         * upwards (modulo num_ranks): its next higher rank has number 0. */
+        /* `source` is the number that the peer gives to this rank. Each rank numbers the other
+         * ranks upwards (modulo num_ranks): its next higher rank has number 0. */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -129,8 +129,8 @@ static __device__ bool move_floats(const FlatFloats &f)
 
 /* Returns true if the receive buffer of every rank has a row for each of the rank's slots,
  * according to the sizes that the ranks have announced. If a buffer is too small, returns false
- * but reports no error, because the operation that moved the rows has already reported it.
- * Called by the CTA that finishes last. */
+ * but reports no error, because the first operation of dispatch_backward, which moved the rows,
+ * has already reported it. Called by the CTA that finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {

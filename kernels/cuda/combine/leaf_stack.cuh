@@ -7,7 +7,7 @@
 
 #include "cuda/combine/combine.cuh"
 
-#define LEAF_LEVELS 8 /* largest number of nodes that a LeafStack holds at a time */
+#define LEAF_LEVELS 8 /* largest number of partial sums (nodes) on the stack of a LeafStack */
 
 /* Returns the level in the tree of the lowest common ancestor of the leaves numbered `a` and
  * `b`. Leaves are at level 0, their parents at level 1. */
@@ -34,8 +34,8 @@ template <class ROW, class PART> struct LeafStack {
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns the number of one leaf below node i of the stack, which shows where in the tree
-     * the node is. */
+    /* Returns the number of one leaf below node i of the stack. From it, the caller can find
+     * where in the tree the node is. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return (uint32_t)(leaf_at >> (8 * i)) & 255;
@@ -54,9 +54,9 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. Before that, adds the two top nodes as long as their
-     * smallest common subtree does not contain the new leaf. No later leaf can be in that
-     * subtree, because leaves come in ascending order. */
+    /* Pushes the node of leaf `new_leaf`. Before that, replaces the two top nodes by their sum,
+     * as long as their smallest common subtree does not contain the new leaf. This subtree is
+     * then complete, because leaves come in ascending order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&

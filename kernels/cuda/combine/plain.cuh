@@ -29,8 +29,8 @@
 
 #include "cuda/combine/leaf_stack.cuh"
 
-/* Like read_slot(). But if the caller's buffer is too small to have a row for the slot, returns
- * slot 0 (see clamp_slot()). */
+/* Like read_slot(), but returns slot 0 if the caller's buffer has no row for the slot. The
+ * buffer is then too small, which clamp_slot() explains. */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int chunk)
 {
@@ -150,10 +150,10 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Like sum_local_rows(), but for a rank that has several leaves of the sum tree (blocks of
- * experts). First adds the rows of each leaf. Then adds the sums of the leaves in the order of
- * the tree, and stores the total in `node`. A piece has one vector per lane. Returns false if
- * the token has no slot on this rank. Called by a whole warp. */
+/* Computes this rank's partial sum, like sum_local_rows(), if the rank has several leaves of
+ * the sum tree (blocks of experts). First adds the rows of each leaf. Then adds the sums of the
+ * leaves in the order of the tree, and stores the total in `node`. A piece has one vector per
+ * lane. Returns false if the token has no slot on this rank. Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -219,7 +219,7 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
     const device_plan_layout at = device_plan_layout_of(self.num_ranks, self.max_tokens,
                                                         c.plan.header.num_experts, c.top_k);
     const int32_t *fate = (const int32_t *)(c.job.plan + at.fate);
-    int32_t last = -1; /* rank of this lane's choice in the previous 32 choices */
+    int32_t last = -1; /* rank of the choice that this lane had among the previous 32 choices */
     for (int chunk = 0; chunk * WARP < c.top_k; chunk++) {
         const int32_t rank = rank_of_choice(c, token, chunk);
         const int64_t choice = (int64_t)token * c.top_k + chunk * WARP + lane_id();
@@ -253,13 +253,13 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* A unit of work: one piece of one token's row. A warp loads slot and ranks of its next unit
- * while it works on the current one. */
+/* A unit of work: one piece of one token's row. While a warp works on one unit, it loads slots
+ * and ranks of the next one. */
 struct Unit {
     int32_t token;
-    int role, piece; /* role: 0, or in an expert unit the role that selects the peer */
+    int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
     int32_t slot;    /* in lane n: the n-th slot that the token has on this rank, or -1 */
-    /* only for a token of this rank; in lane k: the rank to which choice k goes */
+    /* in lane k: the rank to which choice k goes. Set only if the token is this rank's own */
     int32_t ranks;
 };
 
@@ -298,9 +298,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* The number of this rank in the peer's numbering. Rank r gives rank s the number
-     * (s - r - 1) modulo num_ranks. In backend p2p, u.role is the number of the peer in this
-     * rank's numbering. */
+    /* `source` is the number that the peer gives to this rank. Rank r gives rank s the number
+     * (s - r - 1) modulo num_ranks. In backend p2p, u.role is the number that this rank gives
+     * to the peer. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -323,8 +323,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
  * 3 of the order in which sums are added (rank_at[]). has_node[i]: true if the rank at position
  * + i sends a partial sum for the token. The function then reads this partial sum into q[i]. If
  * the rank is this rank itself, the caller has already set q[i]. After reading, stores poison
- * to the staging, which marks the staging as empty. Called by a whole warp. Returns false if
- * the group of ranks has failed. */
+ * ("not written") to the staging, so that it can be used again. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -408,9 +408,10 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
     has_a = true;
 }
 
-/* Adds the partial sums of all ranks in the bit mask `touched`. The plan prescribes the order:
- * by ascending rank, or in a binary tree. Stores the sum in `total`. own: the partial sum of
- * this rank. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Adds the partial sums of all ranks in the bit mask `touched`, which are the ranks that have
+ * choices of the token. The plan prescribes the order: by ascending rank, or in a binary tree.
+ * Stores the sum in `total`. own: the partial sum of this rank. Called by a whole warp. Returns
+ * false if the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
@@ -515,7 +516,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    /* positions in the two lists of the units to load next */
+    /* positions in the two lists of units of work (expert units and source units): the units to
+     * load next */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);
@@ -563,8 +565,9 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 }
 
 /* Runs all rounds of combine. PART: type of partial sums. LEAVES: this rank may have several
- * leaves of the sum tree. Not inlined, because inlining would make the main loop of stream.cuh
- * spill registers. Returns false if the group of ranks has failed. */
+ * leaves of the sum tree. The function is not inlined, because it would use so many registers
+ * that the main loop of stream.cuh, in the same kernel, would spill registers to memory.
+ * Returns false if the group of ranks has failed. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

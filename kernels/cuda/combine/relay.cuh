@@ -21,9 +21,9 @@
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns the address in staging of this lane's first vector of a partial sum. `box`: start of
- * the staging that one rank uses to send to one other rank. The unit `u` selects the token and
- * the piece. */
+/* Returns where in staging this lane's first vector of a partial sum is. `box`: start of the
+ * staging that one rank uses to send to one other rank. The unit `u` selects the token and the
+ * piece. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -45,8 +45,9 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
 }
 
 /* Waits until `rank` has stored one piece of its partial sum to the staging that begins at
- * `box`, and reads it into `node`. Then stores poison to the staging, which marks the staging
- * as empty. Called by a whole warp. Returns false if the group of ranks has failed. */
+ * `box`, and reads it into `node`. Then stores poison ("not written") to the staging, so that
+ * it can be used again. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -86,9 +87,9 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
 }
 
 /* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
- * mate of `rank`, the token's home rank. On entry, has_partial says whether this rank itself
- * has a partial sum, which is then in `node`. On return, has_partial says whether any rank of
- * the host has one, and `node` is the sum. Returns false if the group of ranks has failed. */
+ * mate of `rank`, the token's home rank. On entry, has_partial is true if this rank itself has
+ * a partial sum, which is then in `node`. On return, has_partial is true if any rank of the
+ * host has one, and `node` is their sum. Returns false if the group of ranks has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,

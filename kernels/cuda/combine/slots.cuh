@@ -8,9 +8,9 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns `slot`, or 0 if the caller's buffer has no row `slot`. A buffer with too few rows is
- * an error that all ranks report at the end of the operation. Until then peers still wait for
- * rows, so row 0 is sent in place of the missing row. */
+/* Returns `slot`, or 0 if the caller's buffer has no row `slot`. In this case the buffer is too
+ * small, which all ranks report as an error at the end of the operation. But peers still wait
+ * for a row, so row 0 is sent in place of the missing row. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;

@@ -29,10 +29,11 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
-/* Levels of the sum tree below the node of a rank, which has up to P2P_STREAM_LEAVES leaves. */
+/* Number of levels of the sum tree within a rank. Its leaves are the rank's blocks of experts,
+ * at most P2P_STREAM_LEAVES. */
 #define TREE_LEVELS 3
 
-/* One slot on this rank of the token that a unit works on. */
+/* A slot (row of the caller's buffer) of the token that a unit works on. */
 struct __align__(8) Slot
 {
     int32_t number;
@@ -41,28 +42,29 @@ struct __align__(8) Slot
     uint32_t word;
 };
 
-struct Entry { /* A unit of work that the warp has begun and not finished. In shared memory. */
+struct Entry { /* A unit of work that the warp has begun and not finished; in shared memory. */
     int32_t token;
     int32_t vector;    /* the first vector of the unit's piece, as an index within the row */
     int16_t num_slots; /* number of the token's slots on this rank */
-    int16_t role;      /* -1 for a token of this rank; else selects the peer (peer_of_role()) */
+    int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
     /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
      * (rank_at[p]) sends a partial sum for the token. */
     uint32_t positions;
     Slot slots[WARP]; /* the token's slots on this rank */
-    /* only for a token of this rank; [k]: the rank to which choice k goes */
+    /* [k]: the rank to which choice k goes. Set only if the token is this rank's own */
     int32_t ranks[WARP];
 };
 
-/* The entry of a unit if a rank has several leaves of the sum tree. Its slots are in ascending
- * order of leaves and, within a leaf, in the order of the token's choices. */
+/* The Entry of a unit of work if each rank has several leaves of the sum tree (blocks of
+ * experts). Its slots are in ascending order of leaves and, within a leaf, in the order of the
+ * token's choices. */
 struct LeafEntry : Entry {
     uint32_t leaves;      /* bit i is 1 if the token has slots in this rank's leaf number i */
     uint32_t ends;        /* bit i is 1 if slots[i] is the last slot of its leaf */
-    uint8_t places[WARP]; /* slots[places[n]] is the slot of the token's n-th choice here */
+    uint8_t places[WARP]; /* the token's n-th choice on this rank has slot slots[places[n]] */
 };
 
-/* Selects the type of a unit's entry. */
+/* Selects the type of an entry: LeafEntry if each rank has several leaves of the sum tree. */
 template <bool LEAVES> struct EntryOf {
     typedef Entry type;
 };
@@ -70,10 +72,10 @@ template <> struct EntryOf<true> {
     typedef LeafEntry type;
 };
 
-/* The leaves of the sum tree on this rank. In shared memory. */
+/* The leaves of the sum tree on this rank: its blocks of experts. In shared memory. */
 struct LeafSlots {
     int32_t count;                    /* number of leaves, a power of two */
-    int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf */
+    int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf (block of experts) */
 };
 
 template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
@@ -86,11 +88,12 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* positions in the two lists of units (combine.cu): the next units to begin */
+    /* the units that the warp begins next: positions in the two lists of units (expert units
+     * and source units, combine.cu) */
     UnitWalk expert_walk, source_walk;
-    /* Words that were loaded early, because a load takes long. expert_slot: this lane's slot in
-     * the next expert unit. source_slot, source_rank: this lane's slot and the rank of this
-     * lane's choice in the next source unit. */
+    /* Words of the next units, loaded early because a load takes long. In lane n, expert_slot
+     * and source_slot are the n-th slot of the token of the next expert unit and of the next
+     * source unit. source_rank is the rank to which choice n of the latter token goes. */
     int32_t expert_slot, source_slot, source_rank;
     /* This round has expert units for tokens below expert_end, and source units for tokens
      * below source_end. */
@@ -99,20 +102,21 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
      * is this rank itself. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* Address of this lane's bytes of the current piece, in row 0 of the caller's array. Row i
-     * is row_offset(i) bytes after it. */
+    /* Address of this lane's bytes of the current piece, in row 0 of the caller's array. The
+     * address for row i is row_offset(i) bytes higher. */
     const uint8_t *rows;
-    /* Describe the unit that is being copied: its token, and the index of the unit's first
-     * vector within the row. */
+    /* Describe the unit of work whose pieces are being copied: its token, and where in the row
+     * its piece begins (index of a 16-byte vector). */
     int32_t token, vector;
-    int32_t slots = 0; /* for the unit being copied: number of rows left to copy */
-    /* For the unit being copied: bit mask of the peers' partial sums that are left to copy. Bit
-     * p stands for the rank at position p of the sum order. */
+    int32_t slots = 0; /* how many rows on this rank are left to copy for that unit */
+    /* Which peers' partial sums are left to copy for that unit. Bit p stands for the rank at
+     * position p of the sum order. */
     uint32_t positions = 0;
-    /* only with LEAVES: the leaves of this rank */
+    /* the leaves of the sum tree (blocks of experts) on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
-    /* Numbers of units of this warp. begun: units that it has begun. copied: units whose pieces
-     * it has copied or copies now. used: units that it has finished. */
+    /* How many units of work this warp has begun, copied and finished. begun: units whose data
+     * is in `entries`. copied: units whose pieces the warp has copied to the ring or copies
+     * now. used: units that are finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -135,23 +139,25 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 
     /* ---- copying ---- */
 
-    /* Loads this lane's slot for the next expert unit (which sends to a peer). */
+    /* Loads this lane's slot for the next expert unit (a unit that sends a partial sum to a
+     * peer). */
     __device__ __forceinline__ void load_expert()
     {
         const int32_t t = c.round_begin + expert_walk.step;
         expert_slot =
             t < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), t, 0) : -1;
     }
-    /* Loads this lane's slot and rank for the next source unit (a token of this rank). */
+    /* Loads this lane's slot and rank for the next source unit (a unit that adds the partial
+     * sums of a token of this rank). */
     __device__ __forceinline__ void load_source()
     {
         const int32_t t = c.round_begin + source_walk.step;
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices.
-     * Writes the leaves and places to `entry`. its_slot: this lane's slot. Returns the place of
-     * this lane's slot. Called by a whole warp. */
+    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices. Sets
+     * entry.leaves, entry.ends and entry.places. its_slot: this lane's slot. Returns the index
+     * of this lane's slot in the sorted order. Called by a whole warp. */
     __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
     {
         const LeafSlots &at = **leaf_slots;
@@ -175,10 +181,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         return place;
     }
-    /* Begins a unit: stores its data in `entry`. Starts to copy one float per slot to shared
-     * memory: the weight of the slot or, if the caller has passed no weights, its element of
-     * slot_floats. its_slot: this lane's slot. its_positions: value of Entry.positions. Called
-     * by a whole warp. */
+    /* Begins a unit of work: stores its data in `entry`. Starts to copy one float per slot to
+     * shared memory: the weight of the slot or, if the caller has passed no weights, its
+     * element of slot_floats. its_slot: this lane's slot. its_positions: value of
+     * Entry.positions. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -278,20 +284,20 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
-    /* Rounds sums to type ROW. */
+    /* Rounds float32 sums to type ROW, and packs them into vectors. */
     static __device__ __forceinline__ void round_sums(uint4 (&to)[V],
                                                       const float (&sums)[V][ROW::N])
     {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: adds a node of the sum tree to its sibling, or stores it until the
-     * sibling is complete. `node` is the sum of a subtree at `level` of the tree that contains
-     * leaf number `leaf` of this rank. `left`: bit mask of the leaves that the warp has not
-     * added yet. If the node is a right child, the function adds it to its left sibling, if one
-     * waits in `waiting`. If the node is a left child, and its sibling will have leaves of
-     * `left`, the function moves the node to `waiting` and sets goes_up to false. has_waiting:
-     * bit l is 1 if a node of level l waits. */
+    /* Only with LEAVES: adds a node (sum of a subtree) of the sum tree to its sibling, or keeps
+     * it until the sibling is complete. `node` is at `level` of the tree, and its subtree
+     * contains leaf number `leaf` of this rank. `left`: bit mask of the leaves that the warp
+     * has not added yet. A right child is added to its left sibling, if the sibling is in
+     * `waiting`. A left child whose sibling contains leaves of `left` must wait for it: the
+     * function moves the node to `waiting` and sets goes_up to false. has_waiting: bit l is 1
+     * if a node of level l waits. */
     static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
                                                         int leaf, int level, uint32_t left,
                                                         uint32_t &has_waiting, bool &goes_up)
@@ -322,9 +328,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Only with LEAVES: nodes that wait for their right sibling. A leaf waits in registers.
-         * The other nodes wait in local memory, because the registers do not suffice for
-         * them. */
+        /* Only with LEAVES: nodes (sums of subtrees) that wait for their right sibling. At
+         * level 0 this is one leaf, kept in registers. The nodes of higher levels are in local
+         * memory, because there are not enough registers. */
         uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
         uint32_t has_waiting = 0, leaves = 0;
         if constexpr (LEAVES) leaves = u.leaves;
@@ -334,7 +340,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         do {
             read_piece(u, q);
             if (!count) break;
-            __syncwarp(); /* makes the weights that other lanes copied visible */
+            __syncwarp(); /* makes the weights visible that other lanes have copied */
             const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
 #pragma unroll
             for (int v = 0; v < V; v++) {
@@ -398,8 +404,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     }
     /* Reads one piece of the partial sum of the peer at `position` of the sum order into q. The
      * piece is in the ring. If it had not arrived when it was copied to the ring, polls it in
-     * staging until it arrives. Then stores poison to the staging, which marks the staging as
-     * empty. Returns false if the group of ranks has failed. */
+     * staging until it arrives. Then stores poison ("not written") to the staging, so that it
+     * can be used again. Returns false if the group of ranks has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -444,7 +450,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* Returns the index in u.slots of the token's n-th choice on this rank. */
+    /* Returns where the slot of the token's n-th choice on this rank is in u.slots. */
     static __device__ __forceinline__ int place_of(const Entry &u, int n)
     {
         if constexpr (LEAVES)
@@ -557,9 +563,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
-     * that was begun. Called by a whole warp. Returns false if the group of ranks has
-     * failed. */
+    /* Begins one more unit of work, so that its copies start early, and then finishes the
+     * oldest unit that the warp has begun. Called by a whole warp. Returns false if the group
+     * of ranks has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
