@@ -33,13 +33,14 @@
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-/* A unit: the packed row of one token, which one warp sends or receives. */
+/* A unit of work: the packed row (row and scales) of one token, which one warp sends or
+ * receives. */
 struct Unit {
-    /* step: position in the list of units. With role 0, the unit's token is this rank's own.
-     * With role n, it is a token of the n-th peer (rank_of_role()). */
+    /* step: position in the list of units. role: 0 if the token is this rank's own, n if it is
+     * a token of the n-th peer (rank_of_role()). */
     int step, role;
-    /* This lane's choice of the token, and this lane's word of the token's record (its slots on
-     * this rank). take_unit() loads both before the unit is moved. */
+    /* In lane k: choice k of the token, and word k of the token's record (its slots on this
+     * rank). take_unit() loads both early, before the warp moves the row. */
     uint64_t choice_word, record_word;
 
     /* Returns true if the unit's token is this rank's own. */
@@ -49,26 +50,26 @@ struct Unit {
     }
 };
 
-/* Returns the number of the token of a unit. A peer's token is received `lag` steps after this
- * rank's own token with the same number is sent. */
+/* Returns the number of the token of a unit. A unit that sends has token number unit.step. A
+ * unit that receives is `lag` tokens behind. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
 /* Returns true if the unit's token exists in the running round, which ends before token `end`.
- * Near the begin and the end of the list, units may have no token. */
+ * In the first steps there is nothing to receive yet, and in the last steps nothing to send. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Gets the next unit for this warp, and loads the words that the unit needs first. Some units
- * take longer than others, so the warps of a CTA get units one by one from a common counter,
- * *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets one unit
- * of each section. The position of this unit changes from section to section. Otherwise a CTA
- * could get units for the same peer each time. Called by a whole warp. */
+/* Gets the next unit of work for this warp, and loads the words that the unit needs first. Some
+ * units take longer than others, so the warps of a CTA get units one by one from a common
+ * counter, *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets
+ * one unit of each section, at a position that changes from section to section. With a fixed
+ * position, all units of a CTA could be for the same peer. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -117,9 +118,10 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). The caller has loaded `extras` or `weight` with peek_extras() or
- * peek_weight() before the row had arrived. Words that had not arrived at that time are poison
- * in them. Called by a whole warp. Returns false if the group of ranks has failed. */
+ * experts and weights). The caller has loaded `extras` or `weight` early, with peek_extras() or
+ * peek_weight(). If they had not arrived at that time, they contain poison ("not arrived"), and
+ * the function waits for them. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -146,8 +148,8 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
 }
 
 /* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into it,
- * or checks the copy that is already there. Returns true if the row has words that must be
- * replaced before it is sent (see send_special()). Called by a whole warp. */
+ * or checks the copy that is already there. Returns true if the row has special words, which
+ * must be replaced before the row is sent (send_special()). Called by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -223,10 +225,11 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct RoundProgress { /* The state of a warp in the running round. */
+struct RoundProgress { /* what a warp knows about the running round */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the numbers of tokens of all ranks are known */
-    /* log2 of the number of slabs, or a negative value (see find_padding_slabs()) */
+    /* log2 of the number of slabs (parts of the receive buffer, one per expert) into which this
+     * warp also writes padding; a negative value if it writes none (find_padding_slabs()) */
     int slab_bits;
 };
 
@@ -255,8 +258,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Moves the row of a unit. The caller has started to copy the row to the current buffer.
- * Returns false if the group of ranks has failed. */
+/* Sends or receives the row of a unit of work. The caller has started to copy the row to the
+ * current buffer. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -301,8 +304,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
 }
 
 /* Moves the rows in rounds. A round has as many tokens of each rank as fit in the staging. A
- * kernel that makes the plan has one round. *num_taken: how many units of the running round the
- * warps of this CTA have begun. Returns false if the group of ranks has failed. */
+ * kernel that makes the plan has one round. *num_taken: counter in shared memory, by which the
+ * warps of this CTA get their units. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *num_taken)
@@ -371,8 +374,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* tokens_of: in lane q, the number of tokens of rank q. Until read_counts_once() has read
-     * these numbers, only the lane of this rank is used. */
+    /* In lane q, tokens_of is the number of tokens of rank q. read_counts_once() reads these
+     * numbers later; until then only this rank's own number is needed. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -415,9 +418,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
 }
 
 /* Sets how many warps per CTA move rows, how many buffers each warp has (two to four), and the
- * lag: how many tokens are sent before the first one is received. If the kernel quantizes rows,
- * it gets more warps and usually a longer lag than if it copies them. The values are measured
- * (docs/lab/cuda.md). */
+ * lag: how many tokens are sent before the first one is received. A kernel that quantizes rows
+ * gets more warps, and usually a longer lag, than one that only copies them. The values are
+ * measured (docs/lab/cuda.md). */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

@@ -29,8 +29,8 @@ struct BulkBuffers {
      * each buffer. */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* num_buffers: how many buffers the warp has. current: number of the buffer that the
-     * current unit uses. */
+    /* num_buffers: how many buffers the warp has. current: number of the buffer that has the
+     * row of the current unit of work. */
     int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
@@ -44,7 +44,7 @@ struct BulkBuffers {
         first_address = poison + CONSTANT_BYTES + (uint32_t)(warp * num_buffers) * buffer_bytes;
         current = 0;
     }
-    /* Returns the number of the buffer that the next unit uses. */
+    /* Returns the number of the buffer for the row of the next unit of work. */
     __device__ __forceinline__ int next_buffer() const
     {
         return current + 1 == num_buffers ? 0 : current + 1;
@@ -55,9 +55,9 @@ struct BulkBuffers {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The latest num_buffers - 2 groups of bulk stores may still be running, because they read
-     * other buffers. This needs one group per unit of work, so the caller must call end_bulk()
-     * once for each unit. Called by a whole warp. */
+     * The bulk stores of the latest num_buffers - 2 units of work may still be running, because
+     * they read other buffers. So that they can be counted, the caller must call end_bulk()
+     * exactly once per unit. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -72,7 +72,8 @@ struct BulkBuffers {
     }
 };
 
-/* Fills the constant vectors with zeros and poison. Called by all threads of a CTA. */
+/* Fills the constant vectors: one array with zeros, the other with poison. Called by all
+ * threads of a CTA. */
 static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
@@ -125,15 +126,16 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
 }
 
 /* Quantizes a row of this rank's token, and stores the packed row to a buffer. Returns true in
- * a lane that has made a word of scales that equals poison. Such a word must be replaced before
- * the row is sent. Called by a whole warp. */
+ * a lane whose scales include a word that equals poison. The receiver would take such a word
+ * for one that has not arrived, so it must be replaced before the row is sent. Called by a
+ * whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    /* Load two pieces ahead, because to load a piece takes longer than to quantize it. */
+    /* Load two pieces ahead, because loading a piece takes longer than quantizing it. */
     uint4 next[V], after[V];
     QuantizedPiece::load_raw(m, token, 0, next);
     QuantizedPiece::load_raw(m, token, 1, after);
@@ -179,7 +181,7 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffe
             store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* result of scan_packed(), for this lane's vectors */
+struct ScanResult { /* result of scan_packed(); each lane has the result for its own vectors */
     bool missing, special;
 };
 
@@ -222,9 +224,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the special words of a packed row in its buffer: words that the sender had to
- * replace because they equal poison. Called by a whole warp after the whole row has arrived.
- * Returns false if the group of ranks has failed. */
+/* Restores words of a packed row that the sender had to replace, because they equal poison (the
+ * mark of a word that has not arrived). The row is in its buffer. Called by a whole warp after
+ * the whole row has arrived. Returns false if the group of ranks has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -244,8 +246,8 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Divides `bytes` bytes at `to` into parts no longer than the constant vectors, and calls
- * store(address, bytes) for each part. Called by one lane. */
+/* Divides `bytes` bytes at `to` into parts that are at most as long as the arrays of zeros and
+ * of poison, and calls store(address, bytes) for each part. Called by one lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -264,15 +266,15 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if a row of scales is so short that the lanes of a warp store it to its slots,
- * 16 bytes per lane. A bulk store of so few bytes would take the copy engine as long as a bulk
- * store of a kilobyte. */
+/* Returns true if the scales of a row are so short that the lanes of a warp store them to the
+ * slots, 16 bytes per lane. For so few bytes a bulk store would be slow: it takes as long as
+ * one of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
-/* Stores a row of scales to a slot: this lane has 16 bytes of the row in q. */
+/* Stores the scales of a row to a slot. q: this lane's 16 bytes of the scales. */
 __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
@@ -332,11 +334,11 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
 }
 
 /* Sends a packed row that has special words. A word that equals poison is special, because the
- * receiver would take it for a missing word. If the row was not quantized, a word that equals
- * the stand-in of poison is special, too. The function waits until bulk stores have read the
- * buffer, replaces poison in the buffer by its stand-in, and sends the row. If the row was not
- * quantized, it also sends escape words, which say which stand-ins were poison. Called by a
- * whole warp. */
+ * receiver would take it for a missing word. It is sent as another word, the stand-in. So if
+ * the row was not quantized, a word that equals the stand-in is special, too. The function
+ * waits until bulk stores have read the buffer, replaces poison in the buffer by its stand-in,
+ * and sends the row. If the row was not quantized, it also sends escape words, which show the
+ * receiver which stand-ins were poison. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

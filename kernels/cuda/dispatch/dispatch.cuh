@@ -10,7 +10,7 @@
  *   piece       2 KB of a row
  *   unit        the work of a warp at a time: to send, forward or receive some pieces of one
  *               row
- *   role        number that says what a unit does, and for which peer
+ *   role        number that shows what a unit does, and for which peer
  *   forward     to send a row that came from another host to ranks of this host
  *   poison      0xffffffff, the mark of a word that has not arrived. A word of a row that
  *               equals poison is replaced before it is sent
@@ -37,12 +37,13 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* number of roles whose units forward rows of other hosts */
+    /* How many of the roles (kinds of units) forward rows from other hosts; only in backend
+     * `hosts`. */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns 1 plus the number of the source from which a unit receives. This is the argument that
- * rank_of_role() needs. Returns 0 or less if the unit sends or forwards. */
+/* If the unit receives, returns the number of the rank from which it receives, plus 1 (an
+ * argument for rank_of_role()). Otherwise returns 0 or less. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -54,9 +55,9 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns where choice k of this rank's token goes. If the kernel reads a plan, this is a rank.
- * If the kernel makes the plan, it is an expert id. If there is no choice k, all bits of the
- * result are 1. */
+/* Returns the destination of choice k of this rank's token: a rank if the kernel reads a plan,
+ * or an expert id if the kernel makes the plan. If there is no choice k, all bits of the result
+ * are 1. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -78,7 +79,7 @@ __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t w
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.has_new_plan) return (int32_t)word == rank;
-    /* A negative id (no expert) is a large number here, too. */
+    /* A negative id (no expert) becomes a large number, because `word` is unsigned. */
     if (word >= plan.layer.num_experts) return false;
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
@@ -98,8 +99,9 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* Returns the weight of choice k of this rank's token, as a word that is not poison: a NaN with
- * the bits of poison becomes another NaN. */
+/* Returns the bits of the weight of choice k of this rank's token. If they equal poison (a
+ * NaN), returns another NaN, because the receiver would take poison for a weight that has not
+ * arrived. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -130,8 +132,8 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         peers |= 1u << rank;
         if (!with_weights) continue;
-        /* The number of this rank among the peer's sources. The peer's heap has a part for each
-         * source. */
+        /* `source` is the number that the peer gives to this rank. The peer's heap has a part
+         * for the weights from each source. */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
@@ -167,9 +169,9 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of a record without waiting. The record has the slots on this rank of
- * a token of `rank`. If the kernel makes the plan, the word may not have arrived yet. `chunk`:
- * 0 for the first 32 words of the record, 1 for the next 32. */
+/* Loads this lane's word of a record (the list of the slots that a token of `rank` has on this
+ * rank). Does not wait: if the kernel makes the plan, the word may not have arrived yet.
+ * `chunk`: 0 for the first 32 words of the record, 1 for the next 32. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int chunk)
 {
@@ -186,10 +188,10 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
 }
 
 /* Waits for 32 words of a record (the slots on this rank of a token of `rank`), and sets `slot`
- * to this lane's slot, or to -1. `chunk`: 0 for the first 32 words, 1 for the next 32. `word`:
- * this lane's word, from peek_record(). `more` becomes true if the record may have slots after
- * these 32. If `keep` is true, also copies the slots into the plan that this kernel makes.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * to the slot in this lane's word, or to -1. `chunk`: 0 for the first 32 words, 1 for the next
+ * 32. `word`: this lane's word, from peek_record(). `more` becomes true if the record may have
+ * slots after these 32. If `keep` is true, also copies the slots into the plan that this kernel
+ * makes. Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -209,7 +211,7 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
 }
 
 /* Writes -1 to the unused words at the end of a token's record in the plan. `chunk`: 0 if only
- * the first 32 words of the record have slots, 1 if later words have slots. */
+ * the first 32 words of the record can be slots, 1 if later words can be slots, too. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int chunk)
 {
@@ -229,10 +231,10 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot without waiting. For a peer's token, the weight is in
- * the heap, or poison if it has not arrived yet. For this rank's own token, the weight comes
- * from the caller's array. `chunk`: 0 if this lane's slot is among the token's first 32 slots
- * here, else 1. */
+/* Loads the weight of this lane's slot. For this rank's own token, the weight comes from the
+ * caller's array. For a peer's token, it comes from the heap. The function does not wait: if
+ * the weight has not arrived, the result is poison. `chunk`: 0 if this lane's slot is among the
+ * token's first 32 slots here, else 1. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int chunk, int32_t slot)
 {
@@ -250,9 +252,9 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
 }
 
 /* Writes the weight of this lane's slot to slot_weights. If the token is a peer's, first waits
- * for the weight to arrive, and then stores poison back to the heap, which marks the word as
- * empty. `word`: from peek_weight(). Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+ * for the weight to arrive, and then stores poison ("not written") back to the heap, so that
+ * the word can be used again. `word`: from peek_weight(). Called by a whole warp. Returns false
+ * if the group of ranks has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int chunk, int32_t slot,
                                                uint32_t word)
@@ -284,8 +286,8 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores to this one, because a shuffle after the stores
-         * would wait for them. */
+        /* Read the next slot before the stores to this one. After the stores, the shuffle would
+         * have to wait for them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
@@ -293,10 +295,10 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
 }
 
 /* Reads a piece of a row of `rank` into q. If `rank` is a peer, waits for the piece in staging,
- * and then stores poison back, which marks the staging as empty. If it is this rank itself,
- * reads the piece from the caller's rows. If `copied` is true, q contains an earlier copy of
- * the piece, in which words that had not arrived yet are poison. Called by a whole warp.
- * Returns false if the group of ranks has failed. */
+ * and then stores poison ("not written") back, so that the staging can be used again. If it is
+ * this rank itself, reads the piece from the caller's rows. If `copied` is true, q contains an
+ * earlier copy of the piece, in which words that had not arrived yet are poison. Called by a
+ * whole warp. Returns false if the group of ranks has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -343,23 +345,23 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the header of the plan in memory. It is volatile, because a planner CTA of this
- * kernel may be writing it. */
+/* Returns the header of the plan in memory. The pointer is to volatile data, because a planner
+ * CTA of this kernel may still be writing the header. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Negative values of the variables slab_bits. NOT_KNOWN: the warp has not yet decided whether
- * to write padding together with tokens. NOT_WITH_TOKENS: padding is written at the end, by
- * pad_all(). */
+/* Two values that the variables slab_bits can have instead of a number of bits. NOT_KNOWN: the
+ * warp has not yet decided whether it writes padding (zeros to slots without a token) while it
+ * receives tokens. NOT_WITH_TOKENS: pad_all() writes the padding at the end. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Decides whether units that receive this rank's tokens also write padding. If so, sets
- * slab_bits to log2 of the number of this rank's slabs, rounded up. If not, sets it to
- * NOT_WITH_TOKENS. Waits for the plan if this kernel makes it. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Decides whether warps also write padding (zeros to slots without a token) while they receive
+ * this rank's own tokens. If so, sets slab_bits to log2 of the number of this rank's slabs,
+ * rounded up. If not, sets it to NOT_WITH_TOKENS. Waits for the plan if this kernel makes it.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -389,15 +391,16 @@ __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* Returns the token of a unit. A unit that receives two tokens returns the first one. */
+/* Returns the number of the token that a unit of work moves. If the unit receives two tokens,
+ * returns the number of the first one. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first, while the warp still works on its previous unit. If
- * the unit sends, this is the lane's choice. If it receives, this is the lane's word of the
- * token's record, from peek(rank, token). */
+/* Loads the word that a unit of work needs first, while the warp still works on its previous
+ * unit. If the unit sends a token, lane k loads choice k. If it receives a token, each lane
+ * loads its word of the token's record (list of slots) by peek(rank, token). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -440,8 +443,8 @@ template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* For layers with replicas or dropping, plan_kernel makes the plan before this kernel
-     * runs. */
+    /* Here FEATURES has only the layout: if the layer has replicas or drops choices,
+     * plan_kernel makes the plan before this kernel runs. */
     constexpr int FEATURES = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<FEATURES>(planner, job.plan, op, memory)) != 0;

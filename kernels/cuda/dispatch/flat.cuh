@@ -11,8 +11,9 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the number of the row that a token of `rank` has on this rank, without waiting. If the
- * kernel makes the plan, the word may not have arrived yet. All lanes get the same word. */
+/* Loads the word that contains the number of the row that a token of `rank` has on this rank.
+ * Does not wait: if the kernel makes the plan, the word may not have arrived yet. All lanes get
+ * the same word. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -20,8 +21,9 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes the top_k entries that a token of `rank` has in the plan's table `entries`: `first` in
- * entry 0, -1 in the others. Called by a whole warp. */
+/* Writes to the plan that a token of `rank` has only one slot, `first`. The table `entries` has
+ * top_k entries for the token: entry 0 becomes `first`, the others become -1. Called by a whole
+ * warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -60,13 +62,14 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
 }
 
 /* The local expert and the weight of one choice of a token, loaded before the token's row has
- * arrived. In lane n: the token's n-th choice whose expert is on this rank. */
+ * arrived. Lane n has the token's n-th choice on this rank (choices of experts on other ranks
+ * are not counted). */
 struct FlatExtras {
     uint64_t expert; /* local expert of the choice, as a word of a record (peek_record()) */
     uint32_t weight; /* weight of the choice; poison if it has not arrived yet */
 };
 
-/* Loads the extras (local experts and weights) of 32 choices of a token, without waiting for
+/* Loads the extras (local experts and weights) of 32 choices of a token. Does not wait for
  * words that have not arrived. `chunk`: 0 for the first 32 choices that go to this rank, 1 for
  * the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
@@ -111,10 +114,11 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
 }
 
 /* Waits for the weight of this lane's choice. If the weight came from a peer, stores poison
- * back to the heap, which marks the word as empty. If the token is this rank's own, the weight
- * comes from the caller's array. `there`: true if this lane has a choice. `word`: on entry,
- * what peek_extras() has loaded; on return, the weight. Called by a whole warp. Returns false
- * if the group of ranks has failed. */
+ * ("not written") back to the heap, so that the word can be used again. If the token is this
+ * rank's own, the weight comes from the caller's array. `there`: true if this lane has a
+ * choice. `word`: on entry, the word that peek_extras() has loaded, which may be poison; on
+ * return, the weight. Called by a whole warp. Returns false if the group of ranks has
+ * failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
@@ -163,7 +167,8 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
 }
 
 /* Clears the extras of all rows from `first` to the end: local experts become -1, weights
- * become 0. Each of `threads` threads calls it with its own number `thread`. */
+ * become 0. The threads divide the work: each of `threads` threads calls the function with its
+ * own number `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

@@ -11,8 +11,9 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses this memory,
- * `planning` bytes. Then each warp uses a part of it as its ring buffer for pieces. */
+/* Returns the bytes of dynamic shared memory of a CTA. The memory has two uses, one after the
+ * other. First the planner uses `planning` bytes of it. Then each warp uses a part of it as a
+ * ring buffer for pieces of rows. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -46,16 +47,16 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* The kernel reads a plan, so a receiving warp never waits for a record, and half of
-         * the lag suffices. A shorter lag leaves fewer rows to receive after all rows have been
-         * sent. */
+        /* The kernel reads a plan, so a receiving warp need not wait for the list of a token's
+         * slots (record). So half of the lag suffices. A shorter lag is better: fewer rows are
+         * left to receive after the last row has been sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md).
      * copy.num_early_tokens is the number of tokens that are sent while the plan is made. If a
-     * row has several spans, it takes longer to send, so copy.num_early_tokens is smaller. If
-     * copy.num_early_tokens is not 0, it is at least copy.lag, because receiving stays `lag`
-     * tokens behind in any case. */
+     * row has several spans, it takes longer to send, so fewer tokens are sent in that time.
+     * Receiving stays `lag` tokens behind in any case, so copy.num_early_tokens is 0 or at
+     * least copy.lag. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)

@@ -24,11 +24,11 @@ template <class Job> struct RowMove {
     int32_t top_k;
 };
 
-#define NO_PADDING 0 /* value of header.alignment if padding slots need no zeros */
+#define NO_PADDING 0 /* value of header.alignment that means: write no zeros to padding slots */
 
-/* Returns the number of roles, without those that forward. The role of a unit says what the
- * unit does. A unit with role 0 sends. Units with roles 1 to F forward rows that came from
- * other hosts, where F is num_forward_roles() (0 without relays). A unit with role F + n
+/* Returns the number of roles, without those that forward. The role of a unit of work shows
+ * what the unit does. A unit with role 0 sends. Units with roles 1 to F forward rows that came
+ * from other hosts, where F is num_forward_roles() (0 without relays). A unit with role F + n
  * receives from the rank that is n above this rank, modulo num_ranks. So with n = num_ranks it
  * receives from this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
@@ -36,7 +36,8 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
     return self.num_ranks + 1;
 }
 
-#define MAX_ROW_PUT_PIECES 32 /* rows of at most this many pieces (64 KB) are put as a whole */
+/* rows of at most this many pieces (64 KB) are sent with one put */
+#define MAX_ROW_PUT_PIECES 32
 
 /* Like deal_units(), which decides how units are divided among warps. But if there are ranks on
  * other hosts and enough tokens, each unit is a whole row. Each unit becomes an entry of the
@@ -51,35 +52,37 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     const bool whole = pieces <= MAX_ROW_PUT_PIECES &&
                        near_ranks(self) != (1u << self.num_ranks) - 1 &&
                        (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
-    if (whole) job.row_bytes = 1; /* so that deal_units() chooses one span per row */
+    if (whole) job.row_bytes = 1; /* makes deal_units() choose one span per row */
     deal_units(job, num_sms, block, roles, vectors);
     job.row_bytes = bytes;
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* Returns the rank that is `role` above this rank, modulo num_ranks. So 1 gives the next higher
- * rank, and num_ranks gives this rank itself. */
+/* Returns the rank that is `role` above this rank, modulo num_ranks. For example, role 1 is the
+ * next higher rank, and role num_ranks is this rank itself. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
 }
 
-/* Returns the number of the first piece of a unit. */
+/* Returns the index of the first piece of a unit of work within its row. */
 template <class M> __device__ __forceinline__ int first_piece(const M &m, const UnitWalk &walk)
 {
     return walk.span * m.job.span;
 }
 
-/* Returns how many pieces a unit has. The last span of a row may be shorter. */
+/* Returns how many pieces a unit of work has. The last span of a row may have fewer pieces than
+ * the others. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* Only in backend `hosts`: posts a put of pieces [first, first + count) of a row to each of
- * `peers` (bit mask) that is on another host. This warp has stored the pieces to the outbox.
- * One put sends all pieces, because each entry of the proxy ring costs a fence and time of the
- * proxy thread. `index`: number of the token within the round. Called by a whole warp. */
+/* Only in backend `hosts`: this warp has stored pieces [first, first + count) of a row to the
+ * outbox. Posts a put (remote write) of them to each rank of `peers` (bit mask) that is on
+ * another host. One put sends all pieces, because each entry of the proxy ring costs a fence
+ * and time of the proxy thread. `index`: number of the token within the round. Called by a
+ * whole warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, uint32_t peers)
@@ -93,10 +96,10 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if padding is written together with tokens: each unit that receives a token of
- * this rank also writes zeros to some padding slots. This is done if there are enough such
- * units: at least one per warp, and at least two per expert of the layer. If the function
- * returns false, a separate pass writes the padding. */
+/* Returns true if warps write zeros to padding slots while they receive this rank's own tokens:
+ * each unit of this work also writes some of the zeros. This needs enough such units: at least
+ * one per warp, and at least two per expert of the layer. If the function returns false, a
+ * separate pass at the end writes the zeros. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -112,19 +115,21 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns the padding slots of a slab. An intact plan has fewer than `alignment` of them per
- * slab. A damaged plan could contain any number, so this function limits it to `alignment`. */
+/* Returns which slots of a slab (the slots of one expert) are padding. In an intact plan they
+ * are fewer than `alignment`. A damaged plan could contain any number, so this function limits
+ * it to `alignment`. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that one unit must write. The unit receives a span of
- * one of this rank's own tokens. `spans`: number of units of this type (tokens times spans per
- * row). `span`: number of this unit among them. Unit s writes padding of slab s mod
- * 2^slab_bits. All units with the same slab share the padding slots of this slab. The function
- * uses no divisions, because a division would wait for earlier stores. */
+/* Units that receive spans of this rank's own tokens also write zeros to the padding slots.
+ * Calls write(slot) for the padding slots that one such unit must write. `spans`: number of all
+ * these units (tokens times spans per row). `span`: number of this unit among them. Unit s
+ * writes padding of slab s mod 2^slab_bits, and all units with the same slab divide its padding
+ * slots among themselves. The function uses no divisions, because a division would wait for
+ * earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -139,15 +144,16 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Divides the padding of this rank's `owned` slabs, piece by piece, among `warps` warps. Calls
- * write(slot, piece) for the share of warp number `warp`. `pieces`: number of pieces per row.
- * padding_in(slab): returns the padding slots of a slab. Called by a whole warp. */
+/* Divides the padding of this rank's `owned` slabs (one slab per local expert), piece by piece,
+ * among `warps` warps. Calls write(slot, piece) for the share of warp number `warp`. `pieces`:
+ * number of pieces per row. padding_in(slab): returns the padding slots of a slab. Called by a
+ * whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* number of the next piece that this warp writes; pieces are counted from the first padding
-     * slot of the current slab */
+    /* Which piece this warp writes next. The pieces of the padding of a slab are numbered from
+     * 0. */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();

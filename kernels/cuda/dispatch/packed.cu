@@ -15,15 +15,15 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces of a unit. first: number of the first piece. count: number of pieces; if it is 0
- * or less, the unit has no pieces. is_own: true if these are pieces of the caller's rows, false
- * if they are pieces of packed rows. If the kernel quantizes, the two kinds of rows have
- * different numbers of pieces. */
+/* The pieces that a unit of work moves. first: index of the first piece in the row. count:
+ * number of pieces; if it is 0 or less, the unit has no pieces. is_own: true if these are
+ * pieces of the caller's rows, false if they are pieces of packed rows. If the kernel
+ * quantizes, the two kinds of rows have different numbers of pieces. */
 struct Pieces {
     int first, count;
     bool is_own;
 
-    /* Finds the pieces of the unit at `walk`. */
+    /* Finds the pieces of the unit of work to which `walk` points. */
     __device__ __forceinline__ Pieces(const PackedMove &m, const UnitWalk &walk)
         : is_own(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
     {
@@ -40,18 +40,19 @@ template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
-    UnitWalk walk; /* the unit whose pieces are copied now */
-    /* Row of that unit, in staging or in the caller's memory. NULL: its pieces are not
-     * copied. */
+    UnitWalk walk; /* the unit of work whose pieces are copied now */
+    /* The row of that unit, in staging or in the caller's memory. NULL: its pieces must not be
+     * copied through the ring. */
     const uint8_t *row;
-    /* Address of the caller's scales of the unit's token, minus 16 * row_end. So vector number
-     * v of the packed row is at scales + 16 * v if v is row_end or more. */
+    /* The caller's scales of the unit's token follow the row_end vectors of the row. The
+     * pointer is the address of the scales minus 16 * row_end, so vector v of the packed row is
+     * at scales + 16 * v if v >= row_end. */
     const uint8_t *scales;
     /* row_end: number of the first vector that comes from `scales`, not from `row`. copy_end:
      * only vectors with lower numbers are copied. */
     int32_t row_end, copy_end;
-    /* vector: first vector of the unit's next piece. pieces_left: how many pieces of the unit
-     * have not been copied. */
+    /* vector: index of the first vector of the piece that is copied next. pieces_left: how many
+     * pieces of the unit have not been copied. */
     int32_t vector, pieces_left;
     int32_t round_end; /* the first token after the running round */
 
@@ -61,8 +62,9 @@ template <class OwnPiece> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`. Pieces in host memory, and pieces that
-     * this rank only forwards to other ranks, are not copied. */
+    /* Prepares to copy the pieces of the unit of work to which `walk` points. Two kinds of
+     * pieces are not copied: those in host memory, and those that this rank only forwards to
+     * other ranks. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -123,14 +125,14 @@ template <class OwnPiece> struct PieceFeed {
             ring.wait_next();
         }
     }
-    /* Reads piece i of this rank's token from the ring. Scales that the ring could not copy are
-     * loaded from memory. */
+    /* Reads piece i of a token of this rank from the ring. The ring copies only aligned
+     * vectors, so unaligned scales are loaded from memory. */
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
         read_piece(piece.q, i, m.shape);
         piece.complete_scales(m, token, i);
     }
-    /* Reads piece i of this rank's token from the ring, and quantizes it. */
+    /* Reads piece i of a token of this rank from the ring, and quantizes it. */
     __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];
@@ -149,7 +151,7 @@ template <class OwnPiece> struct PieceFeed {
     }
 };
 
-/* Loads piece i of this rank's token from memory, without the ring. */
+/* Loads piece i of a token of this rank directly from memory, not through the ring buffer. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t token, int i,
                                                OwnPiece &piece)
@@ -163,7 +165,8 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
-/* Gets piece i of this rank's token: from the ring if `copied`, else from memory. */
+/* Gets piece i of a token of this rank: from the ring buffer if `copied` is true, else from
+ * memory. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -175,8 +178,8 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs the token.
- * `word`: this lane's choice of the token, from read_ahead(). */
+/* Does a unit of work that sends: sends pieces of one of this rank's tokens to every peer that
+ * needs the token. `word`: in lane k, choice k of the token (from read_ahead()). */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
@@ -200,10 +203,10 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. In lane n, slot[0] is slot number n of the token, and slot[1] is slot number 32 + n.
- * `copied`: true if the pieces are in the warp's ring in shared memory. Returns false if the
- * group of ranks has failed. */
+/* Receives the pieces that a unit of work has for one token, and stores them to the token's
+ * slots on this rank. In lane n, slot[0] is slot number n of the token, and slot[1] is slot
+ * number 32 + n. `copied`: true if the pieces are in the warp's ring in shared memory. Returns
+ * false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -234,10 +237,11 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Receives a unit for one token: finds the token's slots, and stores the pieces there. With the
- * first span, also receives the weights. `word`: this lane's word of the token's record, from
- * peek_record() or, if FLAT, peek_row(). `copied`: true if the pieces are in the warp's ring in
- * shared memory. Returns false if the group of ranks has failed. */
+/* Does the part of a receiving unit that belongs to one token: finds the token's slots,
+ * receives the pieces, and stores them there. The unit of the first span also receives the
+ * weights. `word`: this lane's word of the token's record (list of slots), from peek_record()
+ * or, if FLAT, peek_row(). `copied`: true if the pieces are in the warp's ring in shared
+ * memory. Returns false if the group of ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -270,8 +274,9 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
 
 /* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
  * receivers are the ranks of this host in `wants` (bit mask). Quantized pieces contain no
- * poison, so they have no escape words. Not inlined, because inlining would make the main loop
- * spill registers. Returns false if the group of ranks has failed. */
+ * poison, so they have no escape words. The function is not inlined, because it would use so
+ * many registers that the main loop would spill registers to memory. Returns false if the group
+ * of ranks has failed. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -285,8 +290,8 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
 }
 
 /* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
- * Called by all CTAs; planner CTAs return at once. Not inlined, because inlining would make the
- * main loop spill registers. */
+ * Called by all CTAs; planner CTAs return at once. The function is not inlined, because it
+ * would use so many registers that the main loop would spill registers to memory. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 {
@@ -309,8 +314,9 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
- * negative, writes no padding. Returns false if the group of ranks has failed. */
+ * some padding slots. slab_bits: log2 of the number of slabs (one per local expert), rounded
+ * up; a negative value means that no padding is written here. Returns false if the group of
+ * ranks has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,

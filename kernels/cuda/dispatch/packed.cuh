@@ -25,21 +25,25 @@
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-/* A quantized piece of 1024 elements. Each lane has 32 of them, in two runs of 16. */
+/* A quantized piece of 1024 elements: each lane has 32 of them, in two runs of 16 adjacent
+ * elements. */
 typedef Quantized<2, 16> Sixteens;
 
 /* Arguments that all functions for packed rows share. The inherited member `shape` describes
  * packed rows (row and scales). Exceptions are shape.row_bytes and shape.aligned, which
  * describe rows of the receive buffer, without scales. */
 struct PackedMove : DispatchMove {
-    /* sizes of the caller's rows; own_shape.pieces: how many pieces are made of such a row */
+    /* Sizes of the caller's rows. own_shape.pieces is the number of pieces that are made from
+     * such a row. */
     RowShape own_shape;
-    /* how many vectors of a packed row belong to the row; the later ones are scales */
+    /* How many vectors of a packed row belong to the row itself. The vectors after them are
+     * scales. */
     int32_t row_vectors;
-    int32_t own_span; /* pieces per span of the caller's rows */
+    int32_t own_span; /* number of pieces per span if the rows are the caller's */
 };
 
-/* Sets row_vectors, own_shape and own_span of m. `spans`: spans per row. */
+/* Sets row_vectors, own_shape and own_span of m. `spans`: into how many spans a row is
+ * divided. */
 __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
@@ -64,7 +68,7 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector number i (16 bytes) of a row or of a row of scales. The row need not be
+/* Returns vector number i (16 bytes) of a row, or of the scales of a row. The row need not be
  * aligned, and may end inside the vector; bytes past its end are 0. Loads words if the row is
  * aligned to 4 bytes, else bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
@@ -78,7 +82,7 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector number i (16 bytes) of a row or of a row of scales. The row need not be
+/* Stores vector number i (16 bytes) of a row, or of the scales of a row. The row need not be
  * aligned. If it ends inside the vector, the bytes past its end are not stored. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
@@ -138,8 +142,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to the rows and scales of all slots from `first` on. Each of `threads` threads
- * calls it with its own number `thread`. */
+/* Writes zeros to the rows and scales of all slots from `first` on. The threads divide the
+ * work: each of `threads` threads calls the function with its own number `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -149,7 +153,8 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* Returns a bit mask of the lanes whose slot exists and is inside the receive buffer. */
+/* Returns a bit mask of the lanes whose `slot` is a row of the receive buffer (not -1 or too
+ * large). */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
@@ -165,8 +170,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores to this one, because a shuffle after the stores
-         * would wait for them. */
+        /* Read the next slot before the stores to this one. After the stores, the shuffle would
+         * have to wait for them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -174,9 +179,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns the address, in `heap`, of the escape words of a piece of a packed row. Escape words
- * say which words of the piece the sender has replaced. `source`: number of the sender among
- * the sources of the heap's owner. */
+/* Returns where in `heap` the escape words of a piece of a packed row are. They show which
+ * words of the piece the sender has replaced, because they equaled poison. `source`: number of
+ * the sender among the sources of the heap's owner. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -268,7 +273,7 @@ struct JoinedPiece {
     {
         load_raw(m, token, piece, q);
     }
-    /* Makes the piece from the vectors that load_raw() has loaded. */
+    /* Makes the piece from vectors that load_raw() has loaded before. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t, int,
                                                const uint4 (&raw)[V])
     {
@@ -341,8 +346,9 @@ struct JoinedPiece {
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements of a row, from number `first` on, as floats. The row has `count` elements
- * of type `type`, and need not be aligned. Past its end the floats are 0. */
+/* Loads 16 elements of a row, from element `first` on, and converts them to floats. The row has
+ * `count` elements of type `type`, and need not be aligned. For elements past its end, the
+ * floats are 0. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -364,14 +370,15 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
-/* A piece of this rank's packed row that is quantized before it is sent. A lane has two runs of
- * 16 elements. */
+/* A piece of this rank's packed row that is quantized before it is sent. Each lane has two runs
+ * of 16 adjacent elements. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Returns the number within the piece of this lane's vector v. Vectors 0 and 1 are the
-     * lane's first run of 16 elements, vectors 2 and 3 its second run. */
+    /* Each lane has four vectors of a piece. Returns the index within the piece of vector v of
+     * this lane. Vectors 0 and 1 are the lane's first run of 16 elements, vectors 2 and 3 its
+     * second run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
@@ -410,7 +417,7 @@ struct QuantizedPiece {
         }
     }
     /* Quantizes this lane's vectors of 16-bit elements, first one run of 16 elements and then
-     * the other. To handle 32 floats at once would need too many registers. */
+     * the other. Handling all 32 floats at once would need too many registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -437,13 +444,13 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* Returns the byte offset, in the quantized row, of this lane's run v. An element has one
-     * byte. */
+    /* Returns where in the quantized row the elements of this lane's run v begin. An element
+     * has one byte. */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
-    /* Returns the byte offset, in the row of scales, of this lane's word of scales. */
+    /* Returns where in the row's scales this lane's word of scales is, in bytes. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;

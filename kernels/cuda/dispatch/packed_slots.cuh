@@ -7,12 +7,11 @@
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Waits for the record of a token of `rank`, which has the token's slots on this rank, and sets
- * this lane's slots. In lane n, slot[0] becomes slot number n of the token, and slot[1] becomes
- * slot number 32 + n. A slot that does not exist is -1. With layout FLAT, slot[0] of lane 0 is
- * the token's row. `word`: from peek_record() or peek_row(). If `keep` is true, also copies the
- * record into the plan that this kernel makes. Called by a whole warp. Returns false if the
- * group of ranks has failed. */
+/* Waits for the record (list of slots on this rank) of a token of `rank`. In lane n, sets
+ * slot[0] to slot number n of the token, and slot[1] to slot number 32 + n. A slot that does
+ * not exist is -1. With layout FLAT, slot[0] of lane 0 is the token's row. `word`: from
+ * peek_record() or peek_row(). If `keep` is true, also copies the record into the plan that
+ * this kernel makes. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -32,8 +31,8 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
 }
 
 /* Writes zeros to the receive buffer from row `first` on: rows, scales and weights. With layout
- * FLAT, also writes -1 to the local experts (recv_expert). Each of `threads` threads calls it
- * with its own number `thread`. */
+ * FLAT, also writes -1 to the local experts (recv_expert). The threads divide the work: each of
+ * `threads` threads calls the function with its own number `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)

@@ -32,11 +32,11 @@ __device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Forwards the pieces of a unit. They belong to one or two tokens that come from one mate. For
- * each piece calls hand(from, token, piece, wants), which forwards it to the ranks of this host
- * in `wants` (bit mask). `copied`: true if the ring buffer of `feed` has one buffer for each
- * piece of every unit. Forwarding does not use these buffers, so the function discards them.
- * Returns false if the group of ranks has failed. */
+/* Does a unit of work that forwards: pieces of one or two tokens that come from one mate (a
+ * rank of another host). For each piece calls hand(from, token, piece, wants), which forwards
+ * it to the ranks of this host in `wants` (bit mask). `copied`: true if the ring buffer of
+ * `feed` has one buffer for each piece of every unit. Forwarding does not use these buffers, so
+ * the function discards them. Returns false if the group of ranks has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

@@ -27,9 +27,9 @@ __device__ __forceinline__ bool is_stored_directly(const DispatchMove &, int, in
     return false;
 }
 
-/* Returns true if it is known without the token's record that the row does not arrive in
- * staging, so that no piece is copied from there. There is one exception: if the plan turns out
- * to be invalid, the row arrives in staging. */
+/* Returns true if it is known, before the token's record (list of slots) is read, that the row
+ * does not arrive in staging. Then the warp copies no piece from staging. There is one
+ * exception: if the plan turns out to be invalid, the row arrives in staging. */
 __device__ __forceinline__ bool expects_no_row(const DispatchMove &, int, int32_t)
 {
     return false;
@@ -42,9 +42,9 @@ template <bool EXACT, class Move> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const Move &m;
     Pieces ring;
-    UnitWalk walk; /* the unit whose pieces are copied now */
-    /* Address of this lane's first vector of the next piece to copy. NULL: this unit's pieces
-     * are not copied. */
+    UnitWalk walk; /* the unit of work whose pieces are copied now */
+    /* Address of this lane's first vector of the piece that is copied next. NULL: the pieces of
+     * this unit must not be copied. */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
@@ -56,10 +56,11 @@ template <bool EXACT, class Move> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`. Three kinds of pieces are not copied:
-     * those in host memory, those that this rank only forwards to other ranks, and those that
-     * do not arrive in staging (expects_no_row()). Each of them still uses one buffer of the
-     * ring, which stays empty. So the buffers keep the order of the pieces. */
+    /* Prepares to copy the pieces of the unit of work to which `walk` points. Three kinds of
+     * pieces are not copied: those in host memory, those that this rank only forwards to other
+     * ranks, and those that do not arrive in staging (expects_no_row()). Each of them still
+     * uses one buffer of the ring, which stays empty. So the buffers keep the order of the
+     * pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -110,8 +111,8 @@ template <bool EXACT, class Move> struct PieceFeed {
     }
 };
 
-/* Sends a unit: pieces of one of this rank's tokens, to every peer that needs the token.
- * `word`: this lane's choice of the token, from read_ahead(). */
+/* Does a unit of work that sends: sends pieces of one of this rank's tokens to every peer that
+ * needs the token. `word`: in lane k, choice k of the token (from read_ahead()). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT, DispatchMove> &feed)
@@ -164,10 +165,10 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
- * peek_row(). `copied`: true if the pieces are in the warp's ring in shared memory. Returns
- * false if the group of ranks has failed. */
+/* Receives the pieces that a unit of work has for one token, and stores them to the token's
+ * slots on this rank. `word`: this lane's word of the token's record (list of slots), from
+ * peek_record() or, if FLAT, peek_row(). `copied`: true if the pieces are in the warp's ring in
+ * shared memory. Returns false if the group of ranks has failed. */
 template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool receive_token(const Move &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -215,8 +216,9 @@ __device__ __forceinline__ bool receive_token(const Move &m, int32_t token,
 }
 
 /* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
- * receivers are the ranks of this host in `wants` (bit mask). Not inlined, because inlining
- * would make the main loop spill registers. Returns false if the group of ranks has failed. */
+ * receivers are the ranks of this host in `wants` (bit mask). The function is not inlined,
+ * because it would use so many registers that the main loop would spill registers to memory.
+ * Returns false if the group of ranks has failed. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -230,8 +232,8 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
 }
 
 /* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
- * Called by all CTAs; planner CTAs return at once. Not inlined, because inlining would make the
- * main loop spill registers. */
+ * Called by all CTAs; planner CTAs return at once. The function is not inlined, because it
+ * would use so many registers that the main loop would spill registers to memory. */
 template <bool EXACT>
 static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
 {
@@ -252,7 +254,7 @@ static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
 }
 
 /* Like send_early_tokens(), but for backend `hosts`. A warp sends a whole span (several pieces
- * of a row) at a time, not one piece, because each put has a fixed cost. */
+ * of a row) with one put, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -280,8 +282,9 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
- * negative, writes no padding. Returns false if the group of ranks has failed. */
+ * some padding slots. slab_bits: log2 of the number of slabs (one per local expert), rounded
+ * up; a negative value means that no padding is written here. Returns false if the group of
+ * ranks has failed. */
 template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool receive_unit(const Move &m, const UnitWalk &walk, uint64_t word,
                                              int slab_bits, PieceFeed<EXACT, Move> &feed)

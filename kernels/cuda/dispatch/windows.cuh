@@ -51,15 +51,15 @@
 struct WindowState {
     /* for each rank, the address of its `recv`, as this rank has mapped it */
     uint8_t *recv[DEVICE_MAX_RANKS];
-    /* number of rows at this address that this rank may store */
+    /* for each rank, how many rows of that buffer this rank may store to */
     int32_t rows[DEVICE_MAX_RANKS];
-    /* number of tokens of each rank that go through staging in any case */
+    /* for each rank, how many of its first tokens always go through staging */
     int32_t num_early_tokens[DEVICE_MAX_RANKS];
     /* Bit masks of ranks. targets: the ranks whose `recv` lies in a window. sources: the ranks
      * that store into the `recv` of this rank. Neither mask contains this rank, or a rank that
      * does not run a kernel of windows.cu. */
     uint32_t targets, sources;
-    /* the mask of the ranks into whose windows this rank stores: `targets`, or 0 if the plan is
+    /* the ranks into whose windows this rank stores (bit mask): `targets`, or 0 if the plan is
      * invalid */
     uint32_t stores;
     uint32_t is_open; /* 1 after open_windows() */
@@ -132,7 +132,8 @@ __device__ __forceinline__ void read_windows(const WindowMove &m)
         const int64_t bytes = at ? (int64_t)load_relaxed(entry + 1) : 0;
         const uint64_t announced =
             load_relaxed(announcement_words(self, m.op, m.op.heap, q) + P2P_ANNOUNCED_ROWS);
-        /* a damaged place must not make this rank write outside of the window */
+        /* The place may be damaged, so check it: this rank must never write outside of the
+         * window. */
         const bool fits =
             number < P2P_MAX_WINDOWS && offset <= bytes && ((uintptr_t)at + offset) % 16 == 0;
         const int64_t rows = fits ? (bytes - offset) / m.shape.row_bytes : 0;
@@ -285,7 +286,8 @@ __device__ __forceinline__ void store_to_windows(const WindowMove &m, const Send
     }
 }
 
-/* Like send_unit() of stream.cuh, but stores pieces into windows where that is possible. */
+/* Like send_unit() of stream.cuh, but stores the pieces into windows (memory of peers, without
+ * staging) where that is possible. */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const WindowMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT, WindowMove> &feed)
