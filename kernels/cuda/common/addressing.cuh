@@ -24,39 +24,41 @@
 /* The part of OpState that only the backend `hosts` has. A relay is a rank that forwards rows
  * to other ranks of its host (net/relay.cuh). */
 struct OpStateNet {
-    /* start of the net inbox: memory into which the net copies words of other hosts */
+    /* start of the net inbox: memory of this rank into which the network library copies words
+     * from ranks on other hosts */
     const uint8_t *host_inbox;
-    /* bytes of the net inbox if it is in host memory, else 0 (is_host_memory()) */
+    /* if the net inbox is in host memory: its size in bytes; otherwise 0 (is_host_memory() uses
+     * it) */
     int64_t host_inbox_bytes;
-    /* host_box[q]: the part of the net inbox into which rank q's rows arrive */
+    /* host_box[q]: the part of the net inbox into which the rows of rank q arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* relay[q]: the rank that stores rank q's rows into this rank's memory. It is q itself, or
-     * a relay on this host. */
+    /* relay[q]: the rank that stores the rows of rank q into this rank's memory. This is q
+     * itself or, if rows are relayed, a rank of this host that forwards them. */
     uint8_t relay[DEVICE_MAX_RANKS];
 };
 
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap; /* this rank's heap */
-    /* Device time in ns at which waits of this CTA expire. If any wait of this rank ends with
-     * success, the time is moved to a later one. */
+    /* Device time in ns at which the waits of this CTA give up. Whenever a wait of this rank
+     * succeeds, the deadline is moved to a later time. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
     /* The sizes that this rank announces to all ranks. `rows` is the number of rows of the
      * receive buffer, or 0 if the operation has none. */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
-    /* what mark_running() returned: 1 if another operation of this rank still ran when this one
-     * began, else 0 */
+    /* 1 if an earlier operation of this rank was still running when this one began, which is an
+     * error; else 0. mark_running() returns it */
     uint32_t overlaps;
-    /* WAIT_ABORTED() (wait.cuh) of a wait that a thread of this CTA has given up; 0 if no
-     * thread has given up a wait */
+    /* If a thread of this CTA has given up a wait: for which rank and in which phase it waited
+     * (WAIT_ABORTED() in wait.cuh). Otherwise 0. */
     mutable uint32_t aborted_wait;
-    /* inbox[q]: the part of this rank's staging (net/staging.cuh) in which rank q's rows
-     * arrive */
+    /* inbox[q]: the part of this rank's staging (memory for rows that arrive, net/staging.cuh)
+     * into which the rows of rank q arrive */
     uint8_t *inbox[DEVICE_MAX_RANKS];
-    /* outbox[q]: the memory into which this rank stores rows for rank q: q's staging or, if q
-     * is on another host, this rank's own outbox */
+    /* outbox[q]: where this rank stores rows for rank q. This is the staging of q or, if q is
+     * on another host, memory of this rank from which the net sends them */
     uint8_t *outbox[DEVICE_MAX_RANKS];
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
@@ -87,8 +89,9 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Returns 0 or 1: which half of an array of the heap the running epoch uses, the half for even
- * or for odd epochs. Used for arrays whose shape in heap.h begins with [2]. */
+/* Arrays in the heap have two halves, which are used alternately. Returns which half the
+ * running epoch uses: 0 if the epoch is even, 1 if it is odd. Used for arrays whose shape in
+ * heap.h begins with [2]. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
@@ -98,7 +101,8 @@ __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
  * parameter of the kernel, so it is in constant memory, which is fast to read. The versions
  * without `self` read op.self, which is a slower load. */
 
-/* Returns this rank's control memory, through which the CTAs of its kernels coordinate. */
+/* Returns the control memory of this rank: counters and flags by which the CTAs of its kernels
+ * coordinate. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
     return (p2p_control *)(self.heap[self.rank] + self.at.control);
@@ -116,13 +120,14 @@ __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value
     return (uint64_t)op.epoch << 32 | value;
 }
 
-/* Returns true if a stamped word was written in the running epoch. */
+/* Returns true if a stamped word was written in the running epoch, so that it is valid now. */
 __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
 {
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns a bit mask of the ranks on this host, this rank included. */
+/* Returns a bit mask of the ranks that are on the same host as this rank. This rank is one of
+ * them. */
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
 {
     return HOSTS ? self.net->host_ranks : 0xffffffffu;
@@ -140,9 +145,8 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
     return HOSTS ? self.net->inbox : NULL;
 }
 
-/* Returns the base address of the memory into which rank q's words for this rank arrive. It is
- * this rank's heap if q is on this host, and the net inbox otherwise. Heap and net inbox have
- * the same layout. */
+/* Returns the start of the memory in which words from rank q arrive. It is this rank's heap if
+ * q is on this host, and the net inbox otherwise. Heap and net inbox have the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
     return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
@@ -153,7 +157,7 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
     return is_remote(*op.self, q) ? net_inbox(*op.self) : op.heap;
 }
 
-/* Returns the base address of the memory into which rank q's status words (waits, broken, gone)
+/* Returns the start of the memory in which the status words of rank q (waits, broken, gone)
  * arrive. In the backend `hosts` the net delivers all status words of other ranks, even those
  * of ranks on this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
@@ -161,10 +165,10 @@ __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
-/* Returns the distance, in 8-byte words, from this rank's heap to the memory in which the
- * calling CTA should poll rank q's words. In the backend `hosts`, CTA 0 polls the net inbox if
- * q is on another host, and copies the words to the heap (cache_counts()). All other CTAs, and
- * all CTAs of p2p, poll the heap itself, so their distance is 0. */
+/* Returns where the calling CTA should poll the words of rank q, as a distance from this rank's
+ * heap in 8-byte words. In the backend `hosts`, CTA 0 polls the net inbox if q is on another
+ * host, and copies the words to the heap (cache_counts()). All other CTAs, and all CTAs of p2p,
+ * poll the heap itself: the distance is 0. */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
@@ -177,9 +181,9 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns the base address of the memory into which rank q's rows arrive. In operations that
- * use relays (net/relay.cuh), a rank of this host forwards the rows that come from other hosts.
- * So these rows arrive in this rank's heap, not in the net inbox. */
+/* Returns the start of the memory in which the rows of rank q arrive. In operations that use
+ * relays (net/relay.cuh), a rank of this host forwards the rows that come from other hosts. So
+ * these rows arrive in this rank's heap, not in the net inbox. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -188,8 +192,8 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* Returns the rank to report as the culprit if a wait for rank q's rows fails. This is q, or
- * the relay that forwards q's rows to this rank. */
+/* If a wait for the rows of rank q fails, some rank is reported as the culprit. Returns this
+ * rank. This is q, or the relay that forwards q's rows to this rank. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
     return HOSTS ? op.net->relay[q] : q;
@@ -205,7 +209,8 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
     return offset < (uint64_t)op.net->host_inbox_bytes;
 }
 
-/* Sets the address range in `op` that is_host_memory() tests. Called by one thread of a CTA. */
+/* Stores in `op` which addresses are in a net inbox in host memory. is_host_memory() tests this
+ * range. Called by one thread of a CTA. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
     if (!HOSTS) return;
@@ -213,8 +218,8 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
     op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
-/* Returns the address, in a heap, of the words that `rank` announces when it begins an
- * operation (P2P_ANNOUNCE_WORDS stamped words). `heap`: base address of that heap. */
+/* Returns where in a heap the announcement of `rank` is: the P2P_ANNOUNCE_WORDS stamped words
+ * that it sends when it begins an operation. `heap`: start of the heap. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -228,12 +233,12 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Returns which part of an array rank `by` writes, in the heap of rank `to`. Only for arrays
- * that have one part per source rank. In `p2p` the number of the part is `by`. In the backend
- * `hosts` it is (by - to - 1) modulo num_ranks. There a rank has one outbox for all
- * destinations, and a word has the same offset in the outbox as at its destination. With these
- * numbers, words for different destinations are in different parts of the outbox, so they do
- * not overwrite each other. */
+/* Some arrays of a heap have one part for each rank that writes into it. Returns the number of
+ * the part that rank `by` writes, in the heap of rank `to`. In `p2p` the number of the part is
+ * `by`. In the backend `hosts` it is (by - to - 1) modulo num_ranks. There a rank has one
+ * outbox for all destinations, and a word has the same offset in the outbox as at its
+ * destination. With these numbers, words for different destinations are in different parts of
+ * the outbox, so they do not overwrite each other. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -243,39 +248,39 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * constant; in the backend `hosts` it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
-/* Returns a distance in the array `records` of rank q's heap, in 8-byte words. It is the
- * distance from part number self.rank to the part that this rank writes (source_number()). In
- * p2p the distance is 0. Callers compute the address in part self.rank once for all ranks q,
- * and then add this distance. */
+/* For stores to the array `records` of rank q's heap. Callers compute an address in part number
+ * self.rank once, for all ranks q, and then add this distance (in 8-byte words) to get the part
+ * that this rank must write in the heap of q (source_number()). In p2p the two parts are equal
+ * and the distance is 0. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
 }
 
-/* Returns the number of floats that the array `floats` of a heap has for each token. It is
- * top_k. The backend `hosts` rounds it up to an even number, because the net copies whole words
- * of 8 bytes. */
+/* Returns how many floats the array `floats` of a heap has for each token: top_k. In the
+ * backend `hosts`, this is rounded up to an even number, because the net copies whole words of
+ * 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the offset in a heap of the array `wants`, whose words relays read (net/relay.cuh).
- * Returns 0 in p2p. */
+/* Returns the offset in a heap of the array `wants`. From its words, a relay reads which ranks
+ * need a row (net/relay.cuh). Returns 0 in p2p. */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns the smallest number of tokens that this rank sends before it waits for a token to
- * arrive (EPIC_NET_WINDOW). 0: no minimum. */
+/* Returns how many tokens this rank sends at least before it waits for a token to arrive (the
+ * variable EPIC_NET_WINDOW). 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
     return HOSTS ? self.net->window_tokens : 0;
 }
 
 /* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
- * other hosts. With relays there is one such role for every other host. Without relays there is
+ * other hosts. There is one such role for every other host if rows go through relays, else
  * none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {

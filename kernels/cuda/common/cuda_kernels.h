@@ -28,12 +28,13 @@ typedef enum p2p_fault {
     /* rank_of_expert has an invalid rank or, with EPIC_TREE, does not place whole blocks of
      * experts. `about` contains: expert, rank */
     P2P_FAULT_PLACEMENT = 1,
-    /* the capacity is too small. `about` contains: capacity, needed slots */
+    /* the capacity is less than the slots that this rank needs. `about` contains: capacity,
+     * needed slots */
     P2P_FAULT_CAPACITY = 2,
     /* a buffer has too few rows. `about` contains: rows of the buffer, needed rows,
      * epic_operation */
     P2P_FAULT_ROWS = 3,
-    /* the bytes are not a plan of this rank and group. `about` is not used */
+    /* the bytes passed as plan are not a plan of this rank and group. `about` is not used */
     P2P_FAULT_PLAN = 4,
     /* the call has another number of tokens than the plan. `about` contains: tokens of the
      * call, tokens of the plan, epic_operation */
@@ -62,24 +63,25 @@ typedef enum p2p_fault {
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
-    uint32_t fault;   /* enum p2p_fault */
+    uint32_t fault;   /* what is wrong: an enum p2p_fault */
     int32_t rank;     /* the rank whose data is wrong */
     int64_t about[4]; /* numbers that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* Number of notices that may be unread at a time. If all are unread, further errors are not
- * reported. */
+/* How many notices the host may leave unread. If it has read none of them, further errors are
+ * not reported. */
 #define P2P_NOTICES 8
 
-/* Host memory of a rank. Kernels report failures and data errors to the host in this memory.
- * The host reports dead processes and its beats (P2P_AWAKE) to running kernels. */
+/* Host memory through which a rank's kernels and its host process communicate. Kernels report
+ * failures and data errors. The host reports which processes have died, and counts beats
+ * (P2P_AWAKE) to show that it runs. */
 typedef struct p2p_status {
     /* enum epic_result: why the group of ranks has failed, or EPIC_OK. A kernel writes this
      * field last. */
     uint32_t result;
     uint32_t operation; /* enum epic_operation: the operation that failed */
     uint32_t epoch;
-    uint32_t phase;    /* enum p2p_phase */
+    uint32_t phase;    /* what the reporter waited for: an enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
     uint32_t culprits; /* bit mask of the ranks at fault */
     /* If ranks called different operations: the signature of the reporter's call, and that of a
@@ -87,30 +89,31 @@ typedef struct p2p_status {
     uint32_t own_signature, peer_signature;
     uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t deadline_ms; /* time limit of the operation that failed, in milliseconds */
-    /* P2P_AWAKE(), which a host thread updates regularly while the process runs; 0 if no host
-     * thread does so */
+    /* P2P_AWAKE(), which a host thread updates regularly while the process runs; 0 if there is
+     * no such thread */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
 /* Packs two counts into one word: how often a host thread has run (beats), and how often it
- * found that the process had been stopped (stops). They share one word, so that a kernel which
+ * found that the process had been stopped (stops). Because they share one word, a kernel that
  * reads a new number of beats also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* Largest number of times in a row that deadlines are postponed. After a stop (a time in which
- * the process was suspended), the deadlines of the rank's waits are postponed. When a wait of
- * the rank ends with success, the count begins again at 0. */
+/* If the process was suspended for some time, the deadlines of the rank's waits are postponed.
+ * This is how often this may happen in a row. The count begins again at 0 when a wait of the
+ * rank succeeds. */
 #define P2P_POSTPONE_LIMIT 4
 
 typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
                          P2P_PHASE_NONE = 0,
-                         P2P_PHASE_ARRIVE = 1, /* a peer's announcement */
+                         P2P_PHASE_ARRIVE = 1, /* the announcement of a peer */
                          P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
-                         /* a record: the slots of a token, from the rank of the token */
+                         /* a record: the list of slots of a token, which the token's rank
+                          * sends */
                          P2P_PHASE_RECORD = 3,
                          P2P_PHASE_ROW = 4,   /* a row */
                          P2P_PHASE_FLOAT = 5, /* a weight or its gradient */
-                         P2P_PHASE_GRID = 6,  /* other CTAs of this rank */
+                         P2P_PHASE_GRID = 6,  /* other CTAs of the same rank */
                          /* not a wait: ranks passed different tables rank_of_expert */
                          P2P_PHASE_TABLE = 7,
                          /* not a wait: two operations of this rank ran at once */
@@ -141,32 +144,34 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
  * because heaps have fewer words. */
 #define P2P_EPOCH_ENDS 0x1ffffffffull
 
-typedef struct p2p_ring { /* The ring of puts and its counters. All are in host memory. */
-    uint64_t *entries;    /* [P2P_RING_ENTRIES], written by kernels */
+/* The ring through which kernels request puts, and its counters. All are in host memory. */
+typedef struct p2p_ring {
+    uint64_t *entries; /* [P2P_RING_ENTRIES], written by kernels */
     struct p2p_ring_words *words;
 } p2p_ring;
 
 typedef struct p2p_ring_words {
-    /* number of entries that the proxy thread has read; the proxy thread writes it */
+    /* how many entries the proxy thread has read; it writes this number */
     uint64_t taken;
-    /* number of epochs for which the net has read the data of all puts from the outbox; the
-     * proxy thread writes it */
+    /* for how many operations the net has read all data from the outbox, so that the outbox may
+     * be overwritten; the proxy thread writes this number */
     uint64_t freed;
-    /* this rank's word `waits` (heap.h); kernels write it, and the proxy thread sends it to all
-     * peers */
+    /* the word `waits` of this rank (the ranks that it waits for, heap.h); kernels write it,
+     * and the proxy thread sends it to all peers */
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits of a count of choices, in words that also contain other values. The bits must
- * be enough for the number of all choices of one rank. */
+/* Number of bits of a count of choices, in words that also contain other values. All choices of
+ * one rank must be countable with these bits. */
 #define P2P_COUNT_BITS 26
 
 /* The part of p2p_self that only the backend `hosts` has. */
 typedef struct p2p_net {
     p2p_ring ring;
-    /* memory into which the net copies words of other hosts; has the layout of a heap */
+    /* memory into which the network library copies words from ranks on other hosts; it has the
+     * layout of a heap */
     uint8_t *inbox;
-    /* bytes of the inbox if it is in host memory, where polls are slow; else 0 */
+    /* if the inbox is in host memory, where polls are slow: its size in bytes; otherwise 0 */
     int64_t host_inbox_bytes;
     uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
     /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
@@ -189,8 +194,8 @@ typedef struct p2p_self {
     int32_t rank, num_ranks;
     uint32_t operation; /* enum epic_operation */
     uint32_t signature; /* hash of the arguments of the call that must be equal on all ranks */
-    /* Hashes of layers. The call accepts only plans that were made for a layer with one of
-     * these hashes. If element 0 is 0, it accepts plans of any layer. */
+    /* The call accepts only plans that were made for a layer with one of these two hashes. If
+     * element 0 is 0, it accepts plans of any layer. */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
@@ -199,8 +204,8 @@ typedef struct p2p_self {
 typedef struct p2p_plan_job {
     p2p_self self;
     epic_layer layer;      /* the layer, with all defaults filled in */
-    device_plan_layout at; /* layout of the plans of the layer */
-    uint8_t *plan;         /* output; input if `planners` is 0 */
+    device_plan_layout at; /* where the arrays are in the plans of this layer */
+    uint8_t *plan;         /* output of the operation plan; input if `planners` is 0 */
     const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice, or a negative number
                             * if it has none */
     /* [num_experts]: rank that owns each expert; NULL: rank r owns the experts [r * block, (r +
@@ -208,7 +213,8 @@ typedef struct p2p_plan_job {
     const int32_t *rank_of_expert;
     /* [num_experts]: logical expert of each expert; used only if layer.num_logical is not 0 */
     const int32_t *logical_of_expert;
-    /* outputs with the shapes of epic_plan_args (epic.h); any of them may be NULL */
+    /* outputs with the shapes of epic_plan_args (epic.h); NULL: the caller does not need this
+     * output */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
     /* address of a number in device memory: the rank may use at most this many slots. A number
      * below 1 counts as 1. NULL: no such limit */
@@ -226,8 +232,8 @@ typedef struct p2p_plan_job {
     /* largest number of tokens per rank for which the low-latency planner is used */
     int32_t max_lowlat_tokens;
     int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
-    /* 1: topk_idx contains logical experts, and the planner chooses their replicas before it
-     * counts choices (plan/resolve.cuh) */
+    /* 1: topk_idx contains logical experts, and plan/resolve.cuh chooses a replica for each
+     * choice before the planner counts choices */
     int32_t resolves;
 } p2p_plan_job;
 
@@ -247,9 +253,9 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* Returns a number of tokens per rank, at most `most`, for which lowlat/plan.cuh can make plans
- * of this layer. It tries `most`, 256 and 128, in this order, and returns the first that is
- * possible. Returns 0 if none is possible. */
+/* Returns for how many tokens per rank lowlat/plan.cuh can make plans of this layer. Tries
+ * `most`, 256 and 128 tokens, in this order, and returns the first number that is possible, or
+ * 0. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer)
 {
@@ -271,29 +277,30 @@ typedef struct p2p_dispatch_job {
     float *slot_weights;
     int32_t *recv_expert; /* FLAT only: output [recv_rows, top_k], local experts of each row */
     int64_t row_bytes;
-    int32_t num_tokens, recv_rows; /* recv_rows: number of rows of recv */
+    int32_t num_tokens, recv_rows; /* number of rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* 1: the kernel for FLAT plans is needed. This is the case if the plan is FLAT and the call
-     * does more than move rows. For example, it makes the plan, moves weights, or writes
+    /* 1: the kernel for FLAT plans is needed. Only a call that just moves rows can use the
+     * other kernels with a FLAT plan, not one that makes the plan, moves weights, or writes
      * recv_expert. */
     int32_t flat;
     /* If zero_tail is 1, the kernel writes zeros to the slots after the last slab. If
      * leave_padding is 1, the kernel does not write zeros to padding slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
-    /* other CTAs send tokens [0, num_early_tokens) while the planner CTAs make the plan */
+    /* While the planner CTAs make the plan, other CTAs send tokens [0, num_early_tokens). */
     int32_t num_early_tokens;
     /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* Not used by low-latency kernels. If receiving is more than `lag` tokens behind sending,
-     * one of every 2^catch_up steps receives two tokens instead of one, to catch up
-     * (dispatch/dispatch.cuh). Each step sends one token. The launcher sets this field. */
+    /* Not used by low-latency kernels. Each step of a kernel sends one token and receives one.
+     * If receiving is more than `lag` tokens behind sending, one of every 2^catch_up steps
+     * receives two tokens, to catch up (dispatch/dispatch.cuh). The launcher sets this
+     * field. */
     int32_t catch_up;
     /* The launcher sets lag, span and total_warps (common/rows.cuh). In most kernels a piece is
      * 2 KB of a row. A unit is the work that a warp does at a time. */
-    int32_t lag;         /* number of tokens by which receiving stays behind sending */
-    int32_t span;        /* number of pieces of a row that a unit moves */
-    int32_t total_warps; /* number of warps that move rows, of all CTAs */
+    int32_t lag;         /* how many tokens receiving stays behind sending */
+    int32_t span;        /* how many pieces of a row a unit moves */
+    int32_t total_warps; /* how many warps of all CTAs move rows */
     /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh). A
      * packed row is a row together with its scales. scale_bytes is 0 if rows have no scales. */
     /* [num_tokens, scale_bytes]; NULL if dispatch quantizes rows and computes the scales */
@@ -302,17 +309,17 @@ typedef struct p2p_dispatch_job {
     int64_t scale_bytes;
     /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
-    /* type: epic_type of the elements of `tokens`. quantize: an epic_quantize, which says how
-     * dispatch quantizes rows; 0 if it does not quantize. */
+    /* type: epic_type of the elements of `tokens`. quantize: how dispatch quantizes rows (an
+     * epic_quantize); 0 if it does not quantize. */
     uint32_t type, quantize;
-    /* scales_aligned is 1 if the addresses and sizes of all rows of scales are multiples of 16
-     * bytes. scales_in_words is 1 if the address of recv_scales and the number scale_bytes are
-     * multiples of 4. */
+    /* scales_aligned is 1 if the scales of every row begin at a multiple of 16 bytes, and
+     * scale_bytes is a multiple of 16. scales_in_words is 1 if both are multiples of 4 in
+     * recv_scales. */
     int32_t scales_aligned, scales_in_words;
     /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
     int32_t warps; /* number of warps of a CTA that move rows; set by the launcher */
-    /* number of packed rows for which each warp has shared memory; set by the launcher */
+    /* how many packed rows fit in the shared memory of each warp; set by the launcher */
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
      * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL: the context
@@ -341,21 +348,21 @@ typedef struct p2p_combine_job {
     /* Only in dispatch_backward, else NULL: one float per slot, the gradient of the slot's
      * weight. The operation returns it to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k], for each choice of this rank's tokens: the element of
-     * slot_floats of the slot of this choice */
+    /* output [num_tokens, top_k]: for each choice of this rank's tokens, the float (element of
+     * slot_floats) that returns from the choice's slot */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;   /* epic_type of the elements of `rows` and `out` */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    int32_t lag; /* number of tokens by which adding partial sums stays behind sending them */
+    int32_t lag;     /* how many tokens the adding of partial sums stays behind their sending */
     /* top_k: the layer's top_k. tree is 1 if the layer's sum order is EPIC_TREE. flat is 1 if
      * its layout is FLAT. */
     int32_t top_k, tree, flat;
-    /* byte offsets of the arrays rank_of and records in the plan */
+    /* offsets of the arrays rank_of and records from the beginning of the plan, in bytes */
     int64_t rank_of_at, records_at;
-    /* Number of leaves of the sum tree on each rank, if the kernel for several leaves on a rank
-     * may be used. Otherwise 0. */
+    /* The sum tree may have several leaves (blocks of experts) on each rank. Number of these
+     * leaves, if the kernel for this case may be used. Otherwise 0. */
     int32_t leaves;
     uint32_t pad;
 } p2p_combine_job;
@@ -378,8 +385,8 @@ typedef struct p2p_combine_backward_job {
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
-    /* The next fields, up to total_warps, have the same meaning as in p2p_dispatch_job. But
-     * `aligned` does not depend on rows of d_rows that are quantized. */
+    /* The next fields, up to total_warps, have the same meaning as in p2p_dispatch_job. One
+     * difference: if d_rows is quantized, `aligned` is about the other arrays only. */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, total_warps;
@@ -389,10 +396,11 @@ typedef struct p2p_combine_backward_job {
      * d_rows. */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
-    /* 1: rows of d_rows are aligned, so that a lane stores all its quantized elements of a
-     * vector at once */
+    /* 1: rows of d_rows are aligned, so that a lane can store all its quantized elements of a
+     * vector with one store */
     int32_t quantized_whole;
-    /* 1: addresses and sizes of rows of d_rows_scales are multiples of 4 bytes */
+    /* 1: the scales of every row begin at a multiple of 4 bytes and have a multiple of 4
+     * bytes */
     int32_t scales_in_words;
 } p2p_combine_backward_job;
 
@@ -423,13 +431,13 @@ cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t s
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
                                        cudaStream_t stream);
-/* Returns 1 if the kernel with bulk stores supports the job. Otherwise callers use the other
- * kernels of dispatch. */
+/* Returns 1 if the kernel that uses bulk stores (dispatch/bulk.cu) supports the job. Otherwise
+ * callers use the other kernels of dispatch. */
 int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
-/* Launches the kernel that stores rows into windows. The job has windows, and aligned rows
- * without scales. */
+/* Launches the kernel that stores rows into windows. The job must have windows, and aligned
+ * rows without scales. */
 cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
@@ -448,9 +456,9 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads the kernels of one operation on the current device. A context calls them
- * when it opens. Otherwise CUDA would load a kernel at its first launch, and might first wait
- * until the device is idle. */
+/* Each function loads the kernels of one operation on the current device. They are called when
+ * a context opens. If CUDA loaded a kernel only at its first launch, it might first wait until
+ * the device is idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

@@ -35,12 +35,13 @@
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
-/* like P2P_LOWLAT_TOKENS, but for dispatch that quantizes */
+/* Like P2P_LOWLAT_TOKENS, but for calls of dispatch that quantize rows. */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* like P2P_LOWLAT_TOKENS, but for combine */
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* like P2P_LOWLAT_TOKENS, but for calls of combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh). The limits exist
  * because these kernels keep the plan in shared memory. */
-#define P2P_LOWLAT_CHOICES 8192 /* choices (pairs of token and k) of all ranks together */
+/* largest number of choices (pairs of token and k) of all ranks together */
+#define P2P_LOWLAT_CHOICES 8192
 /* Largest number of bit masks of all ranks together. A mask marks which of 32 tokens of a rank
  * have chosen an expert. */
 #define P2P_LOWLAT_MASKS 8192
@@ -68,11 +69,10 @@ typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
     int64_t announce;
-    /* P2P_BROKEN() if the group has failed, else 0.
-     * One 64-bit word. */
+    /* The failure of the group (P2P_BROKEN()), or 0. One 64-bit word. */
     int64_t broken;
-    /* For each rank, P2P_GONE() if it has closed its context, else 0.
-     * 64-bit words [MAX_RANKS]. */
+    /* For each rank: P2P_GONE() if it has closed its context, else 0. 64-bit words
+     * [MAX_RANKS]. */
     int64_t gone;
     /* For each rank, a bit mask of the ranks that it waits for. A rank writes its mask only
      * after three quarters of its time limit have passed.
@@ -81,7 +81,8 @@ typedef struct p2p_heap {
     /* The error text that a peer passed to epic_abort().
      * char [512]. */
     int64_t abort_text;
-    /* A struct p2p_control, which only this rank writes. */
+    /* Counters and flags by which the CTAs of this rank's kernels coordinate. A struct
+     * p2p_control, which only this rank writes. */
     int64_t control;
     /* For each rank with wrong input, a description of the first wrong value.
      * Stamped words [2][MAX_RANKS][P2P_FAULT_WORDS]. */
@@ -157,33 +158,36 @@ enum { /* indices of the words that report a wrong value in a planner's input */
        P2P_FAULT_WORDS = 4
 };
 
-/* The value of the word `gone` of a rank that has closed its context. `epoch`: the last epoch
- * of that rank. */
+/* The word `gone` by which a rank reports that it has closed its context. `epoch`: number of
+ * its last operation. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
 /* The part of the control memory that only the backend `hosts` has. "The ring" is the one in
  * host memory (p2p_ring) in which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
     uint64_t posted_entries; /* how many entries kernels have appended to the ring since open */
-    /* The ring has space for all entries whose number is lower than this. */
+    /* Kernels may append entries to the ring up to this entry number, without asking the proxy
+     * thread for more space. */
     uint64_t ring_room;
-    uint64_t ended_epochs; /* how many epochs have their end marker in the ring */
+    uint64_t ended_epochs; /* for how many operations the ring has an end marker */
     /* The fields from here on are copies of words in host memory or in the net inbox, where
-     * each poll is slow. One warp reads the original word. All other warps read the copy. */
-    uint64_t broken; /* P2P_BROKEN() if the group has failed, else 0 */
+     * polls are slow. At a time only one warp reads the original word. All other warps read the
+     * copy. */
+    uint64_t broken; /* the failure of the group (P2P_BROKEN()), or 0 */
     /* number of epochs of which the net has read the data of all puts, so that the memory of
      * these puts in the outbox may be written again */
     uint64_t freed;
-    /* Times at which this rank last read the originals of `freed`, of the announcements, of the
-     * failure, and of ring_room. Unit: 1024 ns. */
+    /* When this rank last read the originals of `freed`, of the announcements, of the failure,
+     * and of ring_room. The times are in units of 1024 ns. */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* For each source rank, how far its rows have arrived: the index of a 16-byte vector in the
-     * source's part of the staging. The number is approximate. Stamped words. */
+    /* For each source rank, about how far its rows have arrived: the index of a 16-byte vector
+     * in the source's part of the staging. Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* copies of the announcements of all ranks, stamped; first index: parity of the epoch */
+    /* copies of the announcements of all ranks (stamped words); the first index is 0 for even
+     * epochs and 1 for odd epochs */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 
@@ -191,22 +195,22 @@ typedef struct p2p_net_control {
  * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    /* Number of CTAs that have finished the running operation or round. In low-latency kernels:
-     * number of CTAs that have started (p2p) or of warps that have posted all their puts
-     * (hosts). It is set back to 0 at the end of the operation or round. */
+    /* Number of CTAs that have finished the running operation or round. Low-latency kernels
+     * count something else: CTAs that have started (p2p), or warps that have posted all their
+     * puts (hosts). It is set back to 0 at the end of the operation or round. */
     uint32_t done;
-    /* epoch of the next round. The last CTA that finishes a round sets this field, and the
-     * other CTAs wait until it is set. */
+    /* The epoch (number) of the next round. The last CTA that finishes a round sets this field,
+     * and the other CTAs wait for it. */
     uint32_t round;
-    uint32_t planned; /* the last epoch in which a plan was completed */
-    /* 1 if a thread of this rank has begun to report a failure in p2p_status; other threads
-     * then do not report one */
+    uint32_t planned; /* the last epoch (operation number) in which a plan was completed */
+    /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
+     * reports, so that the fields of the report belong together. */
     uint32_t claim;
-    /* low-latency kernels only: number of CTAs that have stored their last result; the last CTA
-     * sets it to 0 */
+    /* Low-latency kernels only: how many CTAs have stored their last result. The last CTA sets
+     * this back to 0. */
     uint32_t ended;
     uint32_t running; /* 1 while an operation of this rank runs */
-    /* device time in ns at which a wait of this rank last ended with success */
+    /* device time in ns at which a wait of this rank last succeeded */
     uint64_t progress_ns;
     /* time at which this rank last read p2p_status.dead, in units of 1024 ns */
     uint32_t dead_polled_at;
@@ -217,16 +221,16 @@ typedef struct p2p_control {
      * after the next beat, which shows that the process runs (P2P_AWAKE). 0: no wait is in this
      * state. */
     uint64_t due;
-    /* A device time in ns. The beats (P2P_AWAKE) show that the process has run after this time.
-     * So a wait fails if its deadline is earlier than this time. */
+    /* The latest device time in ns of which beats (P2P_AWAKE) show that the process has run
+     * after it. So a wait fails if its deadline is earlier than this time. */
     uint64_t overdue;
     uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
-    /* How many stops this rank has handled, of those that p2p_status.awake counts. A stop is a
-     * time in which the process was suspended. The rank handles a stop by starting its time
-     * limit again. */
+    /* A stop is a time in which the process was suspended. p2p_status.awake counts stops, and
+     * for each one the rank starts its time limit again. This field is the number of stops for
+     * which it has done so. */
     uint32_t host_stops;
-    /* How often the time limit was started again because the process had been stopped. Counted
-     * since a wait of this rank last ended with success. */
+    /* How often in a row the time limit was started again because of stops. The count begins
+     * again at 0 when a wait of this rank succeeds. */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -243,11 +247,12 @@ typedef struct p2p_control {
 #define P2P_WINDOW_OUTPUTS 3     /* number of outputs of one call that can lie in windows */
 #define P2P_WINDOW_PLACE_BITS 48 /* number of bits of the offset in a place */
 
-/* The words that a kernel which stores rows into windows announces before its signature. */
+/* The words by which a kernel that stores rows into windows informs its peers, before it sends
+ * the signature of its announcement. */
 typedef struct p2p_window_words {
-    /* Stamped word. The value is the number of tokens of this rank that go through staging in
-     * any case, because they are sent before the plan exists. If the stamp is of an older
-     * epoch, the rank runs a kernel that sends and receives all rows through staging. */
+    /* Stamped word. Its value is how many tokens of this rank go through staging in any case,
+     * because they are sent before the plan exists. If the stamp is of an older epoch, the rank
+     * runs a kernel that sends and receives all rows through staging. */
     uint64_t begun;
     /* The place of each output of the call: 1 plus the number of a window, shifted by
      * P2P_WINDOW_PLACE_BITS, plus an offset in this window in bytes. 0: the output is in no
@@ -257,19 +262,19 @@ typedef struct p2p_window_words {
 
 /* The message of a rank to all ranks when a window is added (src/backend/p2p/windows.c). */
 typedef struct p2p_window_message {
-    int64_t bytes;      /* size of the rank's window */
-    int64_t offset;     /* offset of the window in the allocation of `handle` */
+    int64_t bytes;      /* size of the window in bytes */
+    int64_t offset;     /* where the window begins in the allocation to which `handle` refers */
     uint64_t at;        /* address of the window in the rank's process */
     uint8_t handle[64]; /* cudaIpcMemHandle_t of the allocation */
-    uint32_t result;    /* an epic_result: the error of the rank, or EPIC_OK */
+    uint32_t result;    /* an epic_result: EPIC_OK, or the error that the rank has found */
     char sentence[412]; /* error sentence, if `result` is an error */
     uint64_t sequence;  /* number of the exchange; written after all other fields */
 } p2p_window_message;
 
 typedef struct p2p_window_area {
-    /* Only this rank's kernels write these two counters. num_planned: number of planner CTAs
-     * that have made their part of the plan. num_stored: number of CTAs that have stored all
-     * their rows into windows. The last CTA of the operation sets both to 0. */
+    /* Counters that only this rank's kernels write. num_planned: how many planner CTAs have
+     * made their part of the plan. num_stored: how many CTAs have stored all their rows into
+     * windows. The last CTA of the operation sets both to 0. */
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];
@@ -279,9 +284,10 @@ typedef struct p2p_window_area {
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
 
-/* Address and size of one rank's memory of a window, as this rank has mapped it. */
+/* Address and size of the window memory of one rank. This rank has mapped the memory at this
+ * address. */
 typedef struct p2p_mapped_window {
-    uint8_t *at; /* NULL: not mapped */
+    uint8_t *at; /* NULL: this rank has not mapped it */
     int64_t bytes;
 } p2p_mapped_window;
 
@@ -298,10 +304,11 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Returns the bytes of staging for one source rank in one half (even or odd epochs). If
- * staging_bytes is 0, the result is enough for max_tokens rows. Otherwise staging_bytes limits
- * the whole staging, and the result may be smaller. In any case the result is enough for two
- * rows, so that a packed row (a row and its scales) fits. */
+/* Staging has two halves (for even and odd epochs), each with a part for every source rank.
+ * Returns the size of such a part in bytes. If staging_bytes is 0, the result is enough for
+ * max_tokens rows. Otherwise staging_bytes limits the whole staging, and the result may be
+ * smaller. In any case the result is enough for two rows, so that a packed row (a row and its
+ * scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -313,8 +320,8 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_round_up(bytes, 512);
 }
 
-/* Returns the offset of every array, and the size of a heap. The result depends only on the
- * arguments, so all ranks compute the same layout. */
+/* Returns the layout of a heap: the offset of every array, and the size. The result depends
+ * only on the arguments, so all ranks compute the same layout. */
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
                                    int64_t staging_bytes, int64_t max_top_k)
 {
@@ -362,8 +369,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns the offset of the first byte of the heap that is initially poison. All bytes from
- * there to the end of the heap are initially poison. All bytes before are initially zero. */
+/* When a context opens, a heap consists of zeros followed by poison (0xffffffff). Returns the
+ * offset of the first byte of poison. */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

@@ -22,9 +22,9 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
-/* The load_relaxed() functions load memory that peers may store to at the same time. Each
- * 32-bit or 64-bit word is loaded as a whole. But one word of a vector may be old while another
- * one is new. */
+/* The load_relaxed() functions load memory to which peers may store at the same time. Each
+ * 32-bit or 64-bit word is loaded as a whole, but of a vector, some words may be old and others
+ * new. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -49,8 +49,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
     return v;
 }
 
-/* Loads two words from p, a multiple of 16 bytes. Each word is loaded as a whole, but one may
- * be old while the other is new. */
+/* Loads two words from p, which must be a multiple of 16 bytes. Each word is loaded as a whole,
+ * but one may be old while the other is new. */
 __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
@@ -102,8 +102,8 @@ __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* Stores a vector by an ordinary (weak) store instead of a relaxed one. The compiler neither
- * moves nor removes the store. */
+/* Stores a vector with an ordinary store, which is weaker than a relaxed one. But the compiler
+ * neither moves nor removes this store. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -182,14 +182,15 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Ends a group of asynchronous copies of this thread. wait_copies() counts in such groups. */
+/* Ends a group of asynchronous copies of this thread. A caller of wait_copies() gives a number
+ * of such groups. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's groups of asynchronous copies are complete. Does not wait for the
- * last PENDING groups. */
+/* Waits until this thread's asynchronous copies are complete, except those of its last PENDING
+ * groups. */
 template <int PENDING> __device__ __forceinline__ void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -225,9 +226,9 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(p), "r"(v) : "memory");
 }
 
-/* Bulk stores (cp.async.bulk), from sm_90 on. One thread starts a copy from shared to global
- * memory, whose size is a multiple of 16 bytes. Then the copy engine of the SM performs the
- * copy in the background.
+/* Bulk stores (cp.async.bulk), from sm_90 on. One thread starts a copy of a multiple of 16
+ * bytes from shared to global memory. The copy engine of the SM then performs the copy in the
+ * background.
  *
  *   1. threads that wrote the shared memory call fence_bulk(), then synchronize
  *   2. one thread starts bulk stores, then ends the group with end_bulk()
@@ -272,15 +273,15 @@ __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-/* Ends a group of bulk stores of this thread. The argument of wait_bulk_read() is a number of
+/* Ends a group of bulk stores of this thread. A caller of wait_bulk_read() gives a number of
  * such groups. */
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's bulk stores have read their shared memory, which the caller may
- * overwrite afterwards. Does not wait for the last PENDING groups. */
+/* Waits until this thread's bulk stores have read their data from shared memory, except those
+ * of its last PENDING groups. Afterwards the shared memory may be overwritten. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -299,8 +300,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Forces the compiler to keep values in registers. Otherwise the compiler may compute a value
- * again from its inputs at each use. */
+/* Forces the compiler to keep values in registers. Otherwise it may compute a value again at
+ * each use, from the inputs of the computation. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll

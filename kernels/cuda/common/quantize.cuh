@@ -18,16 +18,16 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-/* For scales between these two limits, divide_rounded() computes only with normal (not
- * subnormal) numbers. */
+/* Between these two limits of the scale, divide_rounded() computes only with normal (not
+ * subnormal) numbers, so its results are exact. */
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* One lane's elements and scales of a quantized piece of a row. A word of scales has the scales
- * of 128 elements. */
+/* A quantized piece of a row, as one lane of the warp has it: some elements, and one word of
+ * scales. Such a word has the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* Number of adjacent lanes whose vectors with the same number v have 128 elements together.
-     * One word of scales belongs to these 128 elements. */
+    /* One word of scales belongs to 128 elements. These are vector v of this many adjacent
+     * lanes. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of 4-byte words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
@@ -37,12 +37,12 @@ template <int V, int N> struct Quantized {
     /* this lane's word of scales, which is word number word_index() of the piece */
     uint32_t scales;
 
-    /* Returns true if this lane has a word of scales to store. */
+    /* Returns true if this lane has a word of scales to store (not all lanes have one). */
     static __device__ __forceinline__ bool has_word()
     {
         return lane_id() % LANES < V;
     }
-    /* Returns the index, among the words of scales of the piece, of this lane's word. */
+    /* Returns which of the piece's words of scales this lane has. */
     static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
@@ -98,8 +98,9 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Returns the largest absolute value in one block of the piece, as bits of a float32. The block
- * is the one that contains this lane's vector number lane_id() % V. Called by a whole warp. */
+/* A scale belongs to a block of elements. Each lane returns the largest absolute value in one
+ * block of the piece, as bits of a float32: in the block that contains the lane's vector number
+ * lane_id() % V. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -136,16 +137,17 @@ struct BlockScale {
     /* the word of scales to store: this block's scale and, with EPIC_QUANTIZE_1X32, the scales
      * of three other blocks */
     uint32_t word;
-    /* with EPIC_QUANTIZE_1X128, the scale; with EPIC_QUANTIZE_1X32, 1 / scale. In both cases
-     * NaN if the scale is NaN */
+    /* The number by which elements are scaled: with EPIC_QUANTIZE_1X128, the scale; with
+     * EPIC_QUANTIZE_1X32, 1 / scale. In both cases NaN if the scale is NaN. */
     float number;
 };
 
-/* Returns the scale of this lane's block (the block of find_largest()) after a multiplication
- * of all elements by `weight`. `largest`: largest absolute value in the block before the
- * multiplication, as bits of a float32. The function multiplies only `largest` by the weight.
- * This is enough, because rounding keeps the order of values. So the element with the largest
- * absolute value before the multiplication also has the largest one after it. */
+/* The elements of a block are first multiplied by `weight` and then quantized. Returns the
+ * scale of the block of this lane (see find_largest()). `largest`: largest absolute value in
+ * the block before the multiplication, as bits of a float32. The function multiplies only
+ * `largest` by the weight. This is enough, because rounding keeps the order of values. So the
+ * element with the largest absolute value before the multiplication also has the largest one
+ * after it. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -164,13 +166,13 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 
 /* ---------------------------------------------------------------------------- division ---- */
 
-/* A divisor s, prepared for many divisions. high + low is 1 / s with a relative error of 2^-44.
- * low is above 0, so that -0 / s stays -0. */
+/* A divisor s, prepared so that many numbers can be divided by it quickly. high + low is 1 / s
+ * with a relative error of 2^-44. low is above 0, so that -0 / s stays -0. */
 struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
 
-/* Returns a Divisor for divisions by s. */
+/* Prepares divisions by s. */
 __device__ __forceinline__ Divisor divisor_of(float s)
 {
     const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
@@ -190,10 +192,10 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
     return SHORT ? q : __fmaf_rn(__fmaf_rn(q, d.s, -x), d.minus_r, q);
 }
 
-/* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() needs
- * normal numbers. So if the scale is very small or very large, this function first multiplies
- * elements and scale by a power of two, which moves the scale nearer to 1. SHORT: see
- * divide_rounded(). */
+/* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() is
+ * exact only for normal (not subnormal) numbers. So if the scale is very small or very large,
+ * the function first multiplies elements and scale by a power of two, so that the scale is
+ * nearer to 1. SHORT: see divide_rounded(). */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -211,8 +213,8 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 
 /* Quantizes vector v of a piece and stores the result in piece.q[v]. x: the vector's elements,
  * already multiplied by the weight; overwritten. `mine`: the scale that this lane has computed.
- * The function gets the scale for vector v from the lane that has computed that scale. A NaN
- * scale makes all elements NaN. Called by a whole warp. */
+ * The scale for vector v may come from another lane, by a shuffle. A NaN scale makes all
+ * elements NaN. Called by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -250,13 +252,13 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
-/* The caller's arrays in which kernels store quantized rows and their scales. */
+/* Where kernels store quantized rows: the caller's array of rows, and that of their scales. */
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
     /* whole: true if rows are aligned, so that a lane can store the N bytes of a vector at
-     * once. words: true if rows of scales are aligned to 4 bytes, so that lanes can store them
-     * as words. */
+     * once. words: true if the scales of every row are aligned to 4 bytes, so that lanes can
+     * store them as words. */
     bool whole, words;
 };
 

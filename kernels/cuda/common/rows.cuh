@@ -19,7 +19,7 @@
 
 #include "cuda/common/wait.cuh"
 
-struct RowShape { /* Sizes of the rows of the caller's arrays. */
+struct RowShape { /* Sizes of the rows of an array of the caller. */
     int64_t row_bytes;
     /* number of 16-byte vectors per row; the last vector may be partly filled */
     int32_t vectors;
@@ -141,22 +141,22 @@ __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const Ro
     store_piece<V, EXACT>(row, first, s, zeros, policy);
 }
 
-/* Returns a vector of which every word is poison: the mark for "not written yet". */
+/* Returns a vector (16 bytes) that consists of poison, the mark for "not written yet". */
 __device__ __forceinline__ uint4 poison_vector()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Returns true if any word of the vector is poison. Poison is the largest 32-bit number, so it
- * is enough to compare the maximum of the words. */
+/* Returns true if any word of the vector is poison (0xffffffff). This is the largest 32-bit
+ * number, so it is enough to compare the maximum of the words. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns `word` or, if it equals poison, `nan`. Senders apply this function to the caller's
- * data, because a NaN in this data may equal poison. If poison were sent, the receiver would
- * assume that the word has not arrived yet. Results of arithmetic are never poison. */
+/* Returns `word` or, if it equals poison (0xffffffff), `nan`. The caller's data may contain
+ * such a NaN. If it were sent, the receiver would assume that the word has not arrived yet. So
+ * senders replace it. Results of arithmetic are never poison. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -169,8 +169,9 @@ __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Returns the offset in a row, in bytes, of this lane's first vector of a piece. `vector`:
- * index in the row of the piece's first vector. */
+/* Within a piece, each lane has its own vectors. Returns where this lane's first vector is, in
+ * bytes from the beginning of the row. `vector`: index in the row of the piece's first
+ * vector. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
@@ -192,8 +193,9 @@ static constexpr int round_up_to_lines(int bytes)
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
-    uint32_t memory; /* shared-memory address of this lane's bytes of buffer 0 */
-    /* offset, from `memory`, of the buffer that is read next and then filled */
+    uint32_t memory; /* shared-memory address of this lane's bytes in the first buffer */
+    /* where the buffer that is read next, and then filled again, begins: offset from
+     * `memory` */
     uint32_t next = 0;
 
     /* Creates an empty ring. warp_memory: BYTES bytes of shared memory for this warp. */
@@ -218,22 +220,23 @@ template <int V, bool EXACT> struct PieceRing {
         }
     }
     /* Ends the group of asynchronous copies of one piece and moves to the next buffer. Called
-     * once per buffer, even if nothing was copied, because waits count groups. */
+     * once per buffer, even if nothing was copied, because the wait for a buffer counts the
+     * groups after it. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
-    /* Waits until the oldest piece is in shared memory. The caller must have committed the
-     * AHEAD pieces after it (commit_piece()). */
+    /* Waits until the oldest piece is in shared memory. The caller must have called
+     * commit_piece() for the AHEAD pieces after it. */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }
     /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it
      * into q. `first`: index in the row of the piece's first vector. `fill`: value of words
-     * past the end of the row. The caller must have committed the AHEAD pieces after it
-     * (commit_piece()). */
+     * past the end of the row. The caller must have called commit_piece() for the AHEAD pieces
+     * after it. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -247,10 +250,10 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of a warp, whose pieces go through a ring (PieceRing). While the warp
- * processes one unit, it has already begun the next AHEAD units, and the copies of AHEAD pieces
- * are in flight. Units: CombineStream (combine) or GradientStream (combine_backward). Called by
- * a whole warp. Returns false if the group of ranks has failed. */
+/* Processes all units of work of a warp. Their pieces go through a ring buffer (PieceRing).
+ * While the warp processes one unit, the next AHEAD units have already begun, and AHEAD pieces
+ * are being copied. Units: CombineStream (combine) or GradientStream (combine_backward). Called
+ * by a whole warp. Returns false if the group of ranks has failed. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -268,8 +271,8 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 /* ----------------------------------------------------------------------- element types ---- */
 
 /* Bf16, F16 and F32 are element types of rows. Each converts a vector of 16 bytes to N floats
- * and back. NAN_WORD: a sender replaces a word of the caller's data that equals poison by this
- * NaN. MINUS_ZERO: a word whose elements are -0. */
+ * and back. NAN_WORD: the word that a sender sends instead of a word that equals poison.
+ * MINUS_ZERO: a word whose elements are all -0. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -367,14 +370,14 @@ struct Stride {
     }
 };
 
-/* UnitWalk.step of a warp that has no units: a number above all steps of any list */
+/* the step of a warp that has no more units of work: larger than every step of a list */
 #define NO_STEP (1 << 30)
 
 /* The position of a warp in the list of units: the step, role and span of its current unit. */
 struct UnitWalk {
     int step, role, span;
 
-    /* Starts at this warp's first unit. */
+    /* Begins at the first unit of work of this warp. */
     __device__ __forceinline__ explicit UnitWalk(const Stride &s)
     {
         const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
@@ -382,7 +385,8 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.total_warps ? first / s.spans / s.roles : NO_STEP;
     }
-    /* Moves on to this warp's next unit. Uses only additions, because divisions are slow. */
+    /* Moves on to the next unit of work of this warp. Uses only additions, because divisions
+     * are slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -404,8 +408,8 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Returns the number of units per token: the number of roles times the number of spans of its
- * row. `vectors`: number of vectors per lane of a piece. */
+/* Returns how many units of work there are per token: the number of roles times the number of
+ * spans of its row. `vectors`: number of vectors per lane of a piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
@@ -440,7 +444,8 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    /* If a long row is divided into several spans, each span has at most two pieces. */
+    /* If a long row must be divided into several spans, its spans have at most two pieces
+     * each. */
     const bool parts = spans > 1 && pieces > 5;
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);

@@ -19,10 +19,12 @@
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* If a rank does not know which rank is the culprit, it reports a timeout only after this
- * further time. Meanwhile a rank that knows the culprit can report first. */
+/* A rank whose wait has timed out may not know which rank is the culprit. It then waits this
+ * long before it reports the timeout, so that a rank that knows the culprit can report
+ * first. */
 #define REPORT_GRACE_NS 20000000ull
-/* shortest time between two reads of a word in host memory, in units of 1024 ns */
+/* Words in host memory are slow to read, so a rank reads them at most once in this time. Unit:
+ * 1024 ns. */
 #define POLL_PAUSE 50u
 
 /* Encodes a wait that was given up. `peer`: the rank for which the thread waited, or -1 if it
@@ -31,20 +33,20 @@
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
-/* Limits how often a slow word (in host memory or in the net inbox) is read. Returns true if
- * this thread may read the word now: at most one thread of the rank gets this permit in `pause`
- * units of 1024 ns. *asked is the time of the last permit, in the same unit. Reads of such a
- * word by many warps would be served one after the other. So one thread reads the word and
- * stores a copy in control memory, and the others read the copy. */
+/* Limits how often a slow word (in host memory or in the net inbox) is read. If many warps read
+ * it, their reads would be served one after the other. So at most one thread of the rank may
+ * read it in `pause` units of 1024 ns. That thread stores a copy in control memory, which the
+ * others read. Returns true if this thread may read the word now. *asked is the time at which a
+ * thread last got true, in the same unit. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Only in backend `hosts`: copies `word`, a value of the word `broken`, to control memory,
- * where all warps of this rank check it. Does nothing if `word` is 0, and does nothing in
- * `p2p`. */
+/* Only in backend `hosts`: `word` is a value of the word `broken` (the failure of the group).
+ * Copies it to control memory, where all warps of this rank check it. Does nothing if `word` is
+ * 0, and does nothing in `p2p`. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
@@ -106,8 +108,8 @@ __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t publis
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
 }
 
-/* Returns the address, in a heap, of the word `waits` of a rank: the mask of the ranks for
- * which this rank waits. `heap`: base address of that heap. */
+/* Returns where in a heap the word `waits` of a rank is: the mask of the ranks for which that
+ * rank waits. `heap`: start of the heap. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
@@ -207,7 +209,8 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 }
 
 #ifndef SPINS_PER_CHECK
-#define SPINS_PER_CHECK 256u /* number of polls between two checks of a wait */
+/* how often a wait polls before it checks the deadline and looks for a failure */
+#define SPINS_PER_CHECK 256u
 #endif
 
 /* Returns true if a wait whose deadline has passed may fail, because the host process has run
@@ -231,8 +234,8 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        /* If no host thread counts beats, `awake` is 0. Then a wait fails as soon as the
-         * device's clock is past its deadline. */
+        /* If awake is 0, no host thread counts beats. Then a wait fails as soon as the device's
+         * clock is past its deadline. */
         if (!awake) {
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
@@ -288,10 +291,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 
 /* Returns true if a wait for `peer` must be given up, because the group has failed or the
  * deadline has passed. A waiting warp calls this function every SPINS_PER_CHECK polls. `fresh`:
- * true in the first call of a wait. A new wait shows that the previous one has ended with
- * success. So the function then moves the deadline to a later time. It does not look for the
- * cause of a failure, because waiting warps have few registers. report_aborted_wait() looks for
- * the cause at the end of the CTA. */
+ * true in the first call of a wait. The previous wait has then ended with success, so the
+ * function moves the deadline to a later time. It does not look for the cause of a failure,
+ * because waiting warps have few registers. report_aborted_wait() looks for the cause at the
+ * end of the CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -308,9 +311,9 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
 }
 
 /* Finds out why a wait was given up, and reports the cause. Called by one thread of the CTA. If
- * the wait does not name a peer, the thread lets other ranks report first, for REPORT_GRACE_NS.
- * Then it looks for the culprit among the ranks for which other threads of this rank have
- * published waits. */
+ * it is not known for which peer the wait was, the thread waits for REPORT_GRACE_NS, so that
+ * other ranks can report first. Then it looks for the culprit among the ranks for which other
+ * threads of this rank have published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
