@@ -20,7 +20,7 @@
 #define TANH_CUBIC 0.044715f
 #define LOG2_E 1.44269504088896340736f
 
-/* The value of a function at one number x, and its derivative (slope) there. */
+/* The value of an activation function at one number x, and its derivative (slope) at x. */
 struct Activated {
     float value, slope;
 };
@@ -78,15 +78,16 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: the value is constant above ex.limit */
+    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: if x is above ex.limit, the value is that at
+     * ex.limit and the slope is 0 */
     default:
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};
     }
 }
 
-/* Returns, for the up value u, the factor by which the activation of the gate is multiplied,
- * and the derivative of this factor. For experts without a gate the factor is 1.
+/* A gated expert multiplies the activation of the gate by a factor that depends on the up value
+ * u. Returns this factor and its derivative. For experts without a gate the factor is 1.
  * EPIC_CLAMPED_SWIGLU clamps u and adds 1. EPIC_CLAMPED_SILU only clamps u. For all other
  * activations the factor is u. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)

@@ -17,7 +17,7 @@
 #define THREADS 256
 
 /* Computes to += from or, if job.replace is 1, to = from. If `from` is NULL, zeros are used in
- * its place. Each thread handles one number at a time. */
+ * its place. Each thread computes one element at a time. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
@@ -54,9 +54,9 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job 
     if (job.to_second) *job.to_second = second;
 }
 
-/* Writes the gradients of the balance loss and of the z-loss to job.to. Each is the sum of two
- * gradients that the caller passed: for the sum of both losses, and for this loss alone. Only
- * thread 0 works. */
+/* Writes the gradients of the balance loss and of the z-loss to job.to. The caller passes
+ * gradients for the sum of both losses and for each loss alone. The gradient of a loss is the
+ * sum of the two that apply to it. Only thread 0 works. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_loss_gradients_job job)
 {
     if (threadIdx.x != 0) return;

@@ -26,29 +26,29 @@ template <class T> static __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the number of the first token that this warp processes. */
+/* Returns the number of the first token on which this warp works. */
 static __device__ __forceinline__ int64_t first_token()
 {
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Returns the distance from one token of this warp to the warp's next token, which is the
- * number of warps in the grid. */
+/* Returns how far apart the tokens of this warp are: after token t it continues with t + the
+ * result, which is the number of warps in the grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns true if element `choice` of topk_idx is the id of a zero-expert, that is, an id from
- * num_experts to num_columns - 1. Ids that the caller forces may be larger. This function
- * returns false for them, and the plan reports them as an error. */
+/* Returns true if element `choice` of topk_idx is the id of a zero-expert (an expert whose
+ * output is its input). These ids are num_experts to num_columns - 1. If the caller passes its
+ * own ids, they may be larger; the plan reports them as an error. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
-/* Returns on every lane the sum of the weights of those choices of a token that are
- * zero-experts. */
+/* Returns, on every lane, by which factor zero-experts multiply a token: the sum of the weights
+ * of its choices that are zero-experts. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -116,7 +116,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds V numbers of `rows`, each times factor, to sum. `at`: index of the first number. */
+/* sum += factor * rows, for V numbers of `rows` from index `at` on. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)
@@ -127,9 +127,9 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row, or of its gradient row in backward, and stores the
- * sum to rows.to. t.d_out is NULL in forward. zero_weight is the sum of the token's weights of
- * zero-experts.
+/* Adds the parts of each token's output row, and stores the sum to rows.to. In backward, adds
+ * the parts of the gradient row instead. t.d_out is NULL in forward. zero_weight is the sum of
+ * the token's weights of zero-experts.
  *   forward   out = rows.a (from combine) + zero_weight * x + rows.b (from the shared expert)
  *   backward  d_x = rows.a + zero_weight * d_out + rows.b + d_shared_weights * w_shared_gate
  * Each lane loads and stores vectors of V numbers. */
@@ -138,7 +138,8 @@ static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    /* forward: x, the output of the zero-experts; backward: d_out, which is its gradient */
+    /* the row that a zero-expert passes through unchanged: x in forward, its gradient d_out in
+     * backward */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
@@ -160,8 +161,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch, at most 8 * sms. `units`: number of tokens or choices.
- * `each`: how many of them one CTA processes at a time. */
+/* Returns the number of CTAs to launch, at most 8 * sms. `units`: number of tokens or choices
+ * to process. `each`: how many of them a CTA processes at a time. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

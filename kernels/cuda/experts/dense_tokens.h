@@ -40,10 +40,10 @@ cudaError_t p2p_load_dense_tokens(void);
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan; /* the plan to check */
-    /* two arrays [num_local], which the kernel fills with zeros if the plan does not fit the
-     * layer */
+    /* Output: two arrays [num_local]. If the plan does not fit the layer, the kernel sets them
+     * to zero, so that later kernels process no rows. */
     int32_t *expert_rows, *expert_tokens;
-    /* number of local experts for which the layer's memory has space */
+    /* number of experts per rank for which the layer's memory has space */
     int32_t num_local;
 } p2p_fits_job;
 

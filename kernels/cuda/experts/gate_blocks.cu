@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels for the gradients of the gate's weights, if they are computed for several blocks of
  * tokens (moe/moe.h) with the same launches. A grouped product (experts/grouped.h) computes one
- * gradient for each block, or for each slice of a block. It treats each of them like the slab
- * of one expert. The kernels in this file run before and after this product:
+ * gradient for each block, or for each slice of a block. For this product, a block or slice is
+ * like a slab, the rows of one expert. The kernels in this file run before and after this
+ * product:
  *
  *   blocks_kernel  -> tiles of all tokens, slabs of blocks and slices    one CTA
  *   leaves_kernel  sums of all slices and components -> gradient [rows, columns]
@@ -24,8 +25,8 @@ static __device__ __forceinline__ int64_t begin_of(const gate_blocks &b, int64_t
     return ((b.first + index) * b.units / b.total - b.first * b.units / b.total) * b.unit;
 }
 
-/* The kernel: writes the slabs of the blocks, those of their slices, and the tiles of all
- * tokens. */
+/* The kernel: writes where the tokens of each block and of each slice are (their slabs), and
+ * the tiles of all tokens. */
 static __global__ void __launch_bounds__(THREADS)
     blocks_kernel(const __grid_constant__ p2p_gate_blocks_job job)
 {
@@ -36,7 +37,8 @@ static __global__ void __launch_bounds__(THREADS)
         const int b = i / slices, slice = i % slices;
         const int64_t row = begin_of(job.blocks, b);
         const int64_t depth = begin_of(job.blocks, b + 1) - row;
-        /* plain_kernel cuts sums into slices in the same way */
+        /* plain_kernel (experts/grouped_plain.cu) cuts sums into slices by the same formula, so
+         * both must be changed together */
         const int64_t cut = (int64_t)slices * EXPERTS_PLAIN_STEP;
         const int64_t each = (depth + cut - 1) / cut * EXPERTS_PLAIN_STEP;
         const int64_t begin = min(slice * each, depth), end = min(begin + each, depth);
@@ -54,10 +56,11 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The kernel. Adds the terms of each leaf in order, and then adds the leaves in a binary tree.
- * At each level of the tree the sum x[b + distance] is added to the sum x[b], and `distance`
- * doubles from level to level. The leaves do not depend on each other, so a thread can load the
- * terms of all leaves at the same time. */
+/* The kernel. Each leaf of the tree is the gradient of one block of tokens. Adds the terms of
+ * each leaf in order, and then adds the leaves in a binary tree. At each level of the tree the
+ * sum x[b + distance] is added to the sum x[b], and `distance` doubles from level to level. The
+ * leaves do not depend on each other, so a thread can load the terms of all leaves at the same
+ * time. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

@@ -22,7 +22,8 @@
 #include "rules/experts_layout.h"
 #include "rules/gate_layout.h"
 
-/* plain loops (experts/grouped_plain.cu) advance by this many terms of a sum at a time */
+/* the kernels without tensor cores (experts/grouped_plain.cu) add this many terms of a sum per
+ * step */
 #define EXPERTS_PLAIN_STEP 16
 
 #ifdef __cplusplus
@@ -33,18 +34,20 @@ extern "C" {
  * call of the library, p2p_launch_slabs() computes `tiles` and `slabs` once. All later kernels
  * of that call read them. */
 typedef struct p2p_slabs {
-    /* [num_experts]: number of rows of each slab, passed by the caller; NULL: one expert has
-     * all slots */
+    /* [num_experts]: number of rows of each expert's slab, passed by the caller. NULL: there is
+     * one expert, which has all rows of the buffer */
     const int32_t *expert_rows;
-    /* [num_experts]: number of rows of each slab that hold a token; NULL: all of expert_rows */
+    /* [num_experts]: how many rows of each expert's slab hold a token; the others are padding.
+     * NULL: all rows hold a token */
     const int32_t *expert_tokens;
     int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
     /* [most_tiles]: the tiles; each has up to EXPERTS_TILE_ROWS rows of one slab */
     slab_tile *tiles;
-    slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
+    /* [most_tiles]: the tiles, each of up to EXPERTS_TILE_ROWS rows of one expert */
+    slab_range *slabs;
     int64_t num_slots;
     int32_t num_experts; /* number of local experts */
-    int32_t most_tiles;  /* upper limit of *num_tiles, which the host knows */
+    int32_t most_tiles;  /* upper bound of *num_tiles, which only the device knows */
 } p2p_slabs;
 
 /* Arguments of a matrix product over slabs. `pass` selects one of the three products that
@@ -61,7 +64,7 @@ typedef struct p2p_gemm {
     /* Only in FORWARD: bias [experts, n], added to the rows that hold a token. NULL: no
      * bias. */
     const void *bias;
-    /* [slots]: factor of each row, by which the bias is multiplied before it is added to the
+    /* [slots]: for each row, a factor by which the bias is multiplied before it is added to the
      * row; NULL: 1 */
     const float *bias_weights;
     /* only if row_type is EPIC_E4M3: [slots, blocks], the scales of matrix a, one for each 128
@@ -76,7 +79,7 @@ typedef struct p2p_gemm {
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* epic_type of x and d_x */
-    uint32_t y_type;   /* epic_type of y and d_y; 0: row_type */
+    uint32_t y_type;   /* epic_type of y and d_y; 0: the same type as row_type */
     /* epic_type of matrix b (in FORWARD and INPUT) and of bias. It may be EPIC_E4M3 only if
      * row_type is EPIC_E4M3, and in this case bias has y_type. */
     uint32_t weight_type;
@@ -86,16 +89,17 @@ typedef struct p2p_gemm {
     /* Only in WEIGHT and INPUT. 1: add the result to out; 0: overwrite out. */
     int32_t accumulate;
     int32_t sms; /* largest number of CTAs to launch */
-    /* Number of rows of tiles in a group. The kernel computes all tiles of a group, one column
-     * of tiles after the other, before the next group. So it reuses the same columns of matrix
-     * b from the L2 cache. Kernels with clusters of two CTAs count pairs of rows of tiles. 0:
-     * the launcher chooses the number. */
+    /* The tiles of `out` form rows and columns. The kernel computes them in groups of this many
+     * rows of tiles. Within a group it goes from one column of tiles to the next, so that the
+     * tiles of a column read the same part of matrix b from the L2 cache. Kernels with clusters
+     * of two CTAs count pairs of rows of tiles. 0: the launcher chooses the number. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
-    /* If above 1: each sum along the summed dimension is divided into this many slices, which
-     * different CTAs compute. Allowed only for products with one slab that fills all slots.
-     * p2p_launch_plain_gemm() adds the sums of the slices, and p2p_launch_hopper_slices() does
-     * not add them. p2p_launch_hopper_gemm() does not support slices. */
+    /* If above 1: each sum along the summed dimension is divided into this many slices (parts),
+     * which different CTAs compute. Allowed only for products with one slab that fills all
+     * slots. p2p_launch_plain_gemm() adds the sums of the slices, and
+     * p2p_launch_hopper_slices() does not add them. p2p_launch_hopper_gemm() does not support
+     * slices. */
     int32_t slices;
     /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
      * out] */
@@ -108,16 +112,16 @@ typedef struct p2p_gemm {
 typedef struct p2p_activation_job {
     p2p_slabs slabs;
     epic_experts experts; /* the caller's description of the experts, with defaults filled in */
-    /* [slots, width]: result of the first product, before input weight and bias are applied */
+    /* [slots, width]: result of the first product, without the input weight and the bias */
     const void *gate_up;
     const void *bias; /* [experts, width]; NULL: none */
     /* [slots]: weight of the choice in each slot; NULL with EPIC_WEIGHT_LATE */
     const float *slot_weights;
-    /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; the
-     * kernel overwrites it with the activations. */
+    /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; on
+     * return the activations themselves. */
     void *activations;
-    /* Forward: output [slots, blocks of 128 numbers]. If it is set, the activations are
-     * quantized to e4m3, and these are their scales. NULL: the activations have row_type. */
+    /* Forward: output [slots, blocks of 128 numbers]. Not NULL: the activations are stored as
+     * e4m3 numbers, and their scales here. NULL: the activations are stored in row_type. */
     float *scales;
     /* backward: output [slots, width], gradient of the first product's result */
     void *d_gate_up;
@@ -156,11 +160,12 @@ typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
     const float *weights; /* [slots]; NULL: all weights are 1 */
-    /* [experts, n] of weight_type. If set: rows += weight * bias. NULL: rows *= weight. */
+    /* [experts, n] of weight_type. Not NULL: the job is rows += weight * bias. NULL: the job is
+     * rows *= weight. */
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
-    int32_t sms; /* number of SMs for which the launcher chooses the grid */
+    int32_t sms; /* number of SMs of the GPU; the size of the grid depends on it */
     int32_t pad;
 } p2p_scale_job;
 
@@ -223,11 +228,12 @@ typedef struct p2p_components_job {
      * does not use it. */
     const float *bias;
     int64_t rows, columns;
-    /* Only p2p_launch_split(): how many components are stored for each number. The same
-     * component may be stored several times. */
+    /* How many components are stored for each number, at as many positions (only
+     * p2p_launch_split()). The same component may be stored several times. */
     int32_t places;
-    /* Only p2p_launch_split(): bits 2 * i and 2 * i + 1 are a number that selects the component
-     * at position i. 0 selects the high component, 1 the middle one, 2 the low one. */
+    /* Which component is stored at each position (only p2p_launch_split()). Bits 2 * i and 2 *
+     * i + 1 are the number of the component at position i. 0 is the high component, 1 the
+     * middle one, 2 the low one. */
     uint32_t order;
     /* only p2p_launch_fold(): 1: add the result to `to`; 0: overwrite `to` */
     int32_t accumulate;
@@ -248,17 +254,18 @@ cudaError_t p2p_load_components(void);
 typedef struct p2p_gate_blocks_job {
     p2p_slabs all;     /* output: one slab with all tokens, and its tiles */
     slab_range *slabs; /* output [blocks.count]: the tokens of each block */
-    /* output [blocks.count, slices]: the tokens of each slice of a block. Slices have the sizes
-     * that p2p_gemm.slices gives to the sums of one slab. */
+    /* output [blocks.count, slices]: the tokens of each slice of a block. A block is cut into
+     * slices in the same way as p2p_gemm.slices cuts a sum. */
     slab_range *cuts;
     gate_blocks blocks;
     int32_t slices;
     int32_t pad;
 } p2p_gate_blocks_job;
 
-/* Arguments of p2p_launch_leaves(), which adds `terms` arrays for each of up to GATE_BLOCKS
- * leaves, and then adds the leaves in a binary tree. Element [row, column] of term t of a leaf
- * is at from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
+/* Arguments of p2p_launch_leaves(), which adds arrays in two steps. First it adds the `terms`
+ * arrays of each of up to GATE_BLOCKS leaves. Then it adds the sums of the leaves in a binary
+ * tree. Element [row, column] of term t of a leaf is at from[leaf * leaf_stride + t *
+ * term_stride + row * row_stride + column]. */
 typedef struct p2p_leaves_job {
     const float *from;
     float *to; /* [rows, columns] */
@@ -290,17 +297,17 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
  * p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 /* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product
- * `scaled`. Launchers call it because the kernels are compiled for e4m3 only with the pass
- * INPUT. If `scaled` is a FORWARD product, the function sets the pass to INPUT and swaps k and
- * n. That is enough, because a FORWARD product of e4m3 reads matrix b like an INPUT product. */
+ * `scaled`. Launchers call it, because for e4m3 the kernels are compiled only with the pass
+ * INPUT. For a FORWARD product, the function sets the pass to INPUT and swaps k and n. This is
+ * enough, because FORWARD products of e4m3 have matrix b in the layout of an INPUT product. */
 p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
 /* Launches a FORWARD product of bf16 matrices that p2p_gemm_is_slow() supports, with float32
  * results, on Hopper's tensor cores. Each sum is cut into job->slices slices of
- * gate_slice_terms() terms. The sums of the slices are written to job->slice_sums; job->out is
- * not used. The caller adds the slices. */
+ * gate_slice_terms() terms. Writes the sums of the slices to job->slice_sums, where the caller
+ * must add them. Does not use job->out. */
 cudaError_t p2p_launch_hopper_slices(const p2p_gemm *job, cudaStream_t stream);
 
 /* Returns NULL if this GPU's tensor cores support the product. Otherwise returns the reason in

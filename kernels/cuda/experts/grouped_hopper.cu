@@ -14,8 +14,8 @@
 
 #include "cuda/experts/grouped.h"
 
-/* The emulator of the tests has no tensor cores. Without nvcc, only the stubs at the end of
- * this file are compiled. */
+/* The tests' emulator of GPUs has no tensor cores. Without nvcc, only the functions at the end
+ * of this file are compiled, which report that the kernels are missing. */
 #if defined(__NVCC__)
 
 #include "cuda/experts/grouped_hopper.cuh"
@@ -30,11 +30,12 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
 static encode_function encode;
 
 /* A matrix in device memory, or `count` matrices of the same shape one after the other. A
- * tensor copy moves a box of `lines` rows x 128 bytes. */
+ * tensor copy (TMA) moves a box of the matrix: `lines` rows x 128 bytes. */
 struct Matrix {
     const void *data;
-    int64_t columns, rows, count; /* count 0: one matrix, with a tensor map of two dimensions */
-    uint32_t type;                /* epic_type of the numbers */
+    /* count: 0 means one matrix, with a tensor map of two dimensions */
+    int64_t columns, rows, count;
+    uint32_t type; /* epic_type of the numbers */
     int lines;
 };
 
@@ -58,7 +59,7 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/* Returns true if p2p_launch_hopper_slices() has to launch the product. */
+/* Returns true if the product has slices, so that p2p_launch_hopper_slices() must launch it. */
 static bool has_slices(const p2p_gemm *g)
 {
     return g->pass == EPIC_GEMM_FORWARD && g->slices > 1;
@@ -155,8 +156,8 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product. The kernel is compiled for e4m3 only with the pass EPIC_GEMM_INPUT,
- * and p2p_as_input() turns a FORWARD product into an INPUT product. */
+/* Launches an e4m3 product. For e4m3 the kernel is compiled only with the pass EPIC_GEMM_INPUT.
+ * So p2p_as_input() turns a FORWARD product into an INPUT product. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -185,9 +186,9 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses and launches the kernel instance for a product. If an INPUT product of bf16 also adds
- * g->addend or the old values of out, the function uses the instance without clusters, because
- * only this instance contains the addition. */
+/* Chooses and launches the kernel instance for a product. Some INPUT products of bf16 also add
+ * g->addend or the old values of out. They use the instance without clusters, because only this
+ * instance contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -241,9 +242,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the
- * instance was compiled without a body for this GPU, sets *good to false. Such an instance has
- * 0 bytes of static shared memory. */
+/* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the build
+ * has no code of this instance for this GPU, sets *good to false. The instance is then an empty
+ * function, which has 0 bytes of static shared memory. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;

@@ -42,10 +42,10 @@
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* Reports to the producer that this warpgroup has finished with a stage: arrives at the stage's
- * barrier `empty`. Called after the warpgroup's wgmma have read the stage. With clusters, the
- * warpgroup also arrives at the other CTA's barrier, because that CTA's producer writes into
- * this stage, too. */
+/* Reports to the producer thread that this warpgroup no longer reads a stage (buffer) of the
+ * ring: arrives at the stage's barrier `empty`. Called after the warpgroup's wgmma have read
+ * the stage. With clusters, the warpgroup also arrives at the other CTA's barrier, because that
+ * CTA's producer writes into this stage, too. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const SharedLayout &at, int stage,
                                                      int thread)
@@ -88,8 +88,8 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
                                                      int warpgroup, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* distance between two blocks of 16 numbers along the summed dimension, in units of 16
-     * bytes */
+    /* how far apart two blocks of 16 numbers are along the summed dimension in shared memory,
+     * in units of 16 bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -117,13 +117,14 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
         }
         s.advance();
     }
-    /* The wait must be on every path. Otherwise ptxas serializes the wgmma (warning C7518). */
+    /* Every path must contain this wait. Otherwise ptxas makes the wgmma run one after the
+     * other (warning C7518). */
     wait_wgmma<0>();
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* The positions of a thread's results in the 64 rows of a warpgroup; wgmma defines this layout.
- * Number d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column
+/* Where the results of a thread are in the 64 rows of its warpgroup, as wgmma defines it.
+ * Result d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column
  * + i % 2. */
 struct Lane {
     int row, column;
@@ -210,8 +211,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
 }
 
 /* Adds to the results, before they are rounded, the rows of job.addend, if it is set, and the
- * old values of out, if job.accumulate is set. In the pass WEIGHT the function always adds the
- * old values of out, so callers check job.accumulate before. */
+ * old values of out, if job.accumulate is set. In the pass WEIGHT, callers check job.accumulate
+ * themselves, and call the function only if the old values of out must be added. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void
 add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, const Lane &lane)
@@ -267,7 +268,8 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        /* lines `high` and lane.row have the same `vector`, because high % 8 == lane.row % 8 */
+        /* Lines `high` and lane.row use the same `vector` (position after the swizzle), because
+         * high % 8 == lane.row % 8. */
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
@@ -307,9 +309,11 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
                                                   const Job &job, const Tile &w, uint32_t boxes,
                                                   int warpgroup, int thread)
 {
-    /* WIDE: columns of a box; COUNT: number of boxes side by side in the tile */
+    /* WIDE: number of columns of a box (the part of a tile that one tensor copy stores). COUNT:
+     * number of boxes next to each other in the tile. */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    /* number of rows, from this warpgroup's first row on, that belong to the slab */
+    /* number of rows that belong to the expert's slab, counted from this warpgroup's first
+     * row */
     const int rows = w.rows - warpgroup * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
@@ -354,9 +358,9 @@ struct Scales {
      * floats, from the scales of the left columns to those of the right columns in b. */
     int steps, right;
     float next_first, next_second, next_b[2];
-    /* Products of a scale of matrix a and a scale of matrix b, for the four blocks in use.
-     * use_next_blocks() computes them from next_first, next_second and next_b, which are loaded
-     * four blocks earlier. */
+    /* Each is the product of a scale of matrix a and a scale of matrix b, for the four blocks
+     * in use. use_next_blocks() computes them from next_first, next_second and next_b, which
+     * are loaded four blocks earlier. */
     float now_first[2], now_second[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane,
@@ -433,8 +437,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_first[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_second[h], k % 4, 4)};
-            /* makes the compiler place the shuffles before the wait, so that they overlap with
-             * the wgmma */
+            /* forces the compiler to place the shuffles before the wait, so that they run while
+             * the wgmma runs */
             keep_in_registers(scale);
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
@@ -489,8 +493,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* This shared memory must be static. load_hopper() reads the kernel's static shared size,
-     * which is 0 if the kernel was compiled without this body (not for sm_90a). */
+    /* This shared memory must be static, because load_hopper() tests whether the kernel has
+     * any. It has none if this body was not compiled (builds for other GPUs than sm_90a). */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     SharedLayout at;
@@ -501,7 +505,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            /* both consumer warpgroups of each CTA of the cluster arrive once per stage */
+            /* arrivals per phase: each of the two consumer warpgroups of each CTA of the
+             * cluster arrives once */
             barrier_init(at.empty + 8 * i, 2 * CTAS);
         }
         barrier_init_done();
@@ -513,8 +518,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* The shuffle makes e4m3 faster. It proves to ptxas that all lanes of the warp have the
-         * same `warpgroup`. So ptxas keeps the wgmma descriptors in uniform registers. */
+        /* The shuffle shows ptxas that `warpgroup` is equal in all lanes of a warp. ptxas then
+         * keeps the wgmma descriptors in uniform registers, which makes e4m3 products
+         * faster. */
         const int warpgroup = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }

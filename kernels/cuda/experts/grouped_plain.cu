@@ -31,25 +31,26 @@
 #define BK EXPERTS_PLAIN_STEP
 #define THREADS 128
 #define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
-/* floats of padding after each row in shared memory, to avoid bank conflicts */
+/* unused floats after each row in shared memory, so that the threads' accesses have no bank
+ * conflicts */
 #define ROW_PADDING 4
 /* number of groups of four numbers that each thread loads from matrix a per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
 /* number of groups of four numbers that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* The work of a CTA at a time: one tile of out and, if sums are cut into slices, one slice of
- * each sum. */
+/* What a CTA computes at a time: one tile of out. If sums are cut into slices, it computes only
+ * one slice of each sum of the tile. */
 struct TileSlice {
-    /* In FORWARD and INPUT: the tile's first row in matrices a and out. In WEIGHT: the slab's
-     * first row in matrices a and b. */
+    /* In FORWARD and INPUT: the tile's first row, in matrices a and out. In WEIGHT: the first
+     * row of the expert's slab, in matrices a and b. */
     int64_t row;
     int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
-    /* expert: local expert of the tile. depth: size of the summed dimension. A whole sum (all
-     * its slices together) has this many terms. columns: number of columns of out. */
+    /* expert: local expert of the tile. depth: number of terms of a whole sum (all its slices
+     * together). columns: number of columns of out. */
     int64_t expert, depth, columns;
-    int64_t begin, end; /* the slice has terms begin to end - 1 of each sum */
+    int64_t begin, end; /* the slice consists of terms begin to end - 1 of each sum */
     /* rows: number of rows of the tile that are stored. tokens: number of these rows that hold
      * a token; only they are computed. */
     int rows, tokens;
@@ -61,8 +62,8 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Returns tile slice number `index` of the product. Tile slices are ordered by row of tiles,
- * then by column of tiles, then by slice. */
+/* Finds out which tile and which slice have number `index`. The numbers go first through the
+ * slices of a tile, then through the tiles of a row of tiles, then through the rows. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -96,7 +97,8 @@ static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
     return p;
 }
 
-/* Returns the number of tile slices of the product: tiles times slices. */
+/* Returns how many tile slices the product has: the number of tiles times the number of slices
+ * of each sum. */
 template <int PASS> static __device__ int64_t num_tile_slices(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -196,17 +198,18 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* One thread's part of the tiles of matrices a and b for one step. The thread loads this part
- * into registers first, and then stores it to shared memory. A_TRANSPOSED and B_TRANSPOSED are
- * true if the summed dimension is contiguous in the caller's matrix. */
+/* In one step, a CTA copies a tile of matrix a and a tile of matrix b to shared memory. This is
+ * the part of them that one thread copies. The thread first loads it into registers, and later
+ * stores it to shared memory. A_TRANSPOSED and B_TRANSPOSED are true if the summed dimension is
+ * contiguous in the caller's matrix. */
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + ROW_PADDING, B_PITCH = BN + ROW_PADDING;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Two functions that return the position, in the tile of one step, of this thread's n-th
-     * group of four numbers. step_in_tile() returns the group's first index along the summed
+    /* A thread copies a tile in groups of four numbers. These two functions return where in the
+     * tile its n-th group is. step_in_tile() returns the group's first index along the summed
      * dimension. line_in_tile() returns its first row of matrix a or its first column of matrix
      * b. `lines`: number of rows or columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
@@ -278,8 +281,8 @@ template <int PASS, bool SCALED> struct StepTiles {
 /* A thread computes 8 rows of the tile: two blocks of four adjacent rows, which are
  * `block_distance` rows apart. Returns the index in the tile of the thread's row i. `first`:
  * row of the thread in the grid that the CTA's threads form over the tile. `block_distance`:
- * half of the number of rows of the tile. For columns, the function is called with the column
- * of the thread in that grid, and half of the number of columns. */
+ * half of the number of rows of the tile. The function is also called for columns: with the
+ * thread's column in that grid, and half of the number of columns. */
 static __device__ __forceinline__ int thread_line(int first, int i, int block_distance)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
@@ -328,8 +331,8 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileS
     store_numbers_at(g.out, type, at, num_valid, x);
 }
 
-/* Returns the number of rows of out. Called only for jobs with slices, because such jobs have
- * one slab. */
+/* Returns the number of rows of out. Called only if sums are cut into slices; such products
+ * have one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;

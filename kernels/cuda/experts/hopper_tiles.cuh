@@ -32,8 +32,8 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* Number of 16-bit numbers that a stage holds along the summed dimension. With e4m3 matrices, a
- * stage holds 128. */
+/* A stage (buffer of the ring) holds this many 16-bit numbers along the summed dimension. Of
+ * e4m3 numbers it holds 128. */
 #define BK 64
 #define STAGES 4
 /* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
@@ -41,7 +41,8 @@
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-#define STORE_BYTES (2 * GROUP_BYTES) /* two boxes for the results of one consumer warpgroup */
+/* space for two boxes of results per consumer warpgroup */
+#define STORE_BYTES (2 * GROUP_BYTES)
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
 #define THREADS 384
 #define CONSUMERS 256
@@ -78,7 +79,7 @@ struct Job {
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
-    /* only for e4m3 matrices: scales of matrices a and b (experts/grouped.h) */
+    /* only for e4m3 matrices: the scales of matrices a and b (p2p_gemm in experts/grouped.h) */
     const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
@@ -86,14 +87,14 @@ struct Job {
     int64_t lines;      /* only in WEIGHT and PASS_SLICES: number of rows of out[expert] */
     int num_experts;    /* in PASS_SLICES: number of slices of each sum */
     int tiles_down;     /* only in WEIGHT: number of rows of tiles of out[expert] */
-    /* number of tiles in a row of tiles */
+    /* number of tiles next to each other in one row of tiles of out */
     int tiles_across;
     /* Not in WEIGHT: number of stages that a tile needs. Each stage adds BK (e4m3:
      * 128) products to every sum of the tile. */
     int steps;
-    /* Number of rows of tiles in a group; with clusters: number of pairs of rows of tiles. The
-     * kernel computes all tiles of a group, one column of tiles after the other, before the
-     * next group. So it reuses the same columns of matrix b from the L2 cache. */
+    /* The kernel computes the tiles of out in groups of this many rows of tiles (with clusters:
+     * pairs of rows). Within a group it goes from one column of tiles to the next, so that the
+     * tiles of a column read the same part of matrix b from the L2 cache. */
     int group;
     int accumulate;
 };
@@ -106,17 +107,19 @@ struct Tile {
     /* column: the tile's first column in out; expert: local expert of the tile (in PASS_SLICES:
      * the slice); steps: number of stages that the tile needs */
     int column, expert, steps;
-    /* In WEIGHT: first slot of the slab. In PASS_SLICES: first term of the slice. Else 0. */
+    /* In WEIGHT: first row (slot) of the expert's slab. In PASS_SLICES: first term of the
+     * slice. Otherwise 0. */
     int first;
     /* In FORWARD and INPUT: number of rows of the tile that hold a token. In WEIGHT: number of
      * rows of the whole slab that hold a token. */
     int tokens;
-    /* only in FORWARD and INPUT: number of rows of the tile that are stored, with padding */
+    /* only in FORWARD and INPUT: number of rows of the tile that are stored: those with a token
+     * and the padding */
     int rows;
     /* false: this CTA does not store the tile, for one of two reasons. Either the other CTA of
      * the cluster stores the same tile, and this CTA only takes part because the other CTA
-     * needs its copies and its arrivals at barriers. Or the kernel adds the results to out
-     * (job.accumulate), and the slab has no token, so nothing has to be added. */
+     * needs its copies and its arrivals at barriers. Or the results are added to out
+     * (job.accumulate) and the expert has no token, so there is nothing to add. */
     bool store;
     /* true: both CTAs of the cluster need the same part of matrix b, so each CTA copies one
      * half of this part to both CTAs */
@@ -151,8 +154,8 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    /* If the number of rows of tiles is odd, the second CTA of the last pair gets the last row
-     * of tiles again, but does not store it. */
+    /* If the number of rows of tiles is odd, the last pair has only one row. Its second CTA
+     * computes the same row as the first one, but does not store it. */
     w.store = line < down;
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
@@ -188,9 +191,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* A position of a thread in the ring of stages. index: number of the stage. parity: 0 or 1, the
- * parity of the phase for which the thread waits at the barriers of this stage. The parity
- * changes each time the thread comes back to stage 0. */
+/* Where a thread is in the ring of stages (buffers). index: number of the stage. parity: 0 or
+ * 1, the parity of the phase for which the thread waits at the barriers of this stage. The
+ * parity changes each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 

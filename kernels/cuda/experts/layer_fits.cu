@@ -12,8 +12,8 @@
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns true if the plan does not fit the layer. In this case writes to `notice` what is
- * wrong: the fault, and the numbers for the host's error message. `h`: header of the plan. */
+/* Returns true if the plan does not fit the layer. In this case stores in `notice` which fault
+ * it is, and the numbers for the host's error message. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {

@@ -38,11 +38,12 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* A slot, its local expert, and how its weight is used. */
+/* A slot (row of the receive buffer), its local expert, and how the weight of the slot is
+ * used. */
 struct Slot {
     int64_t slot, expert;
-    /* input: factor of the first product's result. early: factor of the activation. One of the
-     * two is the slot's weight and the other one is 1. */
+    /* Two factors, one of which is the slot's weight and the other one 1. input: multiplies the
+     * result of the first product. early: multiplies the activation. */
     float input, early;
 };
 
@@ -184,9 +185,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. A warp has few loads in flight, because the
- * compiler cannot move a load before a store that may write the same memory. So the launch
- * bounds require several CTAs per SM. */
+/* Forward: computes the activations of all slots. Each warp has few loads in flight, because
+ * the compiler does not move a load before a store that may write the same memory. So several
+ * CTAs must run on each SM to hide the latency of loads. The launch bounds require this. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -226,8 +227,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 }
 
 /* Quantizes 32 * N numbers of a row of n columns, from column `base` on. Stores the e4m3
- * numbers to the row `to`, and their scales to the row `scales`. Each lane passes N numbers in
- * x: adjacent columns if V > 1, else columns 32 apart. Called by a whole warp. */
+ * numbers to the row `to`, and their scales to the row `scales`. Each lane passes N of these
+ * numbers in x. If V > 1 they are adjacent columns, else columns 32 apart. Called by a whole
+ * warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -314,8 +316,9 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Backward for one slot: computes its activations and d_gate_up. Returns this lane's part of
- * the gradient of the slot's weight: the sum over the columns that this lane handles. */
+/* Backward for one slot (row of the receive buffer): computes its activations and d_gate_up.
+ * Returns this lane's part of the gradient of the slot's weight: the sum over the columns that
+ * this lane handles. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -350,9 +353,9 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns dot(d_y, b_down) of a slot, over the columns that this lane handles. With
- * EPIC_WEIGHT_EARLY the dot product belongs to the weight's gradient, because the weight
- * multiplies b_down, too. */
+/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY, the weight
+ * of the slot multiplies the bias b_down, too, so this dot product is a part of the weight's
+ * gradient. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -404,9 +407,9 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
 /* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds rows `warp`, warp + WARPS, warp + 2 WARPS, ... of a slab, each multiplied by its weight,
- * to sum. `warp`: number of this warp in the CTA. Each lane adds two columns: `column` to
- * sum[0] and column + 32 to sum[1]. */
+/* The warps of a CTA share the rows of an expert's slab: warp number `warp` adds rows `warp`,
+ * warp + WARPS, warp + 2 WARPS, ... to sum, each multiplied by its weight. Each lane adds two
+ * columns: `column` to sum[0] and column + 32 to sum[1]. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -485,8 +488,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs: one warp per slot that may be occupied, at most CTAS_OF_SM CTAs
- * per SM. */
+/* Returns the number of CTAs to launch: enough for one warp per slot that may hold a token, but
+ * at most CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -494,7 +497,8 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-/* Launches the backward kernel, or the forward kernel that job->scales selects. */
+/* Launches the backward kernel or, in forward, the kernel with or without quantization
+ * (job->scales). */
 template <class T, int V, int ACTIVATION>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
@@ -505,8 +509,9 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Launches the kernel instance: with vectors or single numbers, and with the activation
- * compiled in. float32 rows use ANY_ACTIVATION, whose functions have full precision. */
+/* Chooses and launches an instance of the kernel: for vectors or for single numbers, and for a
+ * certain activation. For float32 rows the activation is ANY_ACTIVATION, whose functions have
+ * full precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

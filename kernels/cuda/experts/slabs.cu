@@ -18,9 +18,9 @@
 
 #define THREADS 256
 
-/* Returns the sum of x over all threads of the CTA with lower numbers, and sets *total to the
- * sum over all threads. Called by all threads of the CTA. `memory`: THREADS numbers in shared
- * memory. */
+/* Each thread passes a number x. Returns the sum of x over all threads with lower numbers, and
+ * sets *total to the sum over all threads. Called by all threads of the CTA. `memory`: THREADS
+ * numbers in shared memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;
@@ -45,8 +45,9 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* The kernel: computes slabs and tiles. Each pass of the loop handles THREADS experts, one per
- * thread. first_row and first_tile: where the first of these experts begins. */
+/* The kernel: computes slabs and tiles. Each iteration of the loop handles THREADS experts, one
+ * per thread. first_row and first_tile: first row and first tile of the first of these
+ * experts. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

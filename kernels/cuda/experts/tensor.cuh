@@ -24,8 +24,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once at the barrier, and adds `bytes` to the number of bytes for which its current
- * phase waits. The phase completes only after tensor copies have written this many bytes. */
+/* Arrives once at the barrier, and makes its current phase wait for `bytes` more bytes. The
+ * phase completes only after tensor copies have written this many bytes. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -161,15 +161,15 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Closes a group of box stores: those of this thread since the last call. wait_boxes_read() and
- * wait_boxes() wait for groups. */
+/* Closes a group of box stores. It contains the stores that this thread has started since the
+ * last call. wait_boxes_read() and wait_boxes() wait for groups. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's groups of box stores have read their shared memory, except the
- * newest PENDING groups. The CTA may then overwrite that memory. */
+/* Waits until this thread's box stores have read their data from shared memory, except those of
+ * the newest PENDING groups. The CTA may then overwrite that memory. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -241,7 +241,8 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Operands of inline assembly: the 8, 64 or 128 registers from d[i] on, which contain sums. */
+/* Operands of inline assembly: 8, 64 or 128 registers, from d[i] on. They contain the sums that
+ * wgmma computes. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
