@@ -19,8 +19,8 @@
 #define GROUP 8 /* number of accumulators per group */
 #define NUM_GROUPS (ACCUMULATORS / GROUP)
 
-/* Defines a function that adds the accumulators of a block in the defined order and returns the
- * sum. It overwrites the accumulators. */
+/* Defines a function that adds the 256 accumulators of a block in the order above, and returns
+ * the sum. The function overwrites the accumulators. */
 #define DEFINE_ADD_ACCUMULATORS(name, real)                                         \
     static inline real name(real *sums)                                             \
     {                                                                               \
@@ -99,7 +99,7 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 }
 
 /* Converts `count` elements of a row, from element `at` on, to float32, and stores them at the
- * start of `block`. Sets the other elements of the block to `absent`. */
+ * start of `block`. The block has more elements; sets these to `absent`. */
 INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at, int64_t count,
                        float absent)
 {
@@ -109,7 +109,8 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 
-/* Returns the dot product of a block of `count` elements, fewer than 1024. */
+/* Returns the dot product of the last, short block of a row, which has `count` (fewer than
+ * 1024) elements. */
 INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64_t at,
                              int64_t count)
 {

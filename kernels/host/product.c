@@ -31,12 +31,12 @@
 #define VECTORS 8
 #endif
 #define PANEL (VECTORS * LANES)
-/* number of columns of B that are packed at a time; these are several panels, because copying
- * longer parts of rows is faster */
+/* Number of columns of B that are packed (copied to contiguous memory) at a time. They are
+ * several panels, because a row of B is then copied in longer parts, which is faster. */
 #define GROUP_COLUMNS 64
 #define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
-/* If A has at most this many rows, B is not packed, because packing would take longer than it
- * saves. */
+/* If A has at most this many rows, B is not packed (copied to contiguous memory), because
+ * packing would take longer than it saves. */
 #define FEW_ROWS 4
 
 /* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
@@ -119,7 +119,8 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     if (!p->transpose_b) {
         const float *from = p->b + t->first * p->ldb + column;
         for (int64_t l = 0; l < t->depth; l++, from += p->ldb, out += PANEL) {
-            for (int64_t j = 0; j < whole; j += PANEL) /* a constant size is faster */
+            /* memcpy() is faster with a constant size */
+            for (int64_t j = 0; j < whole; j += PANEL)
                 memcpy(out + j * t->depth, from + j, PANEL * sizeof *out);
             memcpy(out + whole * t->depth, from + whole, (size_t)(count - whole) * sizeof *out);
         }
@@ -137,17 +138,18 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     }
 }
 
-/* Computes one tile of C, at `c`, from the packed tile `a` [depth, TILE_ROWS] of op(A) and from
- * `b` [depth, vectors * LANES]. Uses only the first `rows` rows of op(A) in `a`. ldb and ldc
- * are the distances between rows of `b` and of `c`, in floats. Stores the first `stored` rows
- * and the first `count` columns. `adds`: see struct part. */
+/* Computes one tile (part) of C, at `c`. It is the product of a packed tile of op(A), `a`
+ * [depth, TILE_ROWS], and of columns of op(B), `b` [depth, vectors * LANES]. Uses only the
+ * first `rows` rows of op(A) in `a`. ldb and ldc are the distances between rows of `b` and of
+ * `c`, in floats. Stores the first `stored` rows and the first `count` columns. `adds`: see
+ * struct part. */
 INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t depth, float *c,
                           int64_t ldc, int rows, int vectors, int64_t stored, int64_t count,
                           bool adds)
 {
     lanes sum[TILE_ROWS][8];
-    /* A large matrix C is not in the caches. So start to load the tile of C now, because the
-     * code after the loops writes it. */
+    /* The tile of C is often not in the caches. Start to load it now, because the code after
+     * the loops writes it. */
     for (int i = 0; i < rows && i < stored; i++)
         for (int v = 0; v < vectors && v * LANES < count; v++)
             __builtin_prefetch(c + i * ldc + v * LANES, 1);

@@ -65,8 +65,8 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
-/* Sums `count` columns, at most LANES, from column `at` on. sum_of() calls it for the columns
- * that do not fill a strip. */
+/* Sums `count` columns (at most LANES) from column `at` on. Called for the columns at the end
+ * of a row that do not fill a strip. */
 INLINE void sum_tail(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
@@ -199,8 +199,8 @@ static void fence_copies(void)
 }
 #else
 #define LINE 256 /* bytes that copy_line() copies at a time */
-/* Rows of fewer bytes are copied by memcpy(). In such a short row, the unaligned bytes at both
- * ends would be a large part of the work. */
+/* Shorter rows are copied by memcpy(). In a short row, the unaligned bytes at both ends are a
+ * large part of the row, and non-temporal stores would not pay. */
 #define MIN_PAST_CACHES 1024
 
 /* Copies LINE bytes with non-temporal stores, which bypass the caches. `to` must be aligned to

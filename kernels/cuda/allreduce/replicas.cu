@@ -21,35 +21,39 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* value of Replicas.nth and Replicas.mine for logical experts with fewer than two replicas */
+/* marks, in Replicas.nth and Replicas.mine, a logical expert that has fewer than two replicas,
+ * so that there is nothing to add */
 #define SINGLE_REPLICA 0xffff
-/* number of levels of a binary tree over a rank's leaves (blocks of experts), root included; a
- * rank has at most 128 leaves */
+/* How many levels a binary tree over the leaves (blocks of experts) of a rank can have, root
+ * included. A rank has at most 128 leaves. */
 #define LEAF_LEVELS 8
 
-/* Tables in shared memory that map local experts to the logical experts of which they are
- * replicas. The logical experts with two or more replicas, called "replicated" in this file,
- * have numbers n = 0, 1, ... */
+/* Tables in shared memory that show of which logical expert each local expert is a replica
+ * (copy). The logical experts with two or more replicas, called "replicated" in this file, have
+ * numbers n = 0, 1, ... */
 struct Replicas {
-    union { /* two arrays that share memory, because they are not needed at the same time */
+    union { /* these two arrays share memory, because they are needed at different times */
         /* num_replicas[e]: number of replicas of logical expert e, on all ranks together.
          * Needed only while read_replicas() builds the tables. */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* first[n]: index in `local` of this rank's first replica of replicated expert n. The
-         * replicas of expert n end before index first[n + 1]. */
+        /* The replicas on this rank of replicated expert n are elements first[n] to first[n +
+         * 1] - 1 of `local`. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* nth[e]: number n of logical expert e among the replicated ones, or SINGLE_REPLICA */
+    /* nth[e]: the number n of logical expert e among the replicated ones; SINGLE_REPLICA if e
+     * is not one of them */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
-    /* mine[i]: number n of the logical expert of local expert i, or SINGLE_REPLICA */
+    /* mine[i]: the number n of the logical expert to which local expert i belongs, or
+     * SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    /* local[j]: the local experts that are replicas of replicated experts, ordered by the
-     * number n of their logical expert */
+    /* The local experts that are replicas of replicated experts. They are ordered by the number
+     * n of their logical expert. */
     uint16_t local[P2P_REPLICATED_EXPERTS];
     /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated; /* number of replicated logical experts */
-    /* number of this rank's leaves in the sum tree; 1 if sums are not added in a tree */
+    /* how many leaves (blocks of experts) of the sum tree this rank has; 1 if sums are not
+     * added in a tree */
     int32_t leaves;
 };
 
@@ -135,7 +139,8 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-/* A vector of the list: floats [i, i + 4) of the replicated expert with number `nth`. */
+/* Four floats that a thread adds at a time: floats [i, i + 4) of the replicated expert with
+ * number `nth`. */
 struct Quad {
     int nth;
     int64_t i;

@@ -11,7 +11,7 @@
 /* In groups of at most this many ranks, a thread keeps the vectors of all ranks in
  * registers. */
 #define MAX_UNROLLED_RANKS 8
-/* number of levels of a binary tree over 32 ranks, root included */
+/* how many levels a binary tree over up to 32 ranks has, root included */
 #define RANK_LEVELS 6
 
 /* Loads elements [i, i + 4) of an array of `count` floats. Elements past the end of the array
@@ -54,17 +54,16 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* Adds vectors ("leaves"), which are numbered from 0, in a fixed binary tree. The caller passes
- * the leaves one by one, in ascending order. left[level] is the sum of 2^level leaves. It is a
- * left child in the tree, and waits for its right child. Which levels are in use is shown by
- * the number of leaves that have been passed: level i is in use if bit i of this number is
- * 1. */
+/* Adds vectors in a fixed binary tree. The vectors are the leaves of the tree, and are numbered
+ * from 0. The caller passes the leaves one by one, in ascending order. left[level] is the sum
+ * of 2^level leaves. It is a left child in the tree, and waits for its right child. Level i is
+ * in use if bit i of the number of passed leaves is 1. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf number `leaf`, whose value is x. Goes up the tree from level 0. If the node
-     * that x belongs to is a right child, adds left[level] to x and continues one level higher.
-     * If the node is a left child, stores x to left[level] and ends. Overwrites x. */
+    /* Adds leaf number `leaf`, which is x, to the tree. As long as x is a right child, adds its
+     * left sibling left[level] to it, which gives the node one level higher. If x is a left
+     * child, stores it to left[level], where it waits for its sibling. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -98,14 +97,14 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
-    /* index of the vector's first float in the part of the staging for each source rank */
+    /* where the vector is in staging: index of its first float in each source rank's part */
     int64_t at;
-    /* true if this thread has a vector; false in lanes past the end of the list */
+    /* false: this thread has no vector, because its number is past the end of the list */
     bool in;
     /* this rank's vector */
     uint4 own;
 
-    /* Returns the address in this rank's staging to which `rank` stores its vector. */
+    /* Returns where in this rank's staging the vector of `rank` arrives. */
     __device__ __forceinline__ uint4 *staged_vector(int rank) const
     {
         return (uint4 *)(op.inbox[rank] + at * 4);

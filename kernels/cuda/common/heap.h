@@ -97,7 +97,8 @@ typedef struct p2p_heap {
     int64_t counts;
     /* Used only if a FLAT plan drops choices. Such a plan tries several keep limits
      * (plan/flat_drop.cuh). The array contains, for each source rank and each try, how many
-     * rows the tokens of the source need on each rank. Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
+     * rows the tokens of the source need on each rank.
+     * Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
     int64_t searches;
     /* Only for layers with replicas for which plan/resolve.cuh chooses the replicas. For each
      * rank, how many choices of each logical expert it has. Stamped words

@@ -35,10 +35,10 @@
 
 #include "cuda/common/wait.cuh"
 
-/* Returns the lag to use: how many tokens are sent before the first one is received. This is
- * the larger of `lag` and the net's window (EPIC_NET_WINDOW, in tokens). A window above
- * num_tokens counts as num_tokens. A large lag keeps the net busy, and lets the proxy thread
- * send adjacent rows in one put. */
+/* Returns how many tokens a kernel must send before it receives the first one (its lag). This
+ * is the larger of `lag` and the net's window (EPIC_NET_WINDOW, in tokens). A window above
+ * num_tokens counts as num_tokens. With a large lag, the net always has data to send, and the
+ * proxy thread can send adjacent rows in one put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -46,23 +46,25 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the ring has space for entry number `index`: the proxy thread has read the
- * older entry at the same place. Called by one thread. */
+/* Returns true if the ring has space for entry number `index`, that is, if the proxy thread has
+ * read the older entry at the same place in the ring. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Two threads may store different values, and the older value may be stored last. That is
-     * harmless: an older value is smaller, so a thread only reads `taken` once more. */
+    /* Two threads may store different values, and the older one may be stored last. An older
+     * value is smaller, so it does no harm: a thread then reads `taken` once more than
+     * necessary. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring whose memory is `entries`. Waits if the ring is full. `room`: a
- * value of control->ring_room that the caller has loaded before. If the group of ranks fails
- * during the wait, does not append the entry. Called by one thread. */
+/* Appends an entry to the ring whose memory is `entries`. Waits if the ring is full. `room`:
+ * the value of control->ring_room (the ring has space for entries below this number), which the
+ * caller has loaded before. If the group of ranks fails during the wait, does not append the
+ * entry. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -107,9 +109,10 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Counts the stored pieces of a token's row for rank q. The call for the last piece posts one
- * put for the whole row: `bytes` bytes at `whole`. `pieces`: number of pieces of the row.
- * `token`: number of the token. Called by a whole warp after it has stored one piece. */
+/* Several warps store the pieces of a token's row for rank q. Each calls this function after
+ * its piece, and the last call posts one put for the whole row: `bytes` bytes at `whole`.
+ * `pieces`: number of pieces of the row. `token`: number of the token. Called by a whole
+ * warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -119,17 +122,17 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (lane_id() != 0) return;
     uint32_t *stored =
         (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
-    /* Makes this warp's stores visible before its count. The warp that counts last executes a
-     * system fence in post_put(), which then covers the stores of all these warps. */
+    /* This fence makes the warp's stores visible before its count. The warp that counts last
+     * executes a system fence in post_put(). That fence then covers the stores of all warps. */
     __threadfence();
     if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(stored, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* Sends the first `count` floats at `floats` to rank q. The warp has stored them for one token.
- * The net copies words of 8 bytes, so if count is odd, the function adds one word of poison.
- * Called by a whole warp. */
+/* Sends the first `count` floats at `floats` (weights of one token, or their gradients) to rank
+ * q. The warp has stored them before. The net copies words of 8 bytes. So if count is odd, the
+ * function sends one more float, which is poison ("not written"). Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -138,9 +141,9 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane whose
- * `has_record` is true sends the first `words` words of its own `record`, but at least one
- * word. Called by a whole warp. */
+/* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane has a
+ * record of its own, and sends its first `words` words (at least one) if `has_record` is true.
+ * Called by a whole warp. */
 __device__ __forceinline__ void
 post_put_records(const OpState &op, int q, const uint64_t *record, bool has_record, int words)
 {
@@ -161,8 +164,8 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may write to its half of the outbox. The epoch before the last one
- * used the same half, so the net must have read the words of all puts of that epoch. Called by
+/* Waits until the next epoch (operation) may write to its half of the outbox. Two epochs
+ * before, an operation used the same half, and the net must have read all its data. Called by
  * one thread. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
@@ -177,9 +180,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` (for how many epochs the net has read the words of all puts) from
- * host memory to control memory. Called near the end of an operation, so that the next
- * operation finds a recent value. Called by one warp. */
+/* Copies the counter `freed` from host memory to control memory, where reads are fast. It shows
+ * for how many epochs (operations) the net has read all data from the outbox. Called near the
+ * end of an operation, so that the next operation finds a recent value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -189,10 +192,9 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch. This is the case when the net
- * has read all words of the older epochs that used the same half of the outbox. Called by all
- * threads of a CTA before their first store for a peer. Returns false if the group of ranks has
- * failed. */
+/* Waits until this CTA may store into the outbox in this epoch. Older epochs have used the same
+ * half of the outbox, and the net must have read all their data. Called by all threads of a CTA
+ * before their first store for a peer. Returns false if the group of ranks has failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -214,10 +216,10 @@ static __device__ bool end_round_puts(const OpState &op)
 }
 
 /* Returns word number `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`. Reads a
- * copy in control memory, because polls of the inbox are slow. If the copy is from an older
- * epoch, a warp that gets a permit (poll_permit()) reads the word in the inbox, at `from`, and
- * updates the copy. If the word has not arrived yet, the result is a word of an older epoch.
- * Called by a whole warp, with a different rank in each lane. */
+ * copy in control memory, because the net inbox may be in host memory, where polls are slow. If
+ * the copy is from an older epoch, a warp that gets a permit (poll_permit()) reads the word in
+ * the inbox, at `from`, and updates the copy. If the word has not arrived yet, the result is a
+ * word of an older epoch. Called by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -235,8 +237,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
 }
 
 /* Returns true if all words of an announcement have arrived. A kernel must wait for all words,
- * even if it uses only the first. Otherwise a late word could overwrite a word of a later epoch
- * (rule 1 at the top of this file). */
+ * even if it uses only the first. Otherwise a late word could overwrite a word of a later
+ * operation (rule 1 at the top of this file). */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {

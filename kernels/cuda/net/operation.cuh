@@ -22,10 +22,10 @@
 
 #include "cuda/net/net.cuh"
 
-/* Sets a mark in control memory, which means that an operation of this rank is running. Returns
- * 1 if the mark was already set, which means that the caller uses two streams without ordering
- * them. One thread of each CTA calls the function before it reads the epoch. Only CTA 0 sets
- * and checks the mark; the others get 0. A CTA that starts late could not detect the other
+/* Marks in control memory that an operation of this rank is running. Returns 1 if the mark was
+ * already set. In this case the caller has started two operations at once, on streams that are
+ * not ordered. One thread of each CTA calls the function before it reads the epoch. Only CTA 0
+ * sets and checks the mark; the others get 0. A CTA that starts late could not detect the other
  * operation, which may have ended by then. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
@@ -50,8 +50,8 @@ __device__ __forceinline__ void complete_operation(p2p_control *control, const O
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* This store comes last. mark_running() of the next operation reads this word. If it reads
-     * 0, that operation must also read the new epoch. */
+    /* This store must be the last one. The next operation reads this word (mark_running()), and
+     * if it reads 0, it must also see the new epoch. */
     store_relaxed(&control->running, 0u);
 }
 
@@ -71,29 +71,30 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     if (lane_id() >= self.num_ranks) return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     store_announced_sizes(op, to);
-    /* Without the fence, a peer could read the signature but not yet see the poison and the
-     * zeros that earlier operations of this rank have stored back. */
+    /* The fence is necessary: without it, a peer could read the signature, but not yet see the
+     * poison and the zeros that earlier operations of this rank have stored back. */
     __threadfence_system();
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Only in backend `hosts`: sets op.net->host_box[q] (where rows of rank q arrive in the net
- * inbox) and op.net->relay[q] (the rank from which they come). `offset`: offset, in a heap or
- * in the net inbox, at which rows of rank q arrive. */
+/* Only in backend `hosts`: sets op.net->host_box[q], where rows of rank q arrive in the net
+ * inbox, and op.net->relay[q], the rank that stores them. `offset`: where rows of rank q
+ * arrive, counted from the beginning of a heap or of the net inbox. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
     op.net->host_box[q] = net_inbox(self) + offset;
     op.net->relay[q] = (uint8_t)q;
     if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    /* with relays: the rank of this host that forwards the rows of rank q to this rank */
+    /* With relays: the rank of this host that receives the rows of rank q and forwards them to
+     * this rank. */
     const int relay = self.rank - self.rank % ranks_per_host(self) + q % ranks_per_host(self);
     if (relay != self.rank) op.net->relay[q] = (uint8_t)relay;
 }
 
-/* Sets the addresses in staging for rank q in the running epoch: op.inbox[q], where rank q's
- * rows arrive, and op.outbox[q], where this rank stores rows for q. */
+/* Sets two addresses for the running epoch: op.inbox[q], where rows of rank q arrive in this
+ * rank's staging, and op.outbox[q], where this rank stores rows for rank q. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -107,8 +108,8 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken`: 0, unless the group of ranks has already failed. Called at the
- * start of a kernel. In backend `hosts`, the function reads a copy of the word in control
+/* Returns the word `broken`, which is not 0 if the group of ranks has already failed. Called at
+ * the start of a kernel. In backend `hosts`, the function reads a copy of the word in control
  * memory. read_net_broken() reads the original, which the net writes. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
@@ -116,7 +117,8 @@ __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
                               : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
 }
 
-/* Returns the word `broken` in the net inbox (backend `hosts` only). */
+/* Returns the word `broken` (the failure of the group, or 0) in the net inbox. Only in backend
+ * `hosts`. */
 __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 {
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
@@ -132,8 +134,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 {
     if (self.operation == EPIC_OP_NONE) return false;
     uint64_t broken = read_broken(self);
-    /* Only one thread of the grid reads `broken` in the net inbox, because reads there are
-     * slow. */
+    /* Only one thread of the grid reads `broken` in the net inbox, because it may be in host
+     * memory, where reads are slow. */
     if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
     if (threadIdx.x == 0) {
         op.tokens = tokens;
@@ -157,8 +159,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces the operation: no other warp waits for this
-     * warp, and its CTA makes no plan. */
+    /* The first warp of the last CTA announces the operation. It has time: no other warp waits
+     * for it, and its CTA does not take part in making a plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
@@ -180,9 +182,8 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* The next epoch that uses this half of the array is two operations later. A peer
-         * cannot be that far ahead of this rank, so a word here is from this epoch or an older
-         * one. */
+        /* The word must be from this epoch or an older one. This half of the array is used
+         * again only two operations later, and no peer can be so far ahead of this rank. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
@@ -200,8 +201,8 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like wait_announcements(self, op), but with *op.self as `self`. For kernels that do not keep
- * p2p_self in registers. */
+/* Like wait_announcements(self, op), for kernels that do not keep p2p_self in registers: reads
+ * it from *op.self. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -225,8 +226,8 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like read_announcement(self, ...), but with *op.self as `self`. For kernels that do not keep
- * p2p_self in registers. */
+/* Like read_announcement(self, ...), for kernels that do not keep p2p_self in registers: reads
+ * it from *op.self. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);
@@ -265,7 +266,8 @@ static __device__ bool finish_operation(OpState &op)
 }
 
 /* Begins the next round: advances the epoch, and announces it to all ranks. Then sets
- * control->round, for which the other CTAs of this rank wait. Called by one warp. */
+ * control->round to the new epoch; the other CTAs of this rank wait for this. Called by one
+ * warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);

@@ -33,15 +33,15 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`. This is the rank of that host that
- * has the same index there as `like` has on its own host. */
+/* Returns the mate of rank `like` on the host of rank `on`: the rank that has the same index on
+ * that host as `like` has on its own host. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns the address of the staging for rows of rank `by` in the heap (or inbox) of rank `to`,
- * in the half that the running epoch uses. `heap`: base address of that heap. */
+/* Returns where rows of rank `by` arrive in the heap (or net inbox) of rank `to` in the running
+ * epoch. `heap`: start of that heap. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -49,9 +49,9 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns the address, in the heap of rank `to`, of the word *wants* that rank `by` sends for
- * one token. The value of the word says which ranks need the row (dispatch), or whether a
- * partial sum follows (combine). `heap`: base address of the heap of rank `to`. */
+/* Returns where in the heap of rank `to` the word *wants* is that rank `by` sends for one
+ * token. The value of the word shows which ranks need the row (dispatch), or whether a partial
+ * sum follows (combine). `heap`: start of the heap of rank `to`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -62,7 +62,7 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
 }
 
 /* Waits until rank `from` has stored its word *wants* at `at`, and reads its value into
- * `wants`. The value says which ranks need a row, or whether a partial sum follows. Called by
+ * `wants`. The value shows which ranks need a row, or whether a partial sum follows. Called by
  * one warp. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
@@ -76,9 +76,9 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Returns the ranks to which this rank itself sends, so that all ranks in the bit mask `ranks`
- * receive. These are the ranks of this host that are in `ranks`, and this rank's mate on every
- * other host that has a rank in `ranks`. */
+/* `ranks` is a bit mask of the ranks that must receive a row. Returns a bit mask of the ranks
+ * to which this rank itself sends it: the ranks of this host that are in `ranks`, and this
+ * rank's mate on every other host that has a rank in `ranks`. */
 __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
 {
     uint32_t mates = 0;
@@ -93,7 +93,7 @@ __device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32
 }
 
 /* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
- * The value of the word says which ranks of that host need the token. `peers`: bit mask of all
+ * The value of the word shows which ranks of that host need the token. `peers`: bit mask of all
  * ranks that need it. Called by one warp; lane h sends to host h. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, uint32_t peers)
@@ -107,10 +107,10 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     post_put(op, mate, to, 8);
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
- * reaches all `peers` (a bit mask). With relays, one rank of every other host (this rank's
- * mate) receives the token for all peers there. `first`: true if the call is for the token's
- * first piece. Such a call also reports to the mates which peers need the token
+/* `peers` is a bit mask of the ranks that need a token of this rank. Returns a bit mask of the
+ * ranks to which this rank itself must send the token. With relays, one rank of every other
+ * host (this rank's mate) receives the token for all peers there. `first`: true if the call is
+ * for the token's first piece. Such a call also reports to the mates which peers need the token
  * (send_wants()). */
 __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, uint32_t peers)
@@ -123,9 +123,9 @@ __device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const Op
 /* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox.
  * Stores the piece to the staging of the ranks in `wants`, whose bit i stands for the i-th rank
  * of this host. `index`: number of the token within the round. `piece`: number of the piece in
- * the row. `vectors`: number of 16-byte vectors per row. escapes(heap, source): returns the
- * address of the piece's escape words (staging.cuh), or NULL if rows have none. Called by one
- * warp. Returns false if the group of ranks has failed. */
+ * the row. `vectors`: number of 16-byte vectors per row. escapes(heap, source): a function that
+ * returns where the escape words of the piece are in a heap (staging.cuh), or NULL if rows have
+ * none. Called by one warp. Returns false if the group of ranks has failed. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,

@@ -28,18 +28,16 @@
 #define POISON_STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
-/* Returns the address of the row of a token in staging. `box`: op.inbox[] or op.outbox[] of a
- * rank. `token`: index of the token in the round. `vectors`: number of 16-byte vectors per
- * row. */
+/* Returns where in staging the row of a token is. `box`: op.inbox[] or op.outbox[] of a rank.
+ * `token`: index of the token in the round. `vectors`: number of 16-byte vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns the address in the receiver's heap at which the escape words of one sender arrive.
- * (They say which words of a piece the sender has replaced.) `heap`: base address of the
- * receiver's heap. `source`: number of the sender; 0 is the next higher rank after the
- * receiver. */
+/* Returns where in the receiver's heap the escape words of one sender arrive. (They show which
+ * words of a piece the sender has replaced.) `heap`: start of the receiver's heap. `source`:
+ * number of the sender; 0 is the next higher rank after the receiver. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -47,9 +45,9 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns the address, in a heap, of the floats (weights of choices, or their gradients) that a
- * rank sends. `source`: number of the sending rank: 0 for the next higher rank after the owner
- * of the heap. `heap`: base address of that heap. */
+/* Returns where in a heap the floats (weights of choices, or their gradients) of one sending
+ * rank arrive. `source`: number of the sending rank: 0 for the next higher rank after the owner
+ * of the heap. `heap`: start of the heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -69,8 +67,8 @@ __device__ __forceinline__ bool needs_escape(uint4 q)
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* If the word is poison, replaces it by the stand-in (0x7fff7fff), and sets bit `bit` of the
- * mask. Otherwise changes nothing. */
+/* If the word equals poison (0xffffffff, "not arrived"), replaces it by the stand-in
+ * (0x7fff7fff), and sets bit `bit` of the mask. Otherwise changes nothing. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
@@ -104,9 +102,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 }
 
 /* Restores the words of a received piece that the sender has replaced, because they equal
- * poison. If the piece has escape words (which say which words were replaced), first waits for
- * them and sets them back to 0. `escape`: address of the piece's escape words. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+ * poison. The escape words of the piece show which words these are. If the piece has escape
+ * words, first waits for them, and sets them back to 0. `escape`: address of the piece's escape
+ * words. Called by a whole warp. Returns false if the group of ranks has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -147,7 +145,8 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
  * many bytes after the farthest piece that has arrived from the same rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-/* a warp polls other pieces in host memory once in this many spins */
+/* In other pieces in host memory, a warp polls only once in this many spins (passes of its wait
+ * loop). */
 #define SPINS_PER_FAR_POLL 32u
 /* If all rows of a rank together have at most this many bytes, warps poll all pieces in host
  * memory at every spin. */
@@ -164,9 +163,9 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
            (is_stamped(op, received) ? (uint32_t)received : 0) + POLL_WINDOW_BYTES / 16;
 }
 
-/* Records in control memory that a piece of rank `peer` has arrived. `last`: address of the
- * piece's last vector. Two warps may overwrite each other's value. That is harmless: the next
- * arrival corrects the value. */
+/* Records in control memory how far rows of rank `peer` have arrived. `last`: address of the
+ * last vector of a piece that has arrived. Two warps may overwrite each other's value, but this
+ * does no harm, because the next arrival corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->net->received_vectors[peer];
@@ -232,7 +231,9 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        copied = false; /* rows that arrive in host memory are not copied to the warp's ring */
+        /* the caller has no copy, because rows that arrive in host memory do not go through its
+         * ring */
+        copied = false;
     }
     staged += begin;
     auto read = [&] {
@@ -253,9 +254,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison to a piece in staging after the caller has read it, which marks the piece as
- * empty. Two epochs later the same half of the staging is used again, and the receiver must
- * find the piece empty then. */
+/* Stores poison ("not written") to a piece in staging after the caller has read it. Two epochs
+ * later, a receiver polls the same memory, and must not find the old words. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -290,8 +290,8 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return index;
 }
 
-/* Writes zeros to rows [first, end) of an array. Each of `threads` threads calls it with its
- * own number `thread` and writes a part of the rows. */
+/* Writes zeros to rows [first, end) of an array. `threads` threads share the work; each calls
+ * the function with its own number `thread`. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -304,8 +304,8 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* Writes zeros to elements [first, end) of x, divided among threads as in zero_rows(). Does
- * nothing if x is NULL. */
+/* Writes zeros to elements [first, end) of x. `threads` threads share the work, as in
+ * zero_rows(). Does nothing if x is NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {

@@ -15,9 +15,10 @@
 
 #define MOST_WARPS 4
 
-/* Computes the parts and the divisor of a token's weights again (struct Shares), as forward
- * did. s [columns]: the softmax over all columns, or NULL. If s is NULL, the function loads the
- * logits of the chosen experts into z. */
+/* The weight of a choice is a part divided by a divisor (struct Shares). Computes parts and
+ * divisor of a token's choices again, as forward did. s [columns]: the softmax over all
+ * columns, or NULL. If s is NULL, the function loads the logits of the chosen experts into
+ * z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -38,9 +39,9 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
- * `scale`: the scale of the router. share_backward() of the host code (src/router) has the same
- * formula. */
+/* On entry, g is the gradient of the weights. On return, it is the gradient of the parts from
+ * which the weights are computed (struct Shares). `scale`: the scale of the router.
+ * share_backward() of the host code (src/router) has the same formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -56,10 +57,11 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Replaces g, the gradient of the parts, by the gradient of the numbers from which the parts
- * were computed: the scores or logits of the chosen experts. Adds this gradient to row d
- * [columns] in shared memory. z: logits of the chosen experts. Adds one choice after the other,
- * because two choices of a token may have the same expert. */
+/* On entry, g is the gradient of the parts (struct Shares). On return, it is the gradient of
+ * the numbers from which the parts were computed: the scores or logits of the chosen experts.
+ * Adds this gradient to row d [columns] in shared memory. z: logits of the chosen experts. Adds
+ * one choice after the other, not all at once, because two choices of a token may have the same
+ * expert. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -158,20 +160,22 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-/* a CTA has at most this many warps, among which the tokens are divided */
+/* largest number of warps of a CTA; they divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* Returns what choice number `place` (token * top_k + k) adds to the gradient of the scale of
- * its expert (scale_of_expert). This is the gradient of the choice's weight, multiplied by the
- * weight that the choice has without this scale. All lanes get the result. `s`: this warp's row
- * in shared memory. */
+/* The gradient of an expert's scale (scale_of_expert) is a sum over the choices of the expert.
+ * Returns the term of choice number `place` (token * top_k + k). This is the gradient of the
+ * choice's weight, multiplied by the weight that the choice has without this scale. All lanes
+ * get the result. `s`: this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    __syncwarp(); /* Wait until all lanes have read the row of the previous token. */
+    /* wait until all lanes have read the row of the previous token, which is overwritten
+     * next */
+    __syncwarp();
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
         compute_softmax<0>(s, s, job.rows.columns);
@@ -187,9 +191,9 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 }
 
 /* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
- * on a part of the tokens. The warps search the choices of this expert, and compute their
- * weights again. This costs little, because only a small part of all choices has this expert.
- * Thread 0 adds the sums of the warps in a fixed order. */
+ * on a part of the tokens. A warp searches its tokens for choices of this expert, and computes
+ * the weights of these choices again. They are only a small part of all choices, so this takes
+ * little time. Thread 0 adds the sums of the warps in a fixed order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
@@ -228,8 +232,8 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
                          *job);
 }
 
-/* Launches router_backward_kernel for rows of V columns per lane. V = 0: for any number of
- * columns. */
+/* Launches the instance of router_backward_kernel for rows of V columns per lane. V = 0: the
+ * instance for any number of columns. */
 template <int V>
 static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {

@@ -18,11 +18,12 @@
 #include "cuda/router/router.cuh"
 
 #define KEY_NONE 0u /* key of an id that cannot be chosen */
-/* keys of the selection values NaN and 0 */
+/* KEY_NAN: key of the selection value NaN; KEY_ZERO: key of 0 */
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
 
-/* key_of() converts a selection value to its key; value_of_key() converts it back. */
+/* A selection value is the number by which experts are compared. key_of() maps it to its key,
+ * an unsigned number in the same order; value_of_key() maps it back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
     /* Adding 0 changes -0 to 0, so that 0 and -0 get the same key. */
@@ -37,8 +38,8 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of one lane, which owns the ids [first, first + count). The keys are in V registers,
- * sorted, the largest first. */
+/* The keys of the expert ids [first, first + count), which one lane owns. They are in V
+ * registers, sorted, with the largest first. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -76,9 +77,9 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort();
     }
-    /* Sets all keys of this lane to `value` in registers. If `value` is not KEY_NONE, also sets
-     * them in `keys` in shared memory, because choose_by_lanes() compares keys there to find
-     * ids. */
+    /* Sets the keys of all ids of this lane to `value`. The keys are in registers. If `value`
+     * is not KEY_NONE, also sets them in shared memory (`keys`), where choose_by_lanes() later
+     * compares them to find ids. */
     __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -94,10 +95,11 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of one lane that owns any number of ids, [first, first + count). The keys stay in
- * shared memory, unsorted. `best` is the current key: the largest key that has not been
- * dropped. It is the key of the id first + position. top() returns the current key, and drop()
- * goes on to the next smaller key. Equal keys come in ascending order of ids. */
+/* The keys of the expert ids [first, first + count), which one lane owns, for any number of
+ * ids. The keys stay in shared memory, unsorted. `best` is the current key: the largest key
+ * that has not been dropped. It is the key of the id first + position. top() returns the
+ * current key, and drop() goes on to the next smaller key. Equal keys come in ascending order
+ * of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -113,8 +115,9 @@ template <> struct Owned<0> {
     {
         return first + position;
     }
-    /* Makes the key after `last` the current key: the largest one that is smaller than `last`,
-     * or equal to it at a position after last_position. */
+    /* Searches the next key after `last`, in descending order, and makes it the current key. If
+     * several keys are equal to `last`, they come in the order of their positions: only those
+     * after last_position count. */
     __device__ void find(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -134,14 +137,15 @@ template <> struct Owned<0> {
         position = 0;
         find(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value` in `to`. Then makes the key of the first
-     * id the current key. */
+    /* Sets the keys of all ids of this lane to `value` in `to`. Then the current key is that of
+     * the first id. */
     __device__ void fill(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find(0xffffffffu, -1);
     }
-    /* Removes this lane's largest key if `mine` is true: goes on to the next key. */
+    /* Removes this lane's largest key if `mine` is true: the next smaller key becomes the
+     * current one. */
     __device__ void drop(bool mine)
     {
         if (mine) find(best, position);
@@ -156,7 +160,7 @@ struct IdOwnership {
     int ids_per_group;   /* number of ids in a group */
     int lane_bits;       /* base-2 logarithm of the number of lanes that share a group */
     int groups_per_lane; /* number of groups per lane; 1 if lanes share groups */
-    int ids_per_lane;    /* largest number of ids that a lane owns */
+    int ids_per_lane;    /* largest number of ids that any lane owns */
 
     /* Returns the number of lanes that share a group. */
     __device__ __forceinline__ int lanes() const
@@ -175,7 +179,7 @@ struct IdOwnership {
     }
 };
 
-/* Returns the IdOwnership (which lane owns which ids) of a router with `columns` ids. */
+/* Decides which lane owns which expert ids, for a router with `columns` ids. */
 static inline IdOwnership id_ownership(const epic_router &r, int columns)
 {
     IdOwnership d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -229,7 +233,7 @@ __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own,
 }
 
 /* Returns true if this lane's group is one of the topk_groups groups with the largest scores.
- * `score`: the score of this lane's group. Called by all lanes. */
+ * `score`: the score of the group to which this lane's ids belong. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
@@ -244,9 +248,9 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
 }
 
 /* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
- * groups. Each lane computes the scores of its groups one by one, and writes their keys to
- * group_keys. m: how many selection values the score of a group adds (score_group()). The
- * function sets the keys of ids in all other groups to `others`. Called by a whole warp. */
+ * groups. Each lane computes the scores of its groups one by one, and writes the keys of these
+ * scores to group_keys. m: how many selection values the score of a group adds (score_group()).
+ * The function sets the keys of ids in all other groups to `others`. Called by a whole warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -303,8 +307,8 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwne
     __syncwarp();
 }
 
-/* Returns the k choices of a token, if keys are in shared memory (V is 0). Repeats k times: the
- * lane with the largest key removes this key, and the key's id becomes the next choice. */
+/* Chooses k experts for a token, if keys are in shared memory (V is 0). Does k times: finds the
+ * lane with the largest key, makes the id of this key the next choice, and removes the key. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -319,8 +323,8 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Returns the k choices of a token, if keys are in registers. The registers do not contain ids,
- * so the function works in two steps. First the warp finds the k largest keys, and for each key
+/* Chooses k experts for a token, if keys are in registers. The registers do not contain ids, so
+ * the function works in two steps. First the warp finds the k largest keys, and for each key
  * the lane that owns it. Then all lanes find ids at the same time. Lane i finds the id of key
  * number i: it compares this key with the keys of all ids that the key's owner has. If an owner
  * has equal keys, the lower id comes first. */
@@ -340,7 +344,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* number of this token's earlier choices that have the same key and the same owner as this
+    /* how many earlier choices of this token have the same key and the same owner as this
      * lane's choice */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
@@ -352,9 +356,9 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     return c;
 }
 
-/* Returns the top_k choices of a token from its keys [columns] in shared memory. group_keys:
- * shared memory for one key per group, used only if there are more than 32 groups. on_logits:
- * see read_own_keys(). Called by a whole warp. */
+/* Chooses top_k experts for a token by its keys [columns] in shared memory. group_keys: shared
+ * memory for one key per group, used only if there are more than 32 groups. on_logits: see
+ * read_own_keys(). Called by a whole warp. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const IdOwnership &d,
                                                     uint32_t *keys, uint32_t *group_keys,

@@ -51,8 +51,8 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
     return c;
 }
 
-/* The router's bias for this lane's columns, or zeros if there is no bias. The kernel loads the
- * bias before it loads the logits, so that the two loads overlap. */
+/* The router's bias for the columns of this lane, or zeros if there is no bias. The kernel
+ * loads it before the logits, so that the two loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -68,8 +68,8 @@ template <int V> struct Bias {
     }
 };
 
-/* Computes the key of each column i, by which experts are compared, from values[i] plus the
- * bias of the column. */
+/* Experts are compared by keys (choose.cuh). Computes the key of each column i from values[i]
+ * plus the bias of the column. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -105,8 +105,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     for (int j = 0; j < J; j++) {
         if (!c.exists(j)) continue;
         const int64_t index = token * c.k + j * WARP + lane_id();
-        /* A forced id that is out of range is copied unchanged, so that the plan reports the
-         * error. */
+        /* If the caller's id is out of range, copies it unchanged, so that the plan finds it
+         * and reports the error. */
         job.topk_idx[index] = job.topk_idx_in ? job.topk_idx_in[index] : c.id[j];
         float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
         if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
@@ -115,8 +115,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* The kernel of router forward: each warp chooses the experts of one token. V is the largest
- * number of columns per lane; 0: any number. */
+/* The kernel of router forward: each warp chooses the experts of one token. V: upper bound of
+ * the number of columns per lane; 0: no bound. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job,
@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
-    /* choices per lane; p2p_launch_router() chooses V = 0 if top_k is above 32 */
+    /* J is the number of choices per lane. With more than 32 choices, p2p_launch_router()
+     * launches the instance with V = 0. */
     constexpr int J = V > 0 ? 1 : 2;
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
@@ -150,7 +151,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     write_weights(job, c, of_score ? s : z, token);
 }
 
-/* Launches router_kernel for rows of V columns per lane. V = 0: for any number of columns. */
+/* Launches the instance of router_kernel for rows of V columns per lane. V = 0: the instance
+ * for any number of columns. */
 template <int V>
 static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &deal,
                                 cudaStream_t stream)

@@ -39,7 +39,7 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns what one token adds to the balance loss: the sum over the experts of
+/* FORWARD: returns one token's term of the balance loss: the sum over the experts of
  * probability * load. BACKWARD: writes the gradient of the token's logits. `load`
  * [num_experts]: number of choices of each expert. `factor` (BACKWARD only): gradient of the
  * loss, multiplied by factor_of(). p [columns]: shared memory of the warp; on return it
@@ -68,9 +68,9 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
-/* FORWARD: returns what one token adds to the z-loss: the square of the logsumexp of its
- * logits. BACKWARD: writes the gradient of the token's logits. `factor`: as in balance_term().
- * p [columns]: shared memory of the warp. */
+/* FORWARD: returns one token's term of the z-loss: the square of the logsumexp of its logits.
+ * BACKWARD: writes the gradient of the token's logits. `factor`: as in balance_term(). p
+ * [columns]: shared memory of the warp. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -116,9 +116,9 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor by which the kernels multiply the sum over the tokens: job.factor. If
- * job.plan is set, divides this factor job.num_divisions times (once or twice) by the number of
- * tokens of all ranks, which the plan records. */
+/* Returns the factor by which the kernels multiply the sum over the tokens. It is job.factor.
+ * If job.plan is set, it is job.factor divided by the number of tokens of all ranks, which the
+ * plan records, once or twice (job.num_divisions). */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -153,7 +153,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* all threads of the CTA run this loop together, because count_sequence() has barriers */
+    /* All threads of the CTA must run this loop equally often, because count_sequence() has
+     * barriers. */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);
@@ -191,8 +192,7 @@ template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* number of warps whose rows fit into shared memory, together with the counts of one
-     * sequence */
+    /* how many warps' rows fit into shared memory next to the counts of one sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,

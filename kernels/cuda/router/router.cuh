@@ -34,8 +34,8 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-/* Largest number of bytes of shared memory that a CTA uses. Every GPU since sm_80 has this
- * much. */
+/* Largest number of bytes of shared memory that a CTA uses. Every GPU since sm_80 has at least
+ * this much. */
 #define SHARED_BYTES (96 << 10)
 
 /* Returns the number of this thread in its warp. */
@@ -51,15 +51,15 @@ __host__ __device__ __forceinline__ int padded_index(int i)
     return i + (i >> 5);
 }
 
-/* Returns the number of words of shared memory for a row of `columns` columns, rounded up to a
- * multiple of 32 columns, with padding (padded_index()). */
+/* Returns how many words of shared memory a row of `columns` columns needs: rounded up to a
+ * multiple of 32 columns, and with the padding of padded_index(). */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Returns the number of words of shared memory for a row: for V columns per lane or, if V is 0,
- * for `columns` columns. */
+/* Returns how many words of shared memory a row needs: a row of V columns per lane or, if V is
+ * 0, of `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
@@ -83,8 +83,8 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
 
 /* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls f(i) for
  * this lane's columns from `end` to 32 * V - 1, which do not exist in the row. This saves a
- * comparison per column. f may access these columns, because shared memory has words for
- * them. */
+ * comparison per column. f may access these additional columns, because shared memory has words
+ * for them. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -115,7 +115,7 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
         T sum = 0;
         each_column<V>(first, min(columns, first + SUM_BLOCK), [&](int i) { sum += f(i); });
         total += add_lanes(sum);
-        if (V > 0) break; /* the row has at most 32 * V columns, so only one block */
+        if (V > 0) break; /* the row has at most 32 * V columns, which are a single block */
     }
     return total;
 }
@@ -177,8 +177,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes the gradients of all logits of a token: d(i) for each column i. With `accumulate`,
- * adds d(i) to the old value instead. */
+/* Writes the gradients of all logits of a token. The gradient of the logit in column i is d(i).
+ * With `accumulate`, adds d(i) to the old value instead. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -194,8 +194,9 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest `mine` of the warp's lanes, and ignores NaNs. There is one exception: if
- * `first`, the first value of the row, is NaN, returns NaN, as the CPU code does. */
+/* Each lane passes a number `mine`. Returns the largest of them, without NaNs. There is one
+ * exception, as in the CPU code: if `first`, the first value of the row, is NaN, the result is
+ * NaN. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -260,7 +261,7 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
  * choice L (index j = 0) and, if J is 2, also choice L + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
-    int id[J]; /* expert of choice lane + 32 * j; negative: none */
+    int id[J]; /* expert id of choice lane + 32 * j; negative: no expert */
 
     /* Returns true if this lane has a choice with index j, that is, if lane + 32 * j is less
      * than k. */
@@ -312,10 +313,10 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The numbers from which the kernels compute the weights of a token's choices. parts[j] is the
- * part of choice lane + 32 * j. The token has one divisor. The weight of a choice is its part
- * divided by the divisor, times the router's scales. `is_divisor_variable` is true if the
- * divisor depends on the parts. Then backward also needs the gradient of the divisor. */
+/* The numbers from which the kernels compute the weights of a token's choices: weight = part /
+ * divisor * scales of the router. parts[j] is the part of choice lane + 32 * j. All choices of
+ * the token have the same divisor. is_divisor_variable: true if the divisor depends on the
+ * parts; then backward also needs the gradient of the divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
@@ -352,8 +353,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns the number of warps per CTA, if each warp needs `words` words of shared memory. This
- * is the number of warps that fit into SHARED_BYTES, but at least 1 and at most `most`. */
+/* Returns how many warps a CTA has if each warp needs `words` words of shared memory: as many
+ * as fit into SHARED_BYTES, but at least 1 and at most `most`. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

@@ -35,24 +35,25 @@ typedef struct p2p_router_rows {
  * describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
-    const float *bias; /* [columns], added to the scores for the choice only; NULL: none */
+    /* [columns]: added to the scores when experts are chosen, but not to weights; NULL: none */
+    const float *bias;
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
-    /* [num_tokens]. If not NULL, the router does not choose experts by scores: the experts of
-     * token t are those in row token_ids[t] of `table` [table_rows, top_k]. If both token_ids
-     * and topk_idx_in are NULL, the kernel chooses the experts by their scores. */
+    /* [num_tokens]. Not NULL: the caller has a table of experts, and token t gets the experts
+     * in row token_ids[t] of `table` [table_rows, top_k]. If token_ids and topk_idx_in are both
+     * NULL, the kernel chooses experts by their scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
-    /* [num_tokens, top_k]. If not NULL: the experts that the caller forces for each token. Then
-     * token_ids is NULL. */
+    /* [num_tokens, top_k]. Not NULL: the caller itself has chosen the experts of each token.
+     * token_ids must then be NULL. */
     const int32_t *topk_idx_in;
-    int32_t *topk_idx;     /* output [num_tokens, top_k]: the chosen experts */
-    float *weights;        /* output [num_tokens, top_k]: weights of the choices */
-    float *scores;         /* output [num_tokens, columns]; NULL: not wanted */
+    int32_t *topk_idx; /* output [num_tokens, top_k]: the chosen experts */
+    float *weights;    /* output [num_tokens, top_k]: weights of the choices */
+    float *scores; /* output [num_tokens, columns]; NULL: the caller does not need the scores */
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: the kernel compares experts by their logits instead of their scores, because the host
-     * has found that both give the same order */
+    /* 1: the kernel compares experts by their logits instead of their scores. The host sets it
+     * if both have the same order, because logits need no computation. */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -72,23 +73,24 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* balance loss over all tokens: [num_experts], number of choices of each expert */
+    /* only for the balance loss over all tokens: [num_experts], how many choices each expert
+     * has */
     const int32_t *load;
-    /* balance loss by sequences: [num_tokens, top_k], the ids of the chosen experts; the kernel
-     * counts the choices of each sequence itself */
+    /* only for the balance loss by sequences: [num_tokens, top_k], the ids of the chosen
+     * experts, from which the kernel counts the choices in each sequence */
     const int32_t *topk_idx;
     int64_t
         sequence_tokens; /* number of tokens of a sequence; 0: the loss is over all tokens */
-    double factor;       /* by which the sum over the tokens is multiplied */
-    /* If not NULL, a plan. The kernel reads the number of tokens of all ranks from it, and
-     * divides `factor` by this number. */
+    double factor;       /* the sum over the tokens is multiplied by this number */
+    /* If the loss is averaged over the tokens of all ranks: a plan, from which the kernel reads
+     * their number. The kernel divides `factor` by it. Otherwise NULL. */
     const void *plan;
     /* how many times the kernel divides `factor` by the number of tokens: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
-    /* [LOSS_RUNS]: workspace: the sum of the losses of each run. A run is a number of
-     * consecutive tokens. */
+    /* [LOSS_RUNS], workspace: one sum per run. A run is a number of consecutive tokens, whose
+     * losses are added first. */
     double *runs;
     void *loss;                    /* forward: output [1] of loss_type */
     void *d_logits;                /* backward: output [num_tokens, columns] of grad_type */
