@@ -10,9 +10,9 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
-/* If the computed default of EPIC_NET_THREADS is less than this number, the default is 0. So
- * the default is never 1, because one thread would only do the work of the proxy thread in its
- * place, at the same speed. */
+/* If the computed default of EPIC_NET_THREADS is less than this number, the default is 0. The
+ * default is never 1, because a single net thread would do the work in place of the proxy
+ * thread, but not faster. */
 #define DEFAULT_MIN_THREADS 2
 /* by default a rank starts one net thread per this many of its cores (docs/lab/hosts.md) */
 #define CORES_PER_THREAD 2
@@ -36,7 +36,7 @@ static epic_result read_switch(const char *name, const char *without, int *value
                      without);
 }
 
-/* Reads EPIC_NET_RDMA. */
+/* Reads EPIC_NET_RDMA: whether puts are sent as remote writes (RDMA) or as messages. */
 static epic_result read_rdma(net_rdma *rdma)
 {
     int value;
@@ -48,7 +48,7 @@ static epic_result read_rdma(net_rdma *rdma)
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_RELAY; relays are on unless it is 0. */
+/* Reads EPIC_NET_RELAY: whether rows may go through relays. They may, unless it is 0. */
 static epic_result read_relays(bool *relays)
 {
     int value;
@@ -110,7 +110,8 @@ hosts_memory hosts_env_memory(void)
                                    : HOSTS_MEMORY_ANY;
 }
 
-/* Reads EPIC_NET_MEMORY. Returns EPIC_EINVAL for an unknown value. */
+/* Reads EPIC_NET_MEMORY: whether inbox and outbox are in GPU memory or in host memory. Returns
+ * EPIC_EINVAL for an unknown value. */
 static epic_result read_memory(hosts_memory *memory)
 {
     const char *text = getenv("EPIC_NET_MEMORY");

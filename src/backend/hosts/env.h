@@ -17,15 +17,16 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    /* value of EPIC_NET_RELAY. If true, a row is sent only once to each host, and a rank of
-     * that host forwards the row to the other ranks there */
+    /* value of EPIC_NET_RELAY. true: a row is sent only once to each host, and a rank of that
+     * host forwards the row to the other ranks there */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
     /* value of EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the
      * first one */
     int32_t window;
-    /* value of EPIC_NET_THREADS: number of threads that the net may start. The proxy thread is
-     * not counted. If -1, hosts_env_threads() chooses this number from the number of cores */
+    /* value of EPIC_NET_THREADS: how many threads the net may start in addition to the proxy
+     * thread. -1: not set; hosts_env_threads() then computes this number from the number of
+     * cores */
     int32_t threads;
 } hosts_env;
 

@@ -22,13 +22,15 @@
 
 /* The data that a rank sends to all ranks through the bootstrap while joining. */
 typedef struct peer_info {
-    uint32_t result; /* epic_result of this rank so far */
+    uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* EPIC_NET_RELAY of this rank */
-    uint32_t requested_memory; /* EPIC_NET_MEMORY of this rank: a hosts_memory */
-    uint32_t on_gpu;           /* 1: this rank's inbox and outbox are in GPU memory */
-    /* why the rank failed, or why its inbox and outbox are not in GPU memory */
+    /* EPIC_NET_MEMORY of this rank: the memory that it requests, a hosts_memory */
+    uint32_t requested_memory;
+    uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
+    /* error sentence of this rank; if it has no error: why its inbox and outbox are not in GPU
+     * memory */
     char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
@@ -44,17 +46,17 @@ typedef struct hosts_part {
     /* The memory into which the ranks of this host write rows. After the heap, the same
      * allocation contains partial sums, which only this rank uses. */
     uint8_t *heap;
-    uint8_t *inbox;         /* has the layout of a heap; the net writes it */
-    uint8_t *outbox;        /* has the layout of a heap; the net reads it */
-    uint8_t *outbox_on_gpu; /* the address of the outbox that kernels use */
+    /* memory into which the net copies words from other hosts; it has the layout of a heap */
+    uint8_t *inbox;
+    uint8_t *outbox;        /* memory from which the net sends; it has the layout of a heap */
+    uint8_t *outbox_on_gpu; /* the address at which kernels access the outbox */
     p2p_ring host_ring;     /* the proxy ring, at the addresses that the CPU uses */
     char net_text[256];     /* the text that net_engine.describe() wrote after connecting */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
-/* Implements epic_backend.can_join. This process must find a GPU, the network engine must be
- * available, and there must be at most NET_MAX_HOSTS ranks. */
+/* description of the connected net, for epic-info and errors (net_engine.describe()) */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -87,8 +89,8 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Allocates an inbox or outbox. Sets *out to the address that the net uses, and *seen to the
- * address that kernels use. */
+/* Allocates an inbox or outbox. The CPU and the GPU may use different addresses for it: sets
+ * *out to the address that the net uses, and *seen to the address that kernels use. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
@@ -97,8 +99,8 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the bytes of the partial sums, which are stored after the heap. Only this rank reads
- * them. */
+/* Returns the size of the partial sums in bytes. They are stored after the heap, and only this
+ * rank reads them. */
 static int64_t partial_sums_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
@@ -128,7 +130,7 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Returns the bytes to allocate for an inbox or an outbox. Both have the layout of a heap,
+/* Returns how many bytes to allocate for an inbox or an outbox. Both have the layout of a heap,
  * which has at->bytes bytes. An allocation in GPU memory may be larger (p2p_heap_bytes()). */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
@@ -338,9 +340,9 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
 }
 
 /* Sends this rank's info, with its result so far, to all ranks and receives the infos of all
- * ranks. `infos` [num_ranks + 1] holds the infos of all ranks, then a second copy of this
- * rank's own info, from which the gather sends. All ranks receive the same infos, so all take
- * the same decisions and make the same number of gathers. */
+ * ranks. `infos` [num_ranks + 1] has the info of each rank. Its last element is a second copy
+ * of this rank's own info, which the gather sends. All ranks receive the same infos, so all
+ * take the same decisions and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -393,8 +395,8 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
  * outbox in GPU memory, first tries to connect these. If a rank cannot connect, all ranks move
  * to host memory, unless a rank has set EPIC_NET_MEMORY=gpu.
  *
- * A gather separates the two attempts: no rank may free its inbox and outbox while another rank
- * is still connecting to them. */
+ * The ranks gather (exchange) their infos between the two attempts, because no rank may free
+ * its inbox and outbox while another rank is still connecting to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;

@@ -24,23 +24,24 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* Number of epochs in the array `ends`. The array cannot become too small, because kernels wait
- * so that at most two epochs have puts in flight. */
+/* Number of epochs (operations) in the array `ends`. It is enough, because kernels wait until
+ * at most two epochs have puts in flight. */
 #define MAX_OPEN_EPOCHS 4
-/* the thread reads at most this many ring entries before it posts puts */
+/* number of ring entries (requests of kernels) that the thread reads at most before it posts
+ * puts */
 #define MAX_ENTRIES 256
-/* the thread posts partial batches to a host only if fewer puts than this are in flight to
- * it */
+/* a batch that may still get pieces is posted to a host only if fewer puts than this are in
+ * flight to the host */
 #define FEW_IN_FLIGHT 4
 /* Limits for the puts in flight to one host. While the limit of urgent puts is reached, urgent
  * pieces wait and are joined into larger puts. The bytes of row puts are limited, because the
  * net may send a later urgent put only after these bytes. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-/* an urgent batch that needs more puts than this waits for more pieces, which may fill its
- * gaps */
+/* an urgent batch that would need more puts than this waits for pieces that fill its gaps, so
+ * that it needs fewer */
 #define URGENT_MAX_PUTS 4
-/* the wait of an urgent batch ends when no urgent piece has been read for this long */
+/* an urgent batch stops waiting for pieces when no urgent piece has been read for this long */
 #define URGENT_QUIET_US 5
 /* how many cache lines ahead of the current ring entry the thread prefetches */
 #define PREFETCH_LINES 4
@@ -61,14 +62,15 @@
  * previous value is done. Otherwise the older value could overwrite the newer one. */
 typedef struct state_word {
     uint64_t sent;
-    /* number of the put that sent `sent`; the next value waits until that put is done */
+    /* number of the put that has sent this value; the next value waits until that put is
+     * done */
     uint64_t posted;
 } state_word;
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-/* The message of a call of hosts_proxy_send() to one host. `at` and `bytes` are the arguments
- * of that call. `posted` is the number of the put that sends the message. */
+/* A message that a call of hosts_proxy_send() sends to one host. `at` and `bytes` are the
+ * arguments of that call. `posted` is the number of the put that sends the message. */
 typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
@@ -88,28 +90,31 @@ struct hosts_proxy {
     bool is_running;      /* true while kernels of an operation run */
     bool has_read;        /* true if the last call of read_entries() has read an entry */
     bool has_read_urgent; /* true if the last call of read_entries() has read an urgent piece */
-    uint32_t full;        /* bit mask of the hosts for which the net now accepts no more puts */
-    int64_t urgent_at;    /* time in us (clock_us()) at which an urgent piece was last read */
-    /* The thread has read the ring entry that ends the epoch. The epoch ends when all batches
-     * are posted. */
+    /* bit mask of the hosts to which the net cannot send more puts at the moment */
+    uint32_t full;
+    int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
+    /* true: the thread has read the ring entry that ends the epoch (operation). The epoch ends
+     * when all batches are posted. */
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
-    uint64_t pieces;   /* entries read that are pieces */
-    /* number of bytes and of puts of pieces posted so far, without state words and messages */
+    /* how many of these entries are pieces, not marks of the end of an epoch */
+    uint64_t pieces;
+    /* number of bytes and of puts that were posted for pieces, not counting state words and
+     * messages */
     uint64_t bytes, puts;
     uint64_t max_puts_in_flight; /* largest number of row puts in flight to one host */
-    /* number of puts posted to each host, including single words */
+    /* number of puts posted to each host, including state words and messages */
     uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
     /* by host: value of posted[host] after each of the last urgent puts. Urgent put number n
      * has index n % MAX_URGENT_IN_FLIGHT. */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    /* copies of `posted` at the end of the last epochs; epoch number n has index n %
-     * MAX_OPEN_EPOCHS */
+    /* copies of `posted` at the end of the last epochs (operations); epoch number n has index n
+     * % MAX_OPEN_EPOCHS */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
     uint64_t num_ends;  /* number of epochs that have ended */
-    uint64_t num_freed; /* number of epochs whose puts are done */
+    uint64_t num_freed; /* number of epochs (operations) of which all puts are done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
 
@@ -133,8 +138,8 @@ static void end_epoch(hosts_proxy *p)
     p->is_running = false;
 }
 
-/* Posts a put from offset `at` of the outbox to the same offset of the host's inbox. Returns
- * false if the net has no room. */
+/* Posts a put, which copies from offset `at` of the outbox to the same offset of the host's
+ * inbox. Returns false if the net cannot accept a put now. */
 static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -170,7 +175,7 @@ static int read_entries(hosts_proxy *p)
         const int host = P2P_ENTRY_PEER(entry);
         if (entry >> 56 << 56 != P2P_ENTRY_LAP(p->num_read)) break;
         if (!put_batcher_has_room(p->batcher, P2P_ENTRY_WORDS(entry))) break;
-        /* a prefetch past the end of the ring is harmless */
+        /* prefetching past the end of the ring does no harm */
         __builtin_prefetch(from + PREFETCH_LINES * 8);
         if (P2P_ENTRY_WORD(entry) == P2P_EPOCH_ENDS)
             p->epoch_ends_next = true;
@@ -444,7 +449,7 @@ static bool is_idle(const message *m)
     return __atomic_load_n(&m->state, __ATOMIC_ACQUIRE) == MESSAGE_IDLE;
 }
 
-/* Waits until the message is idle, at most MESSAGE_TIMEOUT_MS. */
+/* Waits until a message has been sent or withdrawn, at most MESSAGE_TIMEOUT_MS. */
 static void wait_for_message(message *m)
 {
     for (int i = 0; i < MESSAGE_TIMEOUT_MS * 10 && !is_idle(m); i++) nap_us(100);

@@ -15,7 +15,7 @@
  * warp may overtake others, so a piece can come late. It comes late by about as many pieces as
  * the kernel has warps, or fewer. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* largest number of spans in a batch */
+#define MAX_SPANS 256 /* largest number of spans (ranges of words) in a batch */
 
 /* A range of words within a block: one piece, or several adjacent pieces. */
 typedef struct span {
@@ -29,9 +29,10 @@ typedef struct put_batch {
     uint32_t block; /* number of its block in the heap */
     uint32_t words; /* number of words in the spans */
     int num_spans;
-    uint64_t added; /* value of put_batcher.added when the batch got its last piece */
-    int next;       /* index of the next batch in its list; -1: last */
-    int before;     /* index of the batch before it in its list; -1: first */
+    /* value of put_batcher.added (a count of all pieces) when the batch got its last piece */
+    uint64_t added;
+    int next;   /* index of the next batch in its list; -1: last */
+    int before; /* index of the batch before it in its list; -1: first */
     span spans[MAX_SPANS];
 } put_batch;
 
@@ -48,7 +49,8 @@ struct put_batcher {
     int num_free, current;      /* current: the batch being posted; -1: none */
     int next_span;              /* index of the next span of `current` to post */
     list free;
-    list waiting[2], ready[2]; /* [0]: rows, [1]: urgent */
+    /* lists of batches; index 0: batches of rows, 1: urgent batches */
+    list waiting[2], ready[2];
     /* [num_hosts, blocks_per_heap]: index of the block's waiting batch plus one; 0: none */
     uint16_t *open_of;
     put_batch open[MAX_OPEN];

@@ -15,9 +15,9 @@
 
 typedef struct p2p_beats {
     uint32_t timeout_ms; /* shortest time limit, in ms, of all calls so far; 0: no call yet */
-    uint32_t beats;      /* number of beats so far */
-    uint32_t stops;      /* how often a late beat has shown that the process was suspended */
-    int64_t next_ns;     /* time at which the next beat is due; 0: no beat yet */
+    uint32_t beats;      /* number of beats (increments of the counter) so far */
+    uint32_t stops; /* how often a beat was so late that the process must have been suspended */
+    int64_t next_ns; /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 
 /* Makes the beats frequent enough for calls whose time limit is timeout_ms. Any thread may call

@@ -11,8 +11,8 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* a context uses P2P_SMALL_SMS only if all ranks together send at most this many bytes of rows
- * to one rank */
+/* P2P_SMALL_SMS are enough for a context only if all ranks together send at most this many
+ * bytes of rows to one rank */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -27,8 +27,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Adds `sms` to the number of SMs in use on a device, unless the sum would exceed `most`. Sets
- * *others to the number of SMs in use before the call. Returns whether `sms` was added. */
+/* Reserves `sms` SMs of a device, if at most `most` SMs are then in use. Returns whether it has
+ * reserved them. Sets *others to the number of SMs that were in use before the call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);

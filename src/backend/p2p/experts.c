@@ -30,7 +30,8 @@ typedef struct experts_call { /* arguments that forward and backward have in com
     p2p_slabs slabs;
     experts_layout at;
     uint8_t *work;
-    const void *saved; /* output of the first product, x W_gate_up */
+    /* output of the first product, x W_gate_up, which forward stores for backward */
+    const void *saved;
     const float *slot_weights;
     const void *b_gate_up;
     int64_t hidden, inner, width;
@@ -39,7 +40,8 @@ typedef struct experts_call { /* arguments that forward and backward have in com
     cudaStream_t stream;
 } experts_call;
 
-/* Checks the arguments, fills in the call and lays out its workspace. */
+/* Checks the arguments, fills in *c, and divides the caller's workspace among the arrays of the
+ * call. */
 static epic_result begin_experts(epic_group *g, experts_call *c, const epic_experts *experts,
                                  const epic_call *how, int64_t num_slots, bool backward)
 {
@@ -62,8 +64,8 @@ static epic_result begin_experts(epic_group *g, experts_call *c, const epic_expe
     return EPIC_OK;
 }
 
-/* Returns the addresses of two lists in the workspace: the slabs of the experts, and the tiles
- * of the products. */
+/* Returns the addresses of two lists in the workspace: the slabs (rows of each expert), and the
+ * tiles into which the products divide them. */
 static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                           const int32_t *expert_tokens, int64_t num_slots)
 {
@@ -91,8 +93,8 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias g->bias to the product g->out. The caller's own gemm (experts.gemm) only
- * multiplies. */
+/* Adds the bias g->bias to the result g->out of a product that the caller's own gemm
+ * (experts.gemm) has computed. That gemm only multiplies. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,

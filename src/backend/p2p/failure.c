@@ -18,7 +18,7 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns words that say what a kernel waited for in a phase of an operation. The words end the
+/* Returns a phrase for the phase of an operation in which a kernel waited. The phrase ends the
  * error text "rank 1 waited 9 ms for rank 2 ...". */
 static const char *phase_name(uint32_t phase)
 {
@@ -66,8 +66,8 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* Names of two arguments of an operation: the array with one row per token, and the array with
- * one row per slot. */
+/* The names, for errors, of two arguments of an operation: the array with one row per token,
+ * and the array with one row per slot (place in the receive buffer). */
 typedef struct names {
     const char *tokens, *slots;
 } names;

@@ -9,8 +9,8 @@
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, which holds all tokens, and the tiles of its products. Both are
- * arrays in the workspace. */
+/* Returns the gate's only slab, which holds all tokens, and the tiles into which its products
+ * divide the rows. Both are arrays in the workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -52,8 +52,8 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate in which the three bfloat16 components of each number take the
- * place of a float32 factor. In the forward pass this factor is w_gate. In the backward pass it
+/* Returns a product of the gate in which one float32 factor is replaced by the three bfloat16
+ * components of its numbers. In the forward pass this factor is w_gate. In the backward pass it
  * is the gradient of the logits. */
 static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
@@ -137,7 +137,8 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* Returns the number of tokens by which the gate chooses between float32 and components. */
+/* Returns the number of tokens on which the choice depends whether the gate multiplies float32
+ * numbers or their bfloat16 components. */
 static int64_t deciding_tokens(const epic_gate_args *gate)
 {
     return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
@@ -262,8 +263,8 @@ static float *floats_at(const epic_gate_args *gate, int64_t at)
     return (float *)(void *)((uint8_t *)gate->workspace + at);
 }
 
-/* Returns the product that computes one gradient of w_gate for each of `count` slabs, which are
- * blocks or slices of blocks. */
+/* Returns a grouped product that computes `count` gradients of w_gate. Each comes from one slab
+ * (range of rows): a block of tokens or a slice of a block. */
 static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *gate,
                                  slab_range *slabs, int64_t count, int64_t sums)
 {

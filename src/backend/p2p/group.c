@@ -9,8 +9,9 @@
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 
-#define LEAST_HEAP (4 << 20) /* smallest size in bytes of the allocation of a heap */
-#define MOST_SMS 65536       /* more multiprocessors than any device has */
+/* smallest size in bytes of the memory that is allocated for a heap */
+#define LEAST_HEAP (4 << 20)
+#define MOST_SMS 65536 /* larger than the number of multiprocessors of any device */
 
 /* Returns the largest top_k for which a heap has room. In backend p2p it is always
  * DEVICE_MAX_TOP_K. In the backend `hosts` it is config.max_top_k rounded up to an even number,
@@ -24,8 +25,8 @@ int32_t p2p_top_k_for(const epic_config *config)
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
-    /* p2p_heap_of() provides staging memory for at least two rows, even if staging_bytes is
-     * 1 */
+    /* EPIC_LEAST_STAGING asks for the smallest staging. p2p_heap_of() always provides space for
+     * at least two rows, even if staging_bytes is 1 */
     const bool least = config->staging_bytes == EPIC_LEAST_STAGING;
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
                        least ? 1 : config->staging_bytes, p2p_top_k_for(config));

@@ -13,7 +13,7 @@
 
 /* The data that a rank sends to all ranks through the bootstrap. */
 typedef struct join_handle {
-    uint32_t result; /* epic_result of this rank so far */
+    uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
     p2p_gpu gpu;
     cudaIpcMemHandle_t heap_handle;
     char sentence[256];

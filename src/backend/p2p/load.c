@@ -48,8 +48,8 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes. For each of these sizes the launch functions choose another kernel. So
- * launches with all these sizes load every kernel. */
+/* Row sizes in bytes. The launch functions choose a different kernel for each of these sizes,
+ * so launches with all of them load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches combine with one leaf of the sum tree per rank and with several, and the low-latency
@@ -169,8 +169,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* The shared memory of some kernels has an array of max_tokens elements. With the group's
-     * max_tokens it could be too large for a launch. */
+    /* The launches use max_tokens = 1: the shared memory of some kernels grows with max_tokens,
+     * and with the group's value it could be too large for a launch. */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

@@ -25,14 +25,15 @@
 #include "bootstrap/time_limit.h"
 
 #define CHUNK_BYTES 4096
-#define CHUNK_MAGIC 0x6c63636e63697065u /* "epicnccl" */
+/* the bytes "epicnccl", by which a rank recognizes a chunk of a bootstrap */
+#define CHUNK_MAGIC 0x6c63636e63697065u
 #define NAP_NS 1000000
 
 typedef struct chunk {
     uint64_t magic;
     uint64_t gather; /* number of the gather, from 1 */
     int64_t bytes;   /* bytes that the rank passed to the gather */
-    int64_t at;      /* offset of this chunk's bytes in `bytes` */
+    int64_t at;      /* where this chunk belongs among these bytes */
     uint8_t data[CHUNK_BYTES - 32];
 } chunk;
 
@@ -43,17 +44,18 @@ typedef struct nccl_bootstrap {
     int rank, num_ranks, device;
     uint32_t timeout_ms;
     cudaStream_t stream;
-    chunk *on_host;   /* pinned [1 + num_ranks]: this rank's chunk, then those of all ranks */
+    /* pinned memory, [1 + num_ranks]: this rank's chunk, then the chunks of all ranks */
+    chunk *on_host;
     chunk *on_device; /* copy of on_host on the device */
     uint64_t num_gathers;
     char sentence[512]; /* error sentence of the first gather that failed */
 
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
-    bool is_running; /* the thread is sending a chunk */
-    bool is_closed;  /* the caller has closed the bootstrap; the thread frees it */
+    bool is_running; /* true while the thread sends a chunk */
+    bool is_closed; /* true: the caller has closed the bootstrap, and the thread must free it */
     epic_result failed;
-    const char *phase; /* the call that the thread is in */
+    const char *phase; /* the call of NCCL or CUDA that the thread is executing */
     int nccl_result;
     cudaError_t cuda_result;
 } nccl_bootstrap;
@@ -190,7 +192,8 @@ static epic_result wait_for_thread(nccl_bootstrap *b, time_limit *limit)
         pthread_mutex_unlock(&b->mutex);
         const int called = b->nccl.comm_get_async_error(b->comm, &state);
         pthread_mutex_lock(&b->mutex);
-        if (!b->is_running) break; /* the result of the thread is more precise */
+        /* the thread has finished meanwhile, and its own result is more precise */
+        if (!b->is_running) break;
         if (called != NCCL_SUCCESS) state = called;
         if (state != NCCL_SUCCESS && state != NCCL_IN_PROGRESS)
             result = fail_nccl(b, state, "the communicator");

@@ -9,7 +9,7 @@
 
 #define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
 
-/* number of bytes that NVLink can send while a kernel makes the plan */
+/* how many bytes NVLink can send in the time in which a kernel makes the plan */
 #define EARLY_BYTES (5 << 20)
 /* how many tokens a combine kernel sends before it receives the first one; measured in
  * docs/lab/cuda.md */
@@ -66,7 +66,7 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
-/* Checks that a row fits into the staging memory of this group. */
+/* Checks that a row fits into the staging memory of this group, into which peers send rows. */
 static epic_result check_row(const epic_group *g, const char *name, int64_t row_bytes)
 {
     if (row_bytes <= g->config.max_row_bytes) return EPIC_OK;
@@ -129,7 +129,8 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* in these two cases a single CTA makes the plan (plan/flat_drop.cuh, plan/resolve.cuh) */
+    /* these two kinds of plans are made by a single CTA (plan/flat_drop.cuh,
+     * plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
@@ -241,9 +242,8 @@ static bool is_flat(const p2p_dispatch_job *job)
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Returns the largest number of tokens per rank for which a low-latency dispatch kernel is
- * used, or -1 if no such kernel supports the arguments *job. The result is equal on all
- * ranks. */
+/* Returns for how many tokens per rank a low-latency dispatch kernel may be used, or -1 if no
+ * such kernel supports the arguments *job. The result is equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* the backend `hosts` has no low-latency kernel for rows with scales */
@@ -338,9 +338,9 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* Returns memory to pass in place of a caller's array that has no rows. If an array has too few
- * rows, kernels read its row 0 in place of the missing ones (kernels/cuda/combine/slots.cuh).
- * So row 0 must exist. */
+/* If a caller's array has too few rows, kernels read its row 0 in place of the missing ones
+ * (kernels/cuda/combine/slots.cuh). So row 0 must exist. Returns memory that can be passed to
+ * kernels if the caller's array has no row at all. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -476,7 +476,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
     const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    /* number of bytes (e4m3 numbers) that each lane of a warp stores at a time */
+    /* how many bytes (e4m3 numbers) each lane of a warp stores at a time */
     const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
     if (!args->quantize) return;
     if (!args->d_out.row_bytes)

@@ -15,12 +15,13 @@
 #define P2P_SMALL_SMS 32
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
-typedef struct p2p_watch p2p_watch;   /* watches the peers' processes */
-typedef struct hosts_part hosts_part; /* state that the backend `hosts` adds */
+typedef struct p2p_watch p2p_watch; /* thread that watches whether the peers' processes live */
+/* the part of a group's state that only the backend `hosts` has */
+typedef struct hosts_part hosts_part;
 
 typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to all ranks */
     int32_t device_sms;
-    int32_t taken_sms;  /* SMs of the GPU that other contexts of the rank's process use */
+    int32_t taken_sms;  /* how many SMs of the GPU other contexts of the rank's process use */
     uint8_t device[16]; /* uuid of the GPU */
 } p2p_gpu;
 
@@ -34,7 +35,7 @@ typedef struct p2p_hooks {
     void (*wake)(const epic_group *group);
 } p2p_hooks;
 
-struct p2p_windows; /* windows.c */
+struct p2p_windows; /* windows of the group, defined in windows.c */
 
 /* One rank's state in a group. Read-only after join, except `windows` and what *status, *beats
  * and *word point to. */
@@ -49,18 +50,21 @@ struct epic_group {
     int device;
     int device_sms; /* SMs of the whole GPU */
     int num_sms;    /* largest number of SMs of an operation (budget.c) */
-    int ranks_here; /* ranks of the group on this GPU */
-    /* by rank; true: the rank's heap is mapped from another process */
+    int ranks_here; /* how many ranks of the group use this GPU */
+    /* for each rank, true if its heap belongs to another process and is mapped here */
     bool mapped[DEVICE_MAX_RANKS];
     p2p_watch *watch;
     /* counter that shows kernels that this process is running (beats.h) */
     p2p_beats *beats;
-    hosts_part *hosts;     /* NULL in backend p2p */
-    cudaStream_t side;     /* stream for copies that must work while a kernel runs */
-    uint64_t *word;        /* pinned host memory: source and target of small copies on `side` */
-    bool bulk;             /* the GPU has bulk stores (compute capability 9.0) */
-    int32_t lowlat_tokens; /* low-latency kernels run for at most this many tokens per rank */
-    struct p2p_windows *windows; /* NULL: no rank has added a window; read and set atomically */
+    hosts_part *hosts; /* NULL in backend p2p */
+    cudaStream_t side; /* stream for copies that must work while a kernel runs */
+    /* pinned host memory to and from which small amounts are copied on `side` */
+    uint64_t *word;
+    bool bulk; /* the GPU has bulk stores (compute capability 9.0) */
+    /* largest number of tokens per rank for which low-latency kernels run */
+    int32_t lowlat_tokens;
+    /* windows of the group; NULL until one is added. Read and set atomically */
+    struct p2p_windows *windows;
 };
 
 /* Returns EPIC_OK for cudaSuccess. Otherwise stores an error sentence that begins with `what`,
@@ -72,7 +76,8 @@ epic_result p2p_cuda(cudaError_t error, const char *what);
  * (load.c). */
 epic_result p2p_load(epic_group *group);
 
-/* Returns whether there is a CUDA device. If not, writes the reason to `why` (256 bytes). */
+/* Returns whether this process can use a CUDA device. If not, writes the reason to `why` (256
+ * bytes). */
 bool p2p_any_device(char *why);
 
 /* Returns whether two ids of hosts or processes are equal. */
@@ -94,15 +99,15 @@ bool p2p_gpu_fits(const p2p_gpu *gpu);
 int32_t p2p_top_k_for(const epic_config *config);
 /* Returns the offsets of the arrays in a heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
-/* Returns the bytes of staging memory in a heap. */
+/* Returns how many bytes of a heap are staging memory, into which peers send rows. */
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
-/* Returns the bytes to allocate for a heap. */
+/* Returns how many bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Clears a heap: sets stamped words to 0 and staging memory to poison. Returns when the device
- * has finished. */
+/* Clears a heap: sets stamped words to 0 and staging memory to poison (the mark of a word that
+ * has not arrived). Returns when the device has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
-/* Returns the epoch of the last operation that began on this rank's device. Waits for the copy
- * from the device, but not for kernels. */
+/* Returns the number (epoch) of the last operation that began on this rank's device. Waits for
+ * the copy of the number from the device, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
 /* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. The word of a rank is P2P_GONE()
  * if the rank has closed, 0 if not. Returns the copy in pinned host memory, valid until the
@@ -131,7 +136,8 @@ int p2p_budget_taken(int device);
  * [num_ranks] are the facts that all ranks have sent. Ranks that share a GPU get equal numbers.
  * Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
-/* Returns the SMs of this context to the budget of its GPU. */
+/* Gives the SMs of this context back to the budget of its GPU, so that other contexts can use
+ * them. */
 void p2p_budget_give_back(epic_group *group);
 
 /* p2p_watch_open() starts the watcher thread (watch.c), and p2p_watch_close() ends it. */
@@ -162,7 +168,8 @@ epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
 void p2p_free_windows(epic_group *group);
 /* Returns the table of all windows in device memory, or NULL if there is none. */
 const p2p_mapped_window *p2p_window_table(const epic_group *group);
-/* Returns the place of an output (p2p_window_words), or 0 if it does not lie in a window. */
+/* If an output lies in a window, returns its place: the number of the window and the offset in
+ * it (p2p_window_words). Otherwise returns 0. */
 uint64_t p2p_window_place(const epic_group *group, epic_rows output);
 
 /* Returns whether the ranks of each process share one copy of this library, and thus its list
@@ -220,12 +227,13 @@ epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
  * `count` numbers of type `type`. `from` NULL stands for zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
-/* Waits for the stream, then copies `count` numbers from device memory to `to`. Returns
- * EPIC_ENOTSUP if the stream is being captured. With count 0 it checks only that. */
+/* Copies `count` numbers from device memory to `to`, after all work that is already on the
+ * stream. Returns EPIC_ENOTSUP if the stream is being captured. With count 0, only checks
+ * whether it is. */
 epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t *from,
                             int64_t count, int32_t *to);
-/* Copies topk_idx to `to`, with -1 in place of zero-experts, because no rows are sent to
- * zero-experts. */
+/* Copies topk_idx to `to`, with -1 in place of each zero-expert (an expert whose output is its
+ * input), because no rows are sent to them. */
 epic_result p2p_mask_zero_experts(epic_group *group, epic_stream stream,
                                   const layer_tokens *tokens, int32_t *to);
 /* Computes layer_tokens.shared_weights: for each token a sigmoid, by which the shared expert's
@@ -236,7 +244,8 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
-/* Computes the gradients of the router's weights for choices that are zero-experts. */
+/* Computes the gradients of the weights of those choices that are zero-experts (experts whose
+ * output is their input). */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
 /* Adds the outputs of the shared expert and of the zero-experts to the rows that combine has
  * written. The sums are the rows of the layer's output. */
@@ -253,9 +262,9 @@ epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int6
  * NULL. `losses` NULL stands for zeros. */
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
-/* Writes d_losses [2] = {d_balance_loss + d_loss, d_z_loss + d_loss} from the caller's
- * gradients. d_loss is the gradient of the sum of both losses. A NULL pointer stands for 1 if
- * it is d_loss, otherwise for 0. */
+/* Computes the gradients of the two losses from the caller's gradients: d_losses [2] =
+ * {d_balance_loss + d_loss, d_z_loss + d_loss}. d_loss is the gradient of the sum of both
+ * losses. A NULL pointer stands for 1 if it is d_loss, otherwise for 0. */
 epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
                             const epic_moe_backward_args *args);
 

@@ -18,13 +18,13 @@ struct p2p_watch {
     pthread_t thread;
     p2p_status *status;
     p2p_beats *beats;
-    int end; /* an eventfd; a write to it ends the thread; -1: there is no thread */
+    int end; /* an eventfd; a write to it makes the thread end; -1: there is no thread */
     int num_ranks;
-    /* pidfds (Linux descriptors) of the peers' processes; -1: the thread checks the pid
-     * instead */
+    /* for each peer, a pidfd (Linux descriptor) of its process; -1: the system has no pidfds,
+     * so the thread checks the pid */
     int processes[DEVICE_MAX_RANKS];
-    /* pids of the peers' processes; 0: not watched, because the peer is in this process or
-     * dead */
+    /* for each peer, the pid of its process; 0: it is not watched, because the peer is in this
+     * process or dead */
     int64_t pids[DEVICE_MAX_RANKS];
 };
 
@@ -83,7 +83,8 @@ epic_result p2p_watch_open(epic_group *g)
     w->beats = g->beats;
     p2p_beats_expect(w->beats, g->config.timeout_ms);
     w->end =
-        g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1; /* a single rank waits for no peer */
+        /* with a single rank no thread is needed */
+        g->num_ranks > 1 ? eventfd(0, EFD_CLOEXEC) : -1;
     if (g->num_ranks > 1 && (w->end < 0 || thread_start(&w->thread, watch_processes, w) != 0)) {
         for (int q = 0; q < g->num_ranks; q++)
             if (w->processes[q] >= 0) close(w->processes[q]);

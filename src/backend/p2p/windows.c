@@ -43,7 +43,8 @@ typedef struct p2p_window { /* One window of this rank and of its peers. */
 struct p2p_windows {
     pthread_mutex_t mutex; /* held by the thread that adds a window */
     uint64_t sequence;     /* number of exchanges so far; guarded by mutex */
-    /* device memory [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS] */
+    /* device memory that kernels read, [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the memory of each
+     * rank in each window */
     p2p_mapped_window *table;
     _Atomic int num;
     p2p_window windows[P2P_MAX_WINDOWS];
@@ -80,8 +81,8 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
 }
 
 /* Breaks the group, because the ranks in `missing` (bit mask) have not sent their messages.
- * are_gone: they have closed their contexts or died, which the other ranks find themselves.
- * Returns the error. */
+ * are_gone: true if these ranks have closed their contexts or died. The other ranks then find
+ * this out themselves, and need no report. Returns the error. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
 {
@@ -127,8 +128,8 @@ static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
         TRY(p2p_check_group(g));
         TRY(read_messages(g, sequence, all));
         const uint32_t missing = find_missing(g, sequence, all);
-        /* Read once more: a copy that has found the sequence of a message may have read its
-         * other fields before they arrived. */
+        /* Read the messages once more. The copy that found the sequence number of a message may
+         * have read the message's other fields before they had arrived. */
         if (!missing) return read_messages(g, sequence, all);
         const uint32_t gone = missing & find_gone(g);
         if (gone) return report_missing(g, gone, true, timeout_ms);
@@ -157,8 +158,8 @@ static epic_result first_error(const epic_group *g, const p2p_window_message *al
 
 /* ------------------------------------------------------------------------------ memory ---- */
 
-/* Sets *base to the beginning of the allocation that contains `data`. The runtime has no such
- * call, so this function looks up the driver's. */
+/* Sets *base to the beginning of the allocation that contains `data`. The CUDA runtime has no
+ * call for this, so the function calls the driver, whose function it looks up by name. */
 static epic_result find_base(const void *data, uint8_t **base)
 {
     typedef int range_getter(unsigned long long *base, size_t *bytes, unsigned long long at);
@@ -188,7 +189,8 @@ static bool has_other_processes(const epic_group *g)
     return false;
 }
 
-/* Writes to the message how peers of other processes map the window. */
+/* Writes to the message the IPC handle and the offset with which peers of other processes map
+ * the window. */
 static epic_result export_memory(const epic_group *g, const uint8_t *data,
                                  p2p_window_message *mine)
 {
@@ -235,7 +237,8 @@ static epic_result allocate_memory(epic_group *g, int64_t bytes, uint8_t **data)
     return p2p_cuda(cudaStreamSynchronize(g->side), "clearing a window");
 }
 
-/* Sets this rank's memory of the window, and what the message says about it. */
+/* Allocates this rank's memory of the window, or takes the caller's, and describes it in the
+ * message. */
 static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
                               p2p_window_message *mine)
 {
@@ -277,7 +280,8 @@ static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
                      cudaGetErrorString(error));
 }
 
-/* Enters the memory of all peers in the table, in row `number`. `mapped` NULL: removes it. */
+/* Enters the memory of all peers in row `number` of the table that kernels read. If `mapped` is
+ * NULL, removes the row's contents. */
 static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
                               const p2p_mapped_window *mapped)
 {
@@ -393,7 +397,8 @@ epic_result p2p_add_window(epic_group *g, const epic_window_args *args, epic_win
             (void)fill_table(g, w, number, NULL);
             release_window(g, window);
         } else {
-            /* A peer may use the window. It stays mapped until the context closes. */
+            /* From now on a peer may store into the window, so it stays mapped until the
+             * context closes. */
             atomic_store(&w->num, number + 1);
         }
     }
