@@ -14,8 +14,8 @@
 
 #include "epic/epic.h"
 
-#define EPIC_MAX_RANKS 1024 /* largest group of a host backend */
-/* largest max_in_flight: operations that one rank can have in flight */
+#define EPIC_MAX_RANKS 1024 /* largest number of ranks in a group of a host backend */
+/* Largest value of max_in_flight: how many operations one rank can have in flight at a time. */
 #define EPIC_MAX_OP_SLOTS 64
 
 struct epic_transport; /* defined in backend/transport.h */

@@ -19,7 +19,8 @@ typedef struct epic_loss_args {
     /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks
      * comes from it, and total_tokens is not used. */
     const void *plan;
-    /* length of a sequence (epic_balance_loss_args); 0 for the z-loss */
+    /* number of tokens of a sequence, for the balance loss by sequences
+     * (epic_balance_loss_args); 0 for the z-loss */
     int64_t sequence_tokens;
     const int32_t *load;
     const int32_t *topk_idx;
@@ -50,20 +51,21 @@ typedef struct epic_gate_args {
      * numbers (p2p/gate.c). It does not depend on the number of ranks either. 0 stands for
      * `block`. */
     int64_t deciding_tokens;
-    /* backward: the blocks of the tokens; with count 0 or 1 all tokens are one block */
+    /* Backward: how the tokens are divided into blocks. With count 0 or 1, all tokens are one
+     * block. */
     gate_blocks blocks;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
-    /* [tokens, columns]; forward: output; backward: the gradient of the logits, an input */
+    /* [tokens, columns]. Forward: output. Backward: input, the gradient of the logits. */
     float *logits;
-    void *workspace; /* gate_bytes of rules/gate_layout.h */
-    /* [tokens, hidden] of row_type; backward: the call adds the gradient of x to d_x; may be
+    void *workspace; /* memory of the caller; gate_bytes() of rules/gate_layout.h is its size */
+    /* [tokens, hidden] of row_type. Backward adds the gradient of x to this array; may be
      * NULL */
     void *d_x;
-    /* [tokens, hidden]; backward: rows that are also added to d_x; may be NULL */
+    /* [tokens, hidden]. Backward also adds these rows to d_x; may be NULL */
     const void *addend;
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
-    uint32_t accumulate; /* 1: add to d_w_gate and d_b_gate */
+    uint32_t accumulate; /* 1: add the gradients to d_w_gate and d_b_gate; 0: overwrite them */
     /* 1: always split each float32 into bfloat16 numbers and multiply those (p2p/gate.c), for
      * products of any size; for tests */
     uint32_t always_split;
@@ -108,12 +110,12 @@ typedef struct epic_ops {
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
-    /* From here on: parts of the MoE layer (src/moe) that are not public calls. */
+    /* The functions from here on are parts of the MoE layer (src/moe), not public calls. */
     epic_result (*gate_forward)(epic_group *, const epic_gate_args *);
     epic_result (*gate_backward)(epic_group *, const epic_gate_args *);
 
-    /* Copies the choices of the tokens to `to` [tokens, top_k], and replaces each zero-expert
-     * by -1. */
+    /* Copies the expert ids of the tokens' choices to `to` [tokens, top_k], and replaces each
+     * zero-expert (an expert whose output is its input) by -1. */
     epic_result (*mask_zero_experts)(epic_group *, epic_stream, const layer_tokens *,
                                      int32_t *to);
 
@@ -146,8 +148,9 @@ typedef struct epic_ops {
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Waits for the stream, then copies `count` numbers from device memory to `to`. Returns
-     * EPIC_ENOTSUP if the stream is being captured. With count 0 it checks only that. */
+    /* Copies `count` numbers from device memory to `to`, after all work that is already on the
+     * stream. Returns EPIC_ENOTSUP if the stream is being captured. With count 0, only checks
+     * whether it is. */
     epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
                                int32_t *to);
 

@@ -31,7 +31,7 @@
 
 #include "backend/backend.h"
 
-/* The value of `to` that selects the ring to all peers. */
+/* Value of the argument `to` of room() and send(): the ring that all peers read. */
 #define EVERYONE (-1)
 
 /* Bytes of data that fit into an op header. */
@@ -87,7 +87,8 @@ typedef struct epic_peer_status {
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* counts the calls of this context that add a window; equal on all ranks */
+    /* how many calls of this context have added a window, counting this one; equal on all
+     * ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */

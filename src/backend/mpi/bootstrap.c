@@ -33,9 +33,9 @@ typedef struct bootstrap {
     char sentence[512];
 } bootstrap;
 
-/* The state of one gather. `requests` holds a receive for each rank, then a send for each rank.
- * The two requests of this rank itself stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses`
- * and `indices`. missing[r] is true while no message has arrived from rank r. */
+/* The state of one gather. `requests` has a receive for each rank, then a send for each rank;
+ * those for this rank itself stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses` and
+ * `indices`. missing[r] is true while no message has arrived from rank r. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size]: the bytes of each rank */
     MPI_Request *requests; /* [2, num_ranks] */
@@ -66,8 +66,8 @@ static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
     }
 }
 
-/* Receives one roll call and clears the `missing` flag of its sender. Returns false if no roll
- * call has arrived. */
+/* Receives one roll call (an empty message that shows that its sender is present), and clears
+ * the `missing` flag of the sender. Returns false if no roll call has arrived. */
 static bool receive_roll_call(MPI_Comm comm, bool *missing)
 {
     int came = 0;
@@ -239,7 +239,8 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_fail(code, "MPI_Testsome");
     for (int i = 0; i < count; i++)
-        TRY(finish_request(r, m, i, code)); /* count is negative if no request is active */
+        /* if no request is active, MPI sets count to a negative number */
+        TRY(finish_request(r, m, i, code));
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
 }
@@ -272,7 +273,8 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
     if (m->failed) return epic_fail(m->failed, "%s", m->sentence);
     TRY(make_round(&r, m, mine, bytes));
     m->failed = run_round(&r, m);
-    if (m->failed) { /* MPI may still access the memory of this gather, so it is not freed */
+    /* after a failure MPI may still access the memory of this gather, so do not free it */
+    if (m->failed) {
         snprintf(m->sentence, sizeof m->sentence, "%s", epic_sentence());
         return m->failed;
     }

@@ -40,7 +40,8 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
 #define FIRST_ROW_TAG 1
-/* smallest size, in bytes, of half a ring: it must have room for an entry of this size */
+/* smallest size, in bytes, of half a ring: two halves form a ring, and each must have room for
+ * an entry of this size */
 #define MIN_SEGMENT 8704
 /* number of receives for control messages that are always posted */
 #define NUM_RECEIVE_BUFFERS 16
@@ -102,8 +103,9 @@ typedef struct peer {
     bool is_closing;
     bool closed;
     uint32_t num_early;
-    early_header *early; /* [max_early]: headers of exchanges that have not begun here */
-    uint32_t operation;  /* operation in the peer's last op header; 0: none has arrived */
+    /* [max_early]: op headers that arrived for exchanges that this rank has not begun */
+    early_header *early;
+    uint32_t operation; /* operation in the peer's last op header; 0: none has arrived */
     uint64_t tag, sequence;
     bool dead; /* the peer's process has ended */
 } peer;
@@ -121,10 +123,13 @@ typedef struct peer_status {
  * numbered over all flows of the ring, and segment n uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries of the flow */
-    /* number of entries of the flow that this rank has sent or, as the reader, dropped */
+    /* how many entries of the flow this rank has sent or, if it is the reader, has read and
+     * dropped */
     int64_t moved;
-    uint64_t first;       /* index of the first segment of the flow */
-    uint64_t num_started; /* count of segments passed to MPI so far, of all flows */
+    /* number of the flow's first segment; segments are numbered over all flows */
+    uint64_t first;
+    /* how many segments were passed to MPI so far, in all flows together */
+    uint64_t num_started;
     /* The flow's entries begin this many bytes after the beginning of each half of the ring.
      * Only rings from which this rank sends use it; staging.c explains the reason. */
     int64_t offset;
@@ -146,7 +151,8 @@ typedef struct wait_state {
     /* time at which wait() last found a change for the op slot, or at which the exchange
      * began */
     int64_t unchanged_since_ns;
-    /* time at which this rank last sent status requests for the op slot */
+    /* time at which this rank last requested the status of its peers for this op slot
+     * (peer_status.c) */
     int64_t requested_ns;
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
@@ -160,8 +166,7 @@ typedef struct op_slot {
     /* num_events: number of changes so far that end a call of wait(). num_seen_events: value of
      * num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
-    /* number of calls of room(), entry() or op_header() without a result since MPI was last
-     * polled */
+    /* how often room(), entry() or op_header() had no result since MPI was last polled */
     int num_misses;
     unsigned num_looks;  /* number of polls of MPI while wait() waited for rows */
     bool waits_for_room; /* the thread waits until a ring has room */
@@ -173,7 +178,7 @@ typedef struct op_slot {
      * flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
-    /* [num_ranks] each */
+    /* [num_ranks] each: the op header of each peer, and whether it has arrived */
     epic_op_header *headers;
     atomic_bool *has_header;
     int32_t *peer_slots;
@@ -192,18 +197,19 @@ struct epic_group {
     int64_t timeout_ns;
     bool has_core_per_rank; /* true: this host has at least one core for each of its ranks */
 
-    op_slot *slots;              /* [num_slots]: the op slots of this rank */
-    peer *peers;                 /* [num_ranks]: the state of each peer */
-    struct pollfd *pidfds;       /* [num_ranks] pidfds of ranks on this host, else -1 */
-    int64_t liveness_checked_ns; /* when the pidfds were last polled */
+    op_slot *slots; /* [num_slots]: the op slots of this rank */
+    peer *peers;    /* [num_ranks]: the state of each peer */
+    /* [num_ranks]: pidfds of the processes of ranks on this host; -1 for the others */
+    struct pollfd *pidfds;
+    int64_t liveness_checked_ns; /* time at which the pidfds were last polled */
     send_buffer *send_buffers;
     control_message *receive_buffers; /* [NUM_RECEIVE_BUFFERS] */
     MPI_Request receive_requests[NUM_RECEIVE_BUFFERS];
     uint32_t max_early;
-    /* tag and sequence number of this rank's last announced operation */
+    /* tag and sequence number of the operation that this rank announced last */
     uint64_t last_tag, last_sequence;
     uint32_t last_operation;
-    wait_state wait; /* state of the threads that wait for a free op slot */
+    wait_state wait; /* the wait of the threads that wait for a free op slot */
     int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
 
     atomic_bool broken;
@@ -218,7 +224,7 @@ struct epic_group {
     bool drain_runs, drain_sleeps, leaving;
     int num_draining;
     uint64_t num_looks;        /* number of polls of MPI by all threads */
-    _Atomic int64_t polled_ns; /* clock_ns() of the last poll of control messages */
+    _Atomic int64_t polled_ns; /* time (clock_ns()) of the last poll for control messages */
 
     unsigned char *rings;
     int64_t ring_bytes;
@@ -253,7 +259,7 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
 void runtime_nap(int64_t ns);
 /* starts MPI if necessary; sets *ours to true if this call started MPI */
 epic_result runtime_start(bool *ours);
-/* sets the error sentence of an MPI error code; returns EPIC_EDEVICE */
+/* makes an error sentence from an MPI error code; returns EPIC_EDEVICE */
 epic_result runtime_fail(int code, const char *what);
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: several threads may call MPI at once */

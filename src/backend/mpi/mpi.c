@@ -11,8 +11,8 @@
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* First frees the op slots of finished exchanges. Then op_slots_find_free() can return a
-     * slot that was used recently, whose memory is probably still in the cache. */
+    /* First free the op slots of finished exchanges, so that op_slots_find_free() can return
+     * one that was used recently. Its memory is probably still in the cache. */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;

@@ -59,7 +59,8 @@ void op_slots_add_header(epic_group *group, const control_message *message, int 
 {
     peer *p = &group->peers[from];
     p->operation =
-        (uint32_t)message->header.common[0]; /* an epic_operation; exchange/op_header.h */
+        /* common[0] of an op header is the epic_operation (exchange/op_header.h) */
+        (uint32_t)message->header.common[0];
     p->tag = message->tag;
     p->sequence = message->sequence;
     op_slot *slot = op_slots_find(group, message->tag, message->sequence);
@@ -100,7 +101,7 @@ static void reset_slot(epic_group *group, op_slot *slot)
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            /* successive exchanges of an op slot begin in different halves of the ring */
+            /* Each exchange begins in another half of the ring than the exchange before it. */
             .num_started = (uint64_t)slot->num_flows};
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;

@@ -11,11 +11,11 @@
 #define MS 1000000ll
 /* a rank sends its first requests when a wait has lasted this long */
 #define PATIENCE_NS (50 * MS)
-#define PACE_NS (10 * MS) /* shortest time between two calls that send requests */
-/* shortest time between a peer's reply and the next request to it */
+#define PACE_NS (10 * MS) /* shortest time between two calls that send status requests */
+/* After a peer has replied, the next request is sent to it at the earliest after this time. */
 #define AGAIN_NS (100 * MS)
-/* time between two requests to a peer that does not reply. It is long, so that few messages
- * accumulate at a stuck peer. */
+/* A peer that does not reply gets another request after this time. The time is long, so that
+ * few messages accumulate at a stuck peer. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
 /* A thread still counts as waiting for this time after wait() has returned, because it usually
@@ -137,7 +137,8 @@ void peer_status_reply(epic_group *group, const control_message *question, int f
 void peer_status_store(epic_group *group, const control_message *reply, int from)
 {
     op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);
-    if (!slot || slot->index != reply->slot_index) return; /* that exchange is over */
+    /* the exchange of the request is over, so its reply is not needed */
+    if (!slot || slot->index != reply->slot_index) return;
     peer_status *s = &slot->statuses[from];
     s->is_pending = false;
     s->replied_ns = clock_ns();

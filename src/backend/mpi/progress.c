@@ -53,7 +53,8 @@ bool progress_control(epic_group *group)
             control_fail(group, code, "MPI_Testsome");
             return false;
         }
-        if (count <= 0) break; /* if no receive is posted, count is MPI_UNDEFINED */
+        /* MPI sets count to MPI_UNDEFINED (negative) if no receive is posted */
+        if (count <= 0) break;
         any = true;
         for (int i = 0; i < count; i++) {
             const control_message *message = &group->receive_buffers[indices[i]];
@@ -91,7 +92,8 @@ static void poll_slot(epic_group *group, op_slot *slot)
         control_fail(group, code, "MPI_Testsome");
         return;
     }
-    for (int i = 0; i < count; i++) { /* count is negative if no request is active */
+    /* MPI sets count to a negative number if no request is active */
+    for (int i = 0; i < count; i++) {
         const int which = group->indices[i] % NUM_REQUESTS;
         if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && slot->waits_for_room))
             slot->num_events++;

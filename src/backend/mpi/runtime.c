@@ -12,7 +12,7 @@ void runtime_nap(int64_t ns)
     nanosleep(&t, NULL);
 }
 
-/* the mutex that all groups use if only one thread at a time may call MPI */
+/* If only one thread at a time may call MPI, all groups of the process use this mutex. */
 static pthread_mutex_t one_thread = PTHREAD_MUTEX_INITIALIZER;
 
 /* Returns the mutex that every MPI call of this process must hold, or NULL if several threads

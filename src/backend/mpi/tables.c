@@ -9,12 +9,13 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define RING_UNIT 128 /* ring sizes are multiples of this, so both halves are multiples of 64 */
+/* ring sizes are multiples of this, so that the halves of a ring are multiples of 64 bytes */
+#define RING_UNIT 128
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-/* the rings of an op slot get huge pages only if all of them together have at most this many
- * bytes */
+/* The rings of an op slot get huge pages only if all of them together have at most this many
+ * bytes. With larger rings, partly used huge pages could waste much memory. */
 #define MAX_HUGE_PAGES (32ll << 20)
 
 /* Divides the memory at `base` into consecutive parts. If `base` is NULL, only counts the

@@ -6,16 +6,16 @@
 
 #include "backend/mpi/group.h"
 
-/* if the host has a core for each of its ranks, a waiting thread first polls for this long
- * without yielding its core */
+/* If the host has a core for each of its ranks, a waiting thread first polls for this long
+ * without yielding its core. */
 #define SPIN_NS 50000
 /* a waiting thread does not sleep before it has waited for this long, because even the shortest
  * sleep takes much longer than requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-/* if a peer is gone, a wait for it continues for this long, because rows that the peer has
- * already sent may still arrive */
+/* If a peer is gone, a wait for it continues for this long, because rows that the peer has sent
+ * before may still arrive. */
 #define PATIENCE_NS 1000000
 /* a wait for rows polls control messages once per this many polls */
 #define POLLS_PER_CONTROL_POLL 8

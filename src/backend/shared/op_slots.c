@@ -56,7 +56,7 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_relaxed(&slot->version, version + 1);
     store_release(&slot->tag, x->tag);
     store_release(&slot->sequence, x->sequence);
-    /* common[0] is the epic_operation (backend/transport.h) */
+    /* common[0] of an op header is the epic_operation (backend/transport.h) */
     store_release(&slot->operation, (uint32_t)header->common[0]);
     store_release(&slot->finished, 0);
     store_relaxed(&slot->futex, SLOT_FUTEX_IDLE);
@@ -150,8 +150,8 @@ void shared_finish(epic_group *g, int index)
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        /* NULL for this rank itself, and for a peer that was not found before the group
-         * failed */
+        /* The pointer is NULL for this rank itself, and for a peer that was not found before
+         * the group failed. */
         if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
         shared_wake_free_slot(g, r);

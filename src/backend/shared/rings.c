@@ -30,7 +30,7 @@ static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *
     for (int r = 0; r < g->num_ranks; r++) {
         if (r == g->rank) continue;
         peer_link *link = &x->links[r];
-        sends = flow->sends[r]; /* equal for all peers */
+        sends = flow->sends[r]; /* all peers get the same number of entries */
         next_flow(&link->broadcast_in, flow->receives[r],
                   shared_broadcast_ring(g, r, link->index));
     }
@@ -167,8 +167,8 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* not compared with the number of sent entries: a reader may drop entries before they are
-     * sent */
+    /* Do not compare with the number of sent entries: a reader may drop entries before they are
+     * sent. */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);

@@ -6,7 +6,8 @@
 #include "base/error.h"
 
 #define PAGE 4096
-#define FULL_RING (1024 * 1024) /* largest size of a broadcast ring */
+/* largest size of a broadcast ring (a ring that all peers read) */
+#define FULL_RING (1024 * 1024)
 /* smallest ring size for full speed: two entries of 64 KiB, each with its trailer (bytes after
  * the row) */
 #define GOOD_RING (132 * 1024)
@@ -27,7 +28,8 @@ static int64_t at_least(int64_t bytes, int64_t least)
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
-    const int64_t entry = config->max_row_bytes + 320; /* a row and the trailer of its entry */
+    /* size of an entry: a row and its trailer (floats that follow the row) */
+    const int64_t entry = config->max_row_bytes + 320;
     int64_t step = FULL_RING;
     if (config->max_tokens < FULL_RING / entry + 1) step = config->max_tokens * entry;
     if (step > FULL_RING) step = FULL_RING;

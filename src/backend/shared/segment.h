@@ -72,14 +72,16 @@ typedef struct shared_op_slot {
 /* The state of one rank. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed;
-    /* op slots with this index or a larger one were never used */
+    /* the op slots from this index on were never used, so peers need not search them */
     _Atomic uint32_t num_used_slots;
-    _Atomic uint32_t last_slot;   /* index of the op slot announced last, plus one; 0: none */
-    _Atomic uint32_t num_storing; /* operations that now store into windows of peers */
+    _Atomic uint32_t last_slot; /* index of the op slot announced last, plus one; 0: none */
+    /* number of this rank's operations that are now storing into windows of peers */
+    _Atomic uint32_t num_storing;
     _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
-    /* incremented when an op slot may have become free */
+    /* A counter on which threads sleep while no op slot is free. It is incremented when one may
+     * have become free. */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
-    _Atomic uint32_t num_sleepers; /* threads that wait for a free op slot */
+    _Atomic uint32_t num_sleepers; /* number of threads that sleep until an op slot is free */
     shared_wait wait;              /* the wait of the threads that wait for a free op slot */
 } shared_rank_state;
 

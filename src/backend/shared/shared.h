@@ -31,7 +31,7 @@
  * entries over all flows of the exchange. */
 typedef struct ring_end {
     int64_t base; /* number of entries of all earlier flows */
-    /* `base` of the next flow: number of entries of all flows, including the current one */
+    /* number of entries of all flows, including the current one; `base` of the next flow */
     int64_t next;
     /* The other side's counter, as this rank last loaded it. At the writer's end: number of
      * entries that the reader has dropped. At the reader's end: number of entries that the

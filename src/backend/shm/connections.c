@@ -29,9 +29,10 @@
 
 #define NAME "epic."
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
-/* connect_state.pending has an entry for each rank, and this many more */
+/* how many connections without a handshake can be pending in addition to one per rank */
 #define EXTRA_PENDING 16
-/* time between two checks whether the listeners of missing ranks are still open */
+/* How often to check whether the listeners of missing ranks are still open; a closed one shows
+ * that its rank has ended. */
 #define CHECK_MS 200
 
 /* The data that a rank publishes through the bootstrap. */
@@ -244,7 +245,7 @@ static bool is_listening(const connect_state *o, int peer)
     socklen_t length;
     const struct sockaddr_un address = address_of(&o->handles[peer], &length);
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    /* without a socket this cannot be tested; assume that the peer listens */
+    /* Without a socket there is no way to test it, so assume that the peer listens. */
     if (probe < 0) return true;
     const bool refused =
         connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
@@ -439,7 +440,8 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
                              int *memory)
 {
     handle mine = {0};
-    handle handles[EPIC_MAX_RANKS]; /* on the stack, so that the gather needs no memory */
+    /* on the stack, so that a rank can take part in the gather even if memory is short */
+    handle handles[EPIC_MAX_RANKS];
     connect_state o = {.connections = connections,
                        .join = join,
                        .handles = handles,

@@ -138,7 +138,8 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     if (!connections)
         return connections_decline(join, epic_fail(EPIC_ENOMEM, "shm: no memory"));
     const epic_result result = join_with(out, join, &l, connections, &memory, &segment);
-    if (memory >= 0) close(memory); /* the mapping keeps the memory alive */
+    /* the mapping keeps the memory alive, so the descriptor can be closed */
+    if (memory >= 0) close(memory);
     if (result == EPIC_OK) return EPIC_OK;
     if (segment) munmap(segment, (size_t)l.segment_bytes);
     connections_close(connections);

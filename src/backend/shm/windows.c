@@ -139,7 +139,8 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     if (result == EPIC_OK) result = send_to_all(g, memory->attempt, fd);
     if (allocates && result != EPIC_OK && memory->data)
         munmap(memory->data, (size_t)memory->bytes);
-    /* the mappings and the messages in flight keep the memory alive */
+    /* The mapping, and the messages with the descriptor that are in flight, keep the memory
+     * alive. */
     if (allocates && fd >= 0) close(fd);
     memcpy(handle, &mine, sizeof mine);
     return result;

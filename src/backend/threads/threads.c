@@ -22,9 +22,10 @@ typedef struct thread_group {
     uint64_t group_id;
     shared_layout layout;
     char *segment;
-    int num_joined;            /* ranks that use the segment now */
-    int num_seen;              /* ranks that ever joined */
-    bool seen[EPIC_MAX_RANKS]; /* ranks that ever joined; a second join of a rank is an error */
+    int num_joined; /* number of ranks that use the segment now */
+    int num_seen;   /* number of ranks that have ever joined */
+    /* which ranks have ever joined; a second join of a rank is an error */
+    bool seen[EPIC_MAX_RANKS];
 } thread_group;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list and its groups */
@@ -233,7 +234,8 @@ const epic_backend epic_backend_threads = {
     .can_join = can_join,
     .join = threads_join,
     .leave = threads_leave,
-    .forget = threads_leave, /* the child only changes its own copy of the memory */
+    /* in a forked child, this only changes the child's own copy of the memory */
+    .forget = threads_leave,
     .memory = shared_memory_info,
     .transport = &transport,
 };
