@@ -29,7 +29,8 @@
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* length of one sleep while rank 0 waits for a descriptor */
 #define MAX_JOINERS 1024
-/* rank 0 serves at most one joiner per rank and this many more at the same time */
+/* how many connections without a joined rank rank 0 serves at a time, in addition to one per
+ * rank */
 #define SPARE_JOINERS 64
 
 /* A connection whose rank has not joined yet. */
@@ -55,15 +56,18 @@ typedef struct acceptor {
     int num_joiners;
     int max_joiners;
     int num_joined;
-    joiner *joiners;      /* [max_joiners]: connections whose ranks have not joined */
-    epic_link *links;     /* [num_ranks]; socket -1: the rank has not joined */
-    struct pollfd *polls; /* sockets to poll: listeners, then joiners, then joined ranks */
+    joiner *joiners;  /* [max_joiners]: connections whose ranks have not joined */
+    epic_link *links; /* [num_ranks]; socket -1: the rank has not joined */
+    /* the sockets to poll: first the listeners, then the joiners, then the ranks that have
+     * joined */
+    struct pollfd *polls;
 
     epic_result failed; /* EPIC_OK until the bootstrap has failed */
     char sentence[FRAME_SENTENCE + 1];
-    bool *was_notified; /* [num_ranks]: ranks that got the failure */
+    bool *was_notified; /* [num_ranks]: which ranks have received the failure */
     int num_notified;
-    int num_to_notify; /* after this many notifications rank 0 stops accepting */
+    /* rank 0 stops accepting connections after it has sent the failure to this many ranks */
+    int num_to_notify;
 
     int full_ms;            /* milliseconds that rank 0 has waited for a free descriptor */
     int num_refused;        /* number of refused connections */
@@ -363,7 +367,7 @@ static void accept_joiners(acceptor *a, int listener)
             make_room(a, errno);
             return;
         }
-        if (socket < 0) continue; /* the joiner has already closed the connection */
+        if (socket < 0) continue; /* the connection was closed before it was accepted */
         a->full_ms = 0;
         epic_frame_set_no_delay(socket);
         if (a->num_joiners == a->max_joiners) drop_oldest(a);
@@ -396,7 +400,7 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* counts only open sockets, because poll() limits the number of its entries */
+    return n; /* count only open sockets, because poll() limits the number of its entries */
 }
 
 /* Polls for at most `ms` milliseconds, and serves all connections that are ready. */

@@ -208,8 +208,8 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            /* listen on all endpoints or on none, because some peers may try only the address
-             * that has failed here */
+            /* Listen on all endpoints or on none. If one were missing, peers that try only this
+             * address could not connect. */
             wrong = errno;
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;

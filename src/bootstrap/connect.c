@@ -30,7 +30,7 @@ typedef struct connector {
     bool is_done;      /* no more attempts: the bootstrap succeeded or failed */
     bool was_reached;  /* true: in some attempt a listener accepted the connection */
     bool has_answered; /* true: in some attempt the other end sent bytes */
-    char why[256];     /* why the attempt that got furthest failed */
+    char why[256];     /* why the attempt failed that got furthest (for the error text) */
 } connector;
 
 /* Connects a socket to an endpoint. Waits at most until the limit passes. Returns 0 or an
@@ -122,7 +122,7 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    if (has_secret) /* if this send fails, wait_for_entry() reports it */
+    if (has_secret) /* an error of this send is not checked: wait_for_entry() reports it */
         (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }
@@ -199,7 +199,8 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        /* a socket may connect to itself; then the hello is this rank's own */
+        /* A socket can be connected to itself by accident. It then receives the hello of this
+         * rank. */
         theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 
@@ -216,7 +217,7 @@ static epic_result try_endpoint(epic_link *out, connector *c, const epic_endpoin
                                        SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)};
     if (link.socket < 0 && errno == EAFNOSUPPORT) return retry_unreached(c, errno);
     if (link.socket < 0) {
-        c->is_done = true; /* the cause is on this rank, so another attempt would fail too */
+        c->is_done = true; /* the cause is on this rank, so further attempts would fail, too */
         return epic_tcp_no_socket(errno);
     }
     time_limit limit = time_limit_begin(CONNECT_MS, c->limit);

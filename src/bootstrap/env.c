@@ -22,7 +22,8 @@ typedef enum trust {
 
 typedef struct launcher {
     const char *rank;
-    const char *num_ranks[2]; /* the first that is set counts; NULL: no variable */
+    /* variables with the number of ranks; the first one that is set is used; NULL: none */
+    const char *num_ranks[2];
     trust trust;
 } launcher;
 
@@ -283,7 +284,8 @@ epic_result epic_bootstrap_env(epic_bootstrap *out)
     char host[ENV_HOST];
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that epic_bootstrap_close() accepts *out after an error */
+    /* makes *out valid for epic_bootstrap_close(), also after an error */
+    *out = (epic_bootstrap){0};
     for (size_t i = 0; i < NUM_LAUNCHERS; i++) TRY(read_claim(&claims[i], &launchers[i]));
     TRY(choose_claim(&followed, claims));
     TRY(followed.by != NULL ? follow_claim(&tcp, host, &followed) : check_alone());

@@ -22,7 +22,8 @@ typedef struct epic_link {
     int socket;                /* -1: not connected */
     const epic_secret *secret; /* NULL: no secret, or epic_link_secure() has not run */
     bool listener;             /* true: this end of the link is rank 0 */
-    uint64_t num_sent;         /* frames sent over this link */
+    /* number of frames sent over this link, which is a part of their authentication tags */
+    uint64_t num_sent;
     uint64_t num_received;
     uint8_t key[SECRET_PROOF];
 } epic_link;

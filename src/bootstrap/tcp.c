@@ -30,7 +30,7 @@ typedef struct connection {
     epic_frame frame;
     size_t head;          /* bytes received of `frame` */
     size_t body;          /* bytes received after `frame` */
-    epic_message message; /* message to the peer */
+    epic_message message; /* the message that is being sent to the peer */
 } connection;
 
 typedef struct tcp_bootstrap {
@@ -408,7 +408,8 @@ epic_result epic_bootstrap_tcp_v1(epic_bootstrap *out, const epic_tcp *theirs, s
     epic_tcp tcp;
     if (out == NULL)
         return epic_fail(EPIC_EINVAL, "out is NULL: pass an epic_bootstrap to fill in");
-    *out = (epic_bootstrap){0}; /* so that epic_bootstrap_close() accepts *out after an error */
+    /* makes *out valid for epic_bootstrap_close(), also after an error */
+    *out = (epic_bootstrap){0};
     TRY(READ_SIZED(&tcp, theirs, size, "epic_tcp"));
     TRY(check_tcp(&tcp));
     if (tcp.address == NULL) tcp.address = "127.0.0.1";

@@ -12,16 +12,16 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* largest number of bytes to send to one home before the next home has its turn */
+/* At most this many bytes are sent to one home rank before the next one has its turn. */
 #define BATCH_BYTES (256 * 1024)
 
 /* The state of one collect flow. */
 typedef struct collect_state {
     exchange *x;
     const collect *c;
-    int64_t item;  /* the next item of this rank to handle */
-    int32_t piece; /* the next piece of item `item` */
-    /* largest number of entries to send to one home before the next home has its turn */
+    int64_t item;  /* number of this rank's item that is handled next */
+    int32_t piece; /* which piece of this item is handled next */
+    /* At most this many entries are sent to one home rank before the next one has its turn. */
     int64_t batch;
 } collect_state;
 
@@ -93,8 +93,8 @@ static void collect_release_rows(collect_state *g, int64_t *dropped)
     }
 }
 
-/* Handles this rank's items in ascending order. Ends after one batch, or at the first item that
- * lacks a row. Returns true if it handled any piece. */
+/* Handles this rank's items in ascending order. Ends after one batch, or at the first item for
+ * which a row has not arrived yet. Returns true if it handled any piece. */
 static bool collect_receive(collect_state *g)
 {
     exchange *x = g->x;

@@ -38,7 +38,8 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
     if (!status->has_announced) return false;
-    /* a rank closes its context only after its calls have returned */
+    /* A rank closes its context only after its calls have returned, so it has finished the
+     * operation. */
     if (status->has_closed) return true;
     if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
     return status->sequence > x->header_sequence || !status->is_inside;
@@ -63,7 +64,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
             continue;
         }
         for (int w = 0; w < RANK_WORDS; w++) todo[w] |= status.waits_for[w];
-        r = -1; /* next is rank 0, because `todo` may now contain a rank lower than r */
+        /* begin again with rank 0, because `todo` may now contain a rank lower than r */
+        r = -1;
     }
 }
 

@@ -18,7 +18,7 @@ enum {
     PHASE_NEXT_ROWS
 }; /* how far a rank is in an exchange. Peers read the phase with transport->look(). */
 
-#define CHECK_NS 100000000ull /* time between checks whether peers are alive */
+#define CHECK_NS 100000000ull /* how often to check whether peers are alive */
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
@@ -193,7 +193,8 @@ static epic_result exchange_wait_in(exchange *x, int op_slot)
     const bool late = deadline_look(&x->deadline, now);
     TRY(exchange_check_peers(x, now, late));
     if (late && !x->is_peer_gone)
-        TRY(exchange_report_timeout(x)); /* if a peer seems gone, the next check decides */
+        /* if a peer seems to be gone, the next check decides, so do not report a timeout yet */
+        TRY(exchange_report_timeout(x));
     const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
     x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
@@ -230,7 +231,8 @@ static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
         if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
     while ((*op_slot = request->transport->claim(request->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
-    request->deadline = waiter.deadline; /* the wait for headers has the same deadline */
+    /* the wait for op headers, which comes next, uses the same deadline */
+    request->deadline = waiter.deadline;
     return EPIC_OK;
 }
 
@@ -364,8 +366,8 @@ epic_result exchange_close(exchange *x, epic_result result)
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
     x->transport->finish(x->group,
-                         /* from here on another thread may claim the op slot and overwrite
-                          * *x */
+                         /* From here on another thread may claim the op slot and overwrite *x,
+                          * so *x must not be used. */
                          x->op_slot);
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);

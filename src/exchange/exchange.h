@@ -38,8 +38,9 @@
 
 /* The measured time of writing into one ring. ring_copy.h explains how it is used. */
 typedef struct ring_write_time {
-    int32_t line_ps; /* moving average of the time to write one cache line, in picoseconds */
-    uint32_t rows;   /* rows written so far */
+    /* average time of writing one cache line (moving average), in picoseconds */
+    int32_t line_ps;
+    uint32_t rows; /* rows written so far */
     /* write_row_timed() writes this field with an atomic exchange, which returns only after all
      * earlier stores. The value is never used. */
     _Atomic bool settled;
@@ -48,8 +49,8 @@ typedef struct ring_write_time {
 /* An output of a peer that lies in a window, so that this rank may store rows into it
  * directly. */
 typedef struct window_target {
-    unsigned char *base; /* address in this process; NULL: this rank must not store there */
-    int64_t bytes;       /* bytes from `base` to the end of the peer's window */
+    unsigned char *base; /* address in this process; NULL: this rank must not store into it */
+    int64_t bytes;       /* how many bytes of the peer's window there are from `base` on */
 } window_target;
 
 /* State of the operation in one op slot of this rank. One thread at a time uses it. */
@@ -65,12 +66,13 @@ typedef struct exchange {
      * exchange_reuse() has begun a second operation. */
     uint64_t header_sequence;
     deadline deadline; /* deadline of the current wait */
-    uint64_t record;   /* this operation's record in the flight recorder */
+    /* identifies this operation's record in the flight recorder (base/recorder.h) */
+    uint64_t record;
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
     /* how far this rank is in the exchange (PHASE_* in exchange.c); peers can read it */
     uint32_t phase;
-    /* true: the last check found that a peer is gone, and no entry was sent or read since
-     * then */
+    /* true: the last check found that a peer is gone, and no entry was sent or read since then.
+     * A second such check breaks the group. */
     bool is_peer_gone;
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */
     uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
@@ -90,7 +92,7 @@ typedef struct exchange {
         *ring_write_times;  /* [num_ranks] of the ring to each peer; kept between operations */
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
-    bool has_targets;       /* true: this flow stores into windows */
+    bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
     /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
      * it stored them into windows, or no peer needs them. The flow sets the number to 0 before
      * each entry. */

@@ -16,8 +16,8 @@ typedef enum option_kind {
     KIND_FLOAT,  /* a float: one word */
     KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* a 64-bit integer: two words */
-    /* word of a layer_weight, from layer_options_weight_word(): 0 if the caller passed NULL,
-     * otherwise 1. With EPIC_CHECK_WEIGHTS it is a checksum instead of 1. */
+    /* a weight of the layer: 0 if the caller passed NULL, otherwise 1 or, with
+     * EPIC_CHECK_WEIGHTS, a checksum (layer_options_weight_word()) */
     KIND_WEIGHT
 } option_kind;
 

@@ -116,12 +116,15 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         return false;
     }
     if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
-        return true; /* op_header_data_error() reports the error */
+        /* equal as far as they can be compared; op_header_data_error() reports the error
+         * later */
+        return true;
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            /* 0: a rank does not know its hash, so the two hashes are not compared */
+            /* A hash of 0 means that the rank does not know its options, so the two hashes
+             * cannot be compared. */
             if (!a->common[i] || !b->common[i]) continue;
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;

@@ -50,8 +50,8 @@ enum { /* elements of epic_op_header.local */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
        LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
-       /* place of each output of this rank (enum window_output) in its windows; see
-          window_place() */
+       /* for each output of this rank (enum window_output): in which of its windows it lies,
+        * and where (window_place()) */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
        NUM_LOCAL = LOCAL_WINDOWS + 3 /* 3 is NUM_WINDOW_OUTPUTS, which is defined below */
 };

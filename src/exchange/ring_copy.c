@@ -7,8 +7,8 @@
 #include <string.h>
 
 #define LINE 64
-#define MIN_TIMED_BYTES 1024 /* shorter rows are not timed: their time is mostly noise */
-#define TIMED_EVERY 64       /* one row of this many is timed; timing slows a row down */
+#define MIN_TIMED_BYTES 1024 /* shorter rows are not timed, because their times vary too much */
+#define TIMED_EVERY 64 /* one row of this many is timed, because timing a row slows it down */
 /* Limit in picoseconds. If writing one cache line takes longer on average, rows are written
  * past the caches. The limit lies between the measured times for cores that share a cache and
  * for cores that do not. */
@@ -45,7 +45,8 @@ static void write_row_timed(ring_write_time *measured, void *entry, const void *
     read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
-    atomic_exchange(&measured->settled, true); /* returns after all stores of the memcpy */
+    /* this atomic operation returns only after all stores of the memcpy */
+    atomic_exchange(&measured->settled, true);
     ring_record_time(measured, now_ns() - begin, bytes);
 }
 

@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* largest number of bytes to move through one ring before the next ring has its turn */
+/* At most this many bytes are moved through one ring before the next ring has its turn. */
 #define BATCH_BYTES (256 * 1024)
 
 /* The state of one scatter flow. */
@@ -21,8 +21,9 @@ typedef struct scatter_state {
     const scatter *s;
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
-    int64_t own_next; /* next item of this rank to pass to read_own_item() */
-    /* largest number of entries to move through one ring before the next ring has its turn */
+    int64_t own_next; /* number of this rank's item that is passed to read_own_item() next */
+    /* At most this many entries are moved through one ring before the next ring has its
+     * turn. */
     int64_t batch;
 } scatter_state;
 

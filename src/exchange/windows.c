@@ -21,14 +21,14 @@
 
 #define PLACE_BITS 48 /* number of bits of the offset in a number that window_place() returns */
 
-/* One window. */
+/* One window: this rank's memory, and that of its peers. */
 typedef struct window {
     unsigned char *data; /* this rank's memory; NULL if it has 0 bytes */
     int64_t bytes;
     bool is_allocated; /* true: EPIC has allocated the memory */
     /* true: peers may store directly into this rank's outputs in the window */
     _Atomic bool is_usable;
-    /* [num_ranks] address of each peer's memory of the window in this process; NULL: not
+    /* [num_ranks]: where each peer's memory of the window is mapped in this process; NULL: not
      * mapped */
     void **at;
     int64_t *bytes_of; /* [num_ranks] size of each rank's memory of the window */
@@ -168,7 +168,8 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
     const epic_result result =
         exchange_open(&x, ctx, EPIC_OP_WINDOW, &args->call, &header, (uint64_t)args->bytes);
     if (!x && !atomic_load(&ctx->broken))
-        table->attempts--; /* the call has not taken place, and the caller may repeat it */
+        /* the call has no effect on any rank, and the caller may repeat it */
+        table->attempts--;
     if (!x) return result;
     if (result == EPIC_OK) *mapped = window_map_peers(ctx, w, x, table->attempts);
     return exchange_close(x, result);

@@ -24,8 +24,8 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-/* largest number of accepted connections without a complete handshake; one more replaces the
- * oldest */
+/* Largest number of accepted connections without a complete handshake. One more connection
+ * replaces the oldest of them. */
 #define MAX_INCOMING 32
 /* an attempt to connect to one address may take this long */
 #define ADDRESS_TRY_MS 1000
@@ -53,11 +53,13 @@ typedef struct connection {
 
 /* State of one call of net_liveness_connect(). */
 typedef struct connect_state {
-    net_liveness *connections;    /* the connections to make */
-    const unsigned char *handles; /* [num_hosts, NET_LIVENESS_HANDLE_BYTES] */
+    net_liveness *connections; /* the connections to make */
+    /* [num_hosts, NET_LIVENESS_HANDLE_BYTES]: the handles of all hosts */
+    const unsigned char *handles;
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    /* number of accepted connections so far; modulo MAX_INCOMING: index of the oldest */
+    /* How many connections were accepted so far. Modulo MAX_INCOMING, this is the index of the
+     * oldest one in `incoming`. */
     int next_incoming;
 } connect_state;
 

@@ -37,7 +37,8 @@ const net_engine *net_find_engine(const char *name, char *why)
     snprintf(symbol, sizeof symbol, "epic_net_%s", name);
     void *handle = library_open((const void *)(uintptr_t)&net_find_engine, library);
     const net_engine *engine = handle ? dlsym(handle, symbol) : NULL;
-    if (engine) return engine; /* the library stays loaded until the process ends */
+    /* a library that was loaded once stays loaded until the process ends */
+    if (engine) return engine;
     const char *error = dlerror();
     snprintf(why, NET_WHY_BYTES, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,
              load_remedy(name, library, error), error ? error : "no symbol of that name");

@@ -73,9 +73,9 @@ typedef struct peer {
     /* posted: number of puts that the caller has made. finished: all puts with smaller numbers
      * have completed. */
     uint64_t posted, finished;
-    /* number of the stripe that sends put i, at index i % MAX_IN_FLIGHT */
+    /* stripe_of[i % MAX_IN_FLIGHT]: number of the stripe that sends put number i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
-    /* by stripe: how many of the first `finished` puts this stripe has sent */
+    /* how many of the first `finished` puts each stripe has sent */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
@@ -265,8 +265,8 @@ static epic_result add_stripes(net *n, handle *all, char *why)
     if (result != EPIC_OK || !striped_over.can_gain(n->stripes[0].net)) return result;
     while (result == EPIC_OK && n->num_stripes < wanted)
         result = add_stripe(n, all, &used, why);
-    return result == EPIC_ENOTSUP ? EPIC_OK : result; /* continue with the stripes that are
-                                                         open */
+    /* if a handle did not fit, continue with the stripes that are open */
+    return result == EPIC_ENOTSUP ? EPIC_OK : result;
 }
 
 epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *why)
