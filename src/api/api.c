@@ -21,7 +21,8 @@ static epic_result check_context(epic_context *ctx)
 }
 
 /* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only as a
- * part of the call signature, which the ranks compare. So the ranks compare the options too. */
+ * part of the call's signature (a hash that the ranks compare). So the ranks also compare the
+ * options. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)

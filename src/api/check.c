@@ -136,8 +136,8 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
     return EPIC_OK;
 }
 
-/* Describes the memory of a matrix for check_arrays(). `unit` is the required alignment of its
- * address in bytes. `out` is true if the call writes the matrix. */
+/* Describes the memory of a matrix for check_arrays(). Its address must be a multiple of `unit`
+ * bytes. `out` is true if the call writes the matrix. */
 static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, bool out)
 {
     return (call_array){name, rows.data, rows.num_rows * rows.row_bytes, unit, out};

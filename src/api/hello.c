@@ -25,7 +25,8 @@ static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    struct timespec now; /* without random numbers, the time still makes groups differ */
+    /* without random numbers, the time makes the hashes of two groups different */
+    struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);

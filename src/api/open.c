@@ -143,7 +143,7 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     for (int r = 0; r < num_ranks; r++) {
         int q = 0;
         while (memcmp(peers[q].host, peers[r].host, sizeof peers[r].host) != 0) q++;
-        hosts += q == r; /* 1 if r is the first rank on its host */
+        hosts += q == r; /* adds 1 if r is the first rank on its host */
     }
     return hosts;
 }

@@ -22,9 +22,10 @@
 
 #include "base/clock.h"
 
-/* a deadline restarts only until the wait has run for this many timeouts */
+/* A suspension restarts the deadline only in the first this many timeouts of the wait. */
 #define DEADLINE_RESTART_LIMIT 4
-/* if a check is later than this, the scheduler alone cannot be the reason */
+/* If a check is later than this, the process was suspended: the scheduler alone does not delay
+ * it so much. */
 #define DEADLINE_SLACK_NS 100000000ull
 
 typedef struct deadline {

@@ -15,7 +15,7 @@
 #include <stdint.h>
 
 #define LATE_NS 500000 /* a sched_yield() that takes longer than this counts as late */
-/* number of waits that sleep without spinning after the first late return */
+/* After the first late return of sched_yield(), this many waits sleep without spinning. */
 #define LEAST_SLEEPS 8
 #define MOST_SLEEPS 1024
 

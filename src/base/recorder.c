@@ -264,7 +264,9 @@ const recorder_page *recorder_map(int fd)
     struct stat file;
     const int seals = fcntl(fd, F_GET_SEALS);
     if (seals < 0 || !(seals & F_SEAL_SHRINK))
-        return NULL; /* refuse it: if the file shrank, reading its mapping would raise SIGBUS */
+        /* refuse a file that is not sealed: if it shrank, reading its mapping would raise
+         * SIGBUS */
+        return NULL;
     if (fstat(fd, &file) < 0 || file.st_size != sizeof(recorder_page)) return NULL;
 
     recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);
@@ -284,7 +286,8 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
 {
     const recorder_record *record = &page->records[i];
     for (int tries = 0; tries < 10000; tries++) {
-        /* yield, because the writer may need this core to finish its write */
+        /* Yield the core from time to time, because the writer may need it to finish its
+         * write. */
         if (tries % 64 == 63) sched_yield();
         const uint64_t before = atomic_load_explicit(&record->seqlock, memory_order_acquire);
         if (before == 0) return false;

@@ -4,7 +4,8 @@
 
 #include <string.h>
 
-#define MOST_BYTES 65536u /* far above the size of any struct */
+/* larger than any struct of epic.h; a larger size is a mistake of the caller */
+#define MOST_BYTES 65536u
 
 #define SIZED_ROW(type, last) \
     {#type, sizeof(type), offsetof(type, last) + sizeof(((type *)0)->last)},

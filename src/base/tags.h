@@ -31,7 +31,7 @@ typedef struct tag_table {
 } tag_table;
 
 #define TAGS_AT_FIRST 1024
-/* bytes of a table that has not grown */
+/* memory of a table that has not grown, in bytes */
 #define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry)))
 
 /* Opens an empty table. At most max_in_flight operations may be in flight at the same time.

@@ -112,7 +112,8 @@ static int64_t id_at(const void *ids, uint32_t type, int64_t i)
 static void put_id(epic_trace *t, int64_t id, uint32_t bytes)
 {
     const uint32_t word = id < 0 ? UINT32_MAX : (uint32_t)id;
-    put_bytes(t, &word, bytes); /* the first `bytes` bytes are the low ones: little-endian */
+    /* little-endian: the first `bytes` bytes of the word are the low ones */
+    put_bytes(t, &word, bytes);
 }
 
 void trace_plan(epic_trace *t, trace_record record, const void *ids, uint32_t type)

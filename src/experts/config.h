@@ -59,12 +59,13 @@ typedef struct experts_job {
 
     /* The workspace. The slabs are computed one after the other, and all of them use the same
      * memory. */
-    /* [slots, hidden]: rows after conversion, or after multiplication by weights; empty if the
-     * products read the caller's rows */
+    /* [slots, hidden]: input rows after conversion to the type of the sums, or after
+     * multiplication by weights. Empty if the products can read the caller's rows. */
     void *rows;
-    void *activations;  /* [slots, inner]: input of the second product */
-    void *d_gate_up;    /* [slots, width], used by backward */
-    void *weights_tile; /* one tile of a weight matrix, converted to float32 */
+    void *activations; /* [slots, inner]: input of the second product */
+    void *d_gate_up;   /* [slots, width], used by backward */
+    /* one tile (some columns or rows) of a weight matrix, converted to float32 */
+    void *weights_tile;
     /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], holds the row of
      * results that a product is computing. The second part holds one input row of a product,
      * converted to float32. */

@@ -75,7 +75,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* On a device, the kernels ignore rows that exceed num_slots. */
+    /* On a device the host cannot read the counts; there, the kernels ignore rows that exceed
+     * num_slots. */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];

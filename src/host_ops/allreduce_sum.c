@@ -14,7 +14,7 @@
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-#define BLOCK 2048 /* elements of a block */
+#define BLOCK 2048 /* number of elements of a block */
 
 /* One call of epic_allreduce_sum. */
 typedef struct sum_call {

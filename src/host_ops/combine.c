@@ -57,7 +57,9 @@ static void *scratch_row(const combine_call *c, int level)
 typedef struct gathered { /* the slots of one token on this rank, in ascending order of k */
     int n;                /* number of slots */
     const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
-    float weights[MAX_TOP_K];    /* weight of each slot; not set if the layer is FLAT */
+    /* weight of each slot (FLAT: not set, because the caller has already multiplied the
+     * rows) */
+    float weights[MAX_TOP_K];
     /* leaf of each slot; set only with EPIC_TREE, and not in FLAT layers */
     int32_t leaves[MAX_TOP_K];
 } gathered;
@@ -73,7 +75,7 @@ static const void *piece_of_row(const combine_call *c, int64_t row)
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    while (low < high) { /* the slab has a number from low to high */
+    while (low < high) { /* the slot is in a slab with a number from low to high */
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
             low = middle;
@@ -353,8 +355,8 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
-        /* the only rank with slots of this token has already stored the row in this rank's
-         * window */
+        /* The only rank with slots of this token has already stored the row in this rank's
+         * window, so there is nothing to add. */
         ;
     else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);

@@ -26,7 +26,7 @@ typedef struct dispatch_call {
     exchange *x;
     plan_view plan;
     row_split split; /* how the message is split into pieces */
-    /* offsets in the message, in bytes, at which the scales and the weights begin */
+    /* where the scales and the weights begin in the message, in bytes from its start */
     int64_t scales_at, weights_at;
     int64_t token_in_row; /* token whose quantized row and scales are in x->row; -1: none */
 } dispatch_call;
@@ -404,7 +404,7 @@ static epic_result dispatch_transfer(dispatch_call *d)
     if (a->recv_expert) write_recv_expert(d);
     d->scales_at = a->recv.row_bytes;
     d->weights_at =
-        d->scales_at + a->recv_scales.row_bytes; /* equal to scales_at if there are no scales */
+        d->scales_at + a->recv_scales.row_bytes; /* without scales, this equals scales_at */
     d->token_in_row = -1;
     const int64_t message_bytes = d->weights_at + (a->weights ? 4 * top_k : 0);
     d->split = exchange_split_rows(d->x, true, message_bytes, 0);

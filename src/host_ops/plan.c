@@ -162,7 +162,8 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
 /* Implements the callback read_own_item of the scatter flow. Does nothing. */
 static void skip_own_ids(void *self, int64_t item)
 {
-    (void)self, (void)item; /* exchange_ids() has already copied the ids */
+    /* nothing to do: exchange_ids() has already copied the ids of this rank */
+    (void)self, (void)item;
 }
 
 /* Copies the expert ids that ranks sent in their op headers to the planner. Sets the number of
@@ -338,7 +339,8 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     if (result == EPIC_OK) return host_dispatch_unchecked(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    /* the plan has no slots, so dispatch only zeroes the outputs */
+    /* The plan has no slots, so this dispatch moves no rows and only writes zeros to the
+     * outputs. */
     TRY(host_dispatch_unchecked(ctx, dispatch));
     return epic_fail(result, "%s", why);
 }

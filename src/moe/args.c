@@ -308,7 +308,8 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(check_loss_type(j, a->loss_type));
     if (j->is_device && a->rank_of_expert)
-        return EPIC_OK; /* the kernels of the plan check a table in device memory */
+        /* a table in device memory is checked by the kernels that make the plan */
+        return EPIC_OK;
     return check_placement(j, a->rank_of_expert);
 }
 

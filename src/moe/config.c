@@ -192,7 +192,7 @@ static int64_t ceil_div(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Returns the number of levels of a binary tree with `blocks` leaves. */
+/* Returns the number of levels of a binary tree whose leaves are `blocks` blocks of tokens. */
 static int64_t num_levels(int64_t blocks)
 {
     int64_t levels = 1;
@@ -284,8 +284,8 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
     j->tokens = tokens;
     TRY(check_options(j));
-    /* j->options already contains the caller's coefficients, so the ranks compare them even if
-     * they are set to 0 here */
+    /* The ranks compare the caller's coefficients, even if they are set to 0 here: j->options
+     * already contains them. */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     j->sequence_unit =
         j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;

@@ -36,8 +36,8 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* number of gradients; the first GATE_PARTS of them belong to the gate and the router, the
- * others to the shared expert */
+/* Number of gradients that a row of work.dense_grads contains. The first GATE_PARTS of them
+ * belong to the gate and the router, the others to the shared expert. */
 enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. Without

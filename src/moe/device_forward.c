@@ -197,7 +197,8 @@ epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots)
     TRY(check_fits(j, a, &plan));
     TRY(copy_loads(j, a));
     TRY(count_slots(j, &count));
-    TRY(epic_check(j->ctx)); /* the counts are valid only without an error in the data */
+    /* the counts are valid only if there is no error in the data of any rank */
+    TRY(epic_check(j->ctx));
     *slots = count;
     return EPIC_OK;
 }
@@ -207,7 +208,9 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     if (a->flags & EPIC_PLANNED)
         TRY(copy_routing(j, a));
     else
-        TRY(moe_device_route(j, a)); /* no peer waits for this rank yet */
+        /* a failure here is an error of this rank only, because no peer waits for this rank
+         * yet */
+        TRY(moe_device_route(j, a));
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);
     if (result != EPIC_OK) return moe_abort_call(j, result);

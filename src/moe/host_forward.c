@@ -73,7 +73,8 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
     if (a->topk_weights_in && j->tokens)
         memcpy(j->saved.weights, a->topk_weights_in,
                (size_t)(j->tokens * j->top_k * j->real_bytes));
-    /* zero-experts become -1, so that the plan does not dispatch rows to them */
+    /* Replace zero-experts (experts whose output is their input) by -1, so that no rows are
+     * sent to them. */
     for (int64_t i = 0; i < j->tokens * j->top_k; i++)
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
@@ -198,8 +199,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0],
-                         /* the conversion is exact, because with EPIC_SUM_DENSE both losses are
-                          * float32 numbers */
+                         /* The conversion to float32 is exact: with EPIC_SUM_DENSE, both losses
+                          * are float32 numbers. */
                          (float)both[1]};
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
@@ -231,7 +232,8 @@ void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    /* if this fails, only this rank returns the error; no peer waits for this rank yet */
+    /* If this fails, only this rank returns the error. This is safe, because no peer waits for
+     * this rank yet. */
     TRY(prepare_routes(j, a, &fault));
     copy_routing(j, a, fault.error == DATA_OK);
     const op_header_extra extra = {&fault, &j->options};

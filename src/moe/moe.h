@@ -54,7 +54,8 @@ typedef struct moe_saved {
 
 /* Buffers inside `workspace`. Their contents are lost when the call returns. */
 typedef struct moe_work {
-    /* workspaces for the calls of the experts, of the shared expert and of the router */
+    /* workspaces that this call passes to the calls of the experts, of the shared expert and of
+     * the router */
     void *experts, *shared, *router;
     /* [capacity, experts_blocks(hidden)]: scales of the rows in the slots; only in forward of
      * E4M3 layers */
@@ -132,21 +133,22 @@ typedef struct moe_job {
     /* tokens and capacity: number of tokens and of slots of this rank */
     int64_t tokens, hidden, capacity, top_k;
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
-    /* number of blocks of this rank, and number of tokens of the largest block */
+    /* number of blocks of tokens of this rank, and number of tokens of the largest block */
     int64_t blocks, block;
     /* On devices, backward handles up to GATE_BLOCKS blocks of tokens at a time, which are
      * called a batch. This is the largest number of tokens of a batch. */
     int64_t batch;
-    /* number of tokens by which the gate chooses its method (epic_gate_args in backend/ops.h)
-     */
+    /* On this number of tokens depends by which method the gate multiplies (epic_gate_args in
+     * backend/ops.h). */
     int64_t deciding_tokens;
-    /* each block begins at a multiple of this many tokens: 1, or the length of a sequence */
+    /* Each block of tokens begins at a multiple of this many tokens. It is the length of a
+     * sequence if the balance loss is computed per sequence, otherwise 1. */
     int64_t sequence_unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
     epic_experts_memory_info shared_memory; /* memory of the shared expert for one block */
     int64_t router_bytes;
-    /* number of reals in the gradients of the gate and the shared expert */
+    /* number of reals in the gradients of the gate and the shared expert together */
     int64_t num_dense_grads;
     /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
      * work.dense_grads is not needed */

@@ -29,7 +29,7 @@ static void count_choices(planner *p)
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
-    /* used_slots is not in use yet and serves as scratch memory */
+    /* used_slots gets its values later; until then it serves as scratch memory */
     int32_t *num_owned = p->used_slots;
     memset(num_owned, 0, (size_t)h->num_ranks * sizeof *num_owned);
     for (int32_t l = 0; l < h->num_local; l++) p->expert_of[l] = -1;

@@ -25,7 +25,9 @@
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
-    const float *bias;   /* [num_columns]: added to the scores for the choice; NULL: none */
+    /* [num_columns]: added to the scores when experts are chosen, but not to weights; NULL:
+     * none */
+    const float *bias;
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
@@ -41,7 +43,8 @@ typedef struct router_job {
     void *scores; /* [num_columns]: scores of the columns */
     /* [num_columns]: values by which experts are chosen; in backward scratch memory */
     void *values;
-    /* in forward scores of groups [num_groups], in backward gradients [num_columns] */
+    /* used for two purposes: in forward the scores of groups [num_groups], in backward
+     * gradients [num_columns] */
     void *spare;
     int32_t *order;         /* [num_columns]: columns or groups, in the order of their values */
     uint8_t *is_kept_group; /* [num_groups]: 1 if this group of columns is kept for the token */

@@ -6,7 +6,7 @@
 
 #include "rules/scalar_template.h"
 
-/* number of elements of a block, which is summed with SUM_LANES partial sums */
+/* A row is summed in blocks of this many elements, each with SUM_LANES partial sums. */
 #define SUM_BLOCK 1024
 /* Number of partial sums of a block. The CUDA kernels have one partial sum for each lane of a
  * warp. The host adds in the same order, so both results have the same bits. */
