@@ -183,12 +183,12 @@ typedef struct epic_transport {
     void (*finish)(epic_group *group, int op_slot);
 
     /* Sleeps until one of the functions above may return another result for this op slot, until
-     * the group fails, or for about `ms` milliseconds. With op_slot -1, wait() sleeps until an
-     * op slot may be free. wait() may return early. It misses no change: if something has
-     * changed since the caller's last call for this op slot, it returns at once. During the
-     * sleep, peers can read `phase` and `waits_for` with look(). `phase` is a number that the
-     * caller chooses. `waits_for` [EPIC_MAX_RANKS / 64] has a bit set for each rank that this
-     * rank waits for. */
+     * the group fails, or for about `ms` milliseconds (0: does not sleep). With op_slot -1,
+     * wait() sleeps until an op slot may be free. wait() may return early. It misses no change:
+     * if something has changed since the caller's last call for this op slot, it returns at
+     * once. During the sleep, peers can read `phase` and `waits_for` with look(). `phase` is a
+     * number that the caller chooses. `waits_for` [EPIC_MAX_RANKS / 64] has a bit set for each
+     * rank that this rank waits for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
@@ -196,6 +196,15 @@ typedef struct epic_transport {
      * sequence), and the operation that it announced last. */
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
+
+    /* Returns true if it is known that a peer is gone. src/exchange calls it before each sleep,
+     * and then calls look() for each peer that it waits for. So the function must be fast. When
+     * its result changes, wait() returns. NULL: src/exchange calls look() from time to time. */
+    bool (*any_gone)(const epic_group *group);
+
+    /* Milliseconds for which data of a peer may still arrive after look() has found the peer
+     * gone. 0: all its data has arrived by then. */
+    uint32_t settle_ms;
 
     /* Marks the group as failed and wakes the peers in wait().  Only the first failure of the
      * group is kept. */

@@ -18,7 +18,8 @@ enum {
     PHASE_NEXT_ROWS
 }; /* how far a rank is in an exchange. Peers read the phase with transport->look(). */
 
-#define CHECK_NS 100000000ull /* how often to check whether peers are alive */
+/* how often to check whether peers are alive, as long as no peer is known to be gone */
+#define CHECK_NS 100000000ull
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
 
@@ -136,9 +137,16 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Checks the peers
- * at most once every CHECK_NS, except if `late` is true (the deadline has passed) or the last
- * check saw that a peer is gone. In these two cases, checks them immediately.
+/* Returns whether to check now if the peers are alive: if the last check saw a peer gone, if it
+ * was CHECK_NS ago, or if the backend knows that a peer is gone. */
+static bool exchange_should_check_peers(const exchange *x, uint64_t now)
+{
+    if (x->is_peer_gone || now - x->last_check_ns >= CHECK_NS) return true;
+    return x->transport->any_gone && x->transport->any_gone(x->group);
+}
+
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Skips most
+ * checks, except if `late` is true: the deadline has passed.
  *
  * A peer may have sent its last data just before its process ended. Therefore two checks must
  * see the peer gone, and no entry may move between the checks. If the processes of some peers
@@ -146,7 +154,7 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
  * ended. The other peers probably closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
-    if (!late && !x->is_peer_gone && now - x->last_check_ns < CHECK_NS) return EPIC_OK;
+    if (!late && !exchange_should_check_peers(x, now)) return EPIC_OK;
     x->last_check_ns = now;
     uint64_t closed[RANK_WORDS] = {0}, ended[RANK_WORDS] = {0};
     bool any = false, any_ended = false;
@@ -184,8 +192,8 @@ static epic_result exchange_report_timeout(exchange *x)
 
 /* Checks for a failure, for the deadline and for peers that are gone. Then sleeps once in
  * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free op slot.
- * If only one check has seen a peer gone, the sleep lasts 1 ms, so that the second check comes
- * soon. */
+ * If only one check has seen a peer gone, sleeps only until all data of that peer has arrived,
+ * so that the second check comes soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -195,9 +203,10 @@ static epic_result exchange_wait_in(exchange *x, int op_slot)
     if (late && !x->is_peer_gone)
         /* if a peer seems to be gone, the next check decides, so do not report a timeout yet */
         TRY(exchange_report_timeout(x));
-    const uint64_t longest = (x->is_peer_gone ? 1 : MAX_SLEEP_MS) * MS;
-    const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest);
-    x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)(sleep / MS) + 1);
+    const uint64_t longest_ms = x->is_peer_gone ? x->transport->settle_ms : MAX_SLEEP_MS;
+    const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest_ms * MS);
+    const uint64_t ms = longest_ms ? sleep / MS + 1 : 0;
+    x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)ms);
     return exchange_poll_failure(x);
 }
 

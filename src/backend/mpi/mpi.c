@@ -96,6 +96,7 @@ static const epic_transport transport = {
     .finish = mpi_finish,
     .wait = mpi_wait,
     .look = look_at_peer,
+    .settle_ms = 1,
     .break_group = progress_break_group,
     .failure = get_failure,
     .bytes_sent = mpi_bytes_sent,

@@ -8,11 +8,35 @@
 
 #define PATIENCE_NS 100000000 /* longest wait for another rank that is writing a failure */
 
-/* Returns whether the peer has closed its context or its process has ended. */
+/* Returns whether the segment shows that the peer has closed its context or that its process
+ * has ended. */
+bool shared_is_known_gone(const epic_group *g, int peer)
+{
+    const shared_rank_state *state = shared_rank_state_of(g, peer);
+    return load_acquire(&state->closed) || load_acquire(&state->ended);
+}
+
+/* Returns whether the peer has closed its context or its process has ended. If the segment does
+ * not show that, checks the peer's process. */
 bool shared_is_gone(epic_group *g, int peer)
 {
-    return load_acquire(&shared_rank_state_of(g, peer)->closed) ||
-           (g->is_dead && g->is_dead(g, peer));
+    return shared_is_known_gone(g, peer) || (g->is_dead && g->is_dead(g, peer));
+}
+
+/* Implements epic_transport.any_gone. The load is sequentially consistent, like the stores of
+ * any_gone: they come before the loads of the futexes (wait.c). So no rank sleeps through the
+ * end of a peer. */
+bool shared_any_gone(const epic_group *g)
+{
+    return load_ordered(&g->header->any_gone) != 0;
+}
+
+/* Publishes that the process of a peer has ended, and wakes all ranks. */
+void shared_report_end(epic_group *g, int peer)
+{
+    store_release(&shared_rank_state_of(g, peer)->ended, 1);
+    store_ordered(&g->header->any_gone, 1);
+    shared_wake_all(g);
 }
 
 /* Claims failure_state, so that this rank may write the failure. If another rank is writing a

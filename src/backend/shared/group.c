@@ -102,6 +102,7 @@ bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint
 void shared_group_close(epic_group *g)
 {
     store_ordered(&shared_rank_state_of(g, g->rank)->closed, 1);
+    store_ordered(&g->header->any_gone, 1);
     shared_wake_all(g);
 }
 

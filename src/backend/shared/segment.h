@@ -71,7 +71,8 @@ typedef struct shared_op_slot {
 
 /* The state of one rank. */
 typedef struct shared_rank_state {
-    _Alignas(64) _Atomic uint32_t closed;
+    _Alignas(64) _Atomic uint32_t closed; /* 1: the rank has closed its context */
+    _Atomic uint32_t ended; /* 1: a peer has found that the rank's process has ended */
     /* the op slots from this index on were never used, so peers need not search them */
     _Atomic uint32_t num_used_slots;
     _Atomic uint32_t last_slot; /* index of the op slot announced last, plus one; 0: none */
@@ -92,6 +93,7 @@ typedef struct shared_segment_header {
     uint64_t segment_bytes;
     uint32_t num_ranks;
     _Alignas(64) _Atomic uint32_t failure_state;
+    _Atomic uint32_t any_gone; /* 1: a rank has closed its context or its process has ended */
     epic_failure_info failure;
 } shared_segment_header;
 

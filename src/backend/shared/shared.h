@@ -101,8 +101,8 @@ struct epic_group {
         .shape = shared_shape, .room = shared_room, .send = shared_send,                   \
         .entry = shared_entry, .drop = shared_drop, .finish = shared_finish,               \
         .wait = shared_wait_for_change, .look = shared_look_at_peer,                       \
-        .break_group = shared_break_group, .failure = shared_failure,                      \
-        .bytes_sent = shared_bytes_sent                                                    \
+        .any_gone = shared_any_gone, .break_group = shared_break_group,                    \
+        .failure = shared_failure, .bytes_sent = shared_bytes_sent                         \
     }
 
 /* Creates this rank's view of a group. `segment` is the shared memory, which the backend unmaps
@@ -127,6 +127,8 @@ bool shared_match_peer(epic_group *group, shared_exchange *x, int peer);
 shared_op_slot *shared_find_slot(const epic_group *group, int peer, uint64_t tag,
                                  uint64_t sequence, int first, int *index);
 bool shared_is_gone(epic_group *group, int peer);
+bool shared_is_known_gone(const epic_group *group, int peer);
+void shared_report_end(epic_group *group, int peer);
 bool shared_slot_is_free(epic_group *group, const shared_exchange *x);
 void shared_wake_slot(const epic_group *group, shared_op_slot *slot);
 void shared_wake_free_slot(const epic_group *group, int rank);
@@ -148,6 +150,7 @@ void shared_wait_for_change(epic_group *group, int slot, uint32_t phase,
                             const uint64_t *waits_for, uint32_t ms);
 void shared_look_at_peer(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                          epic_peer_status *out);
+bool shared_any_gone(const epic_group *group);
 void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
 uint64_t shared_bytes_sent(const epic_group *group);

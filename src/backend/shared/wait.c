@@ -145,11 +145,11 @@ static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
     add_ordered(&head->num_sleepers, 1);
-    do {
+    for (;;) {
         const uint32_t seen = load_ordered(&head->free_slot_futex);
-        if (any_slot_is_free(g)) break;
+        if (any_slot_is_free(g) || !should_sleep_on(g, &head->wait, waits_for, deadline)) break;
         sleep_slice(g, &head->free_slot_futex, seen, deadline);
-    } while (should_sleep_on(g, &head->wait, waits_for, deadline));
+    }
     add_ordered(&head->num_sleepers, (uint32_t)-1);
 }
 

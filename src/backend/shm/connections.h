@@ -15,9 +15,10 @@
 typedef struct shm_connections {
     int num_ranks;
     int rank;
-    int *sockets;       /* [num_ranks]; -1: no connection */
-    int *processes;     /* [num_ranks] pidfds; -1: none, the socket alone is watched */
-    _Atomic bool *dead; /* [num_ranks] peers that were found dead; never reset */
+    int *sockets;            /* [num_ranks]; -1: no connection */
+    int *processes;          /* [num_ranks] pidfds; -1: none, the socket alone is watched */
+    _Atomic bool *dead;      /* [num_ranks] peers that were found dead; never reset */
+    struct shm_watch *watch; /* the watcher of this rank (watch.h); NULL: none */
 } shm_connections;
 
 /* Allocates the tables. On an error connections_close() frees what was allocated. */

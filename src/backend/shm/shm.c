@@ -19,6 +19,7 @@
 #include "backend/shared/shared.h"
 #include "backend/shm/connections.h"
 #include "backend/shm/handshake.h"
+#include "backend/shm/watch.h"
 #include "backend/shm/windows.h"
 #include "base/error.h"
 #include "base/process.h"
@@ -125,7 +126,9 @@ static epic_result join_with(epic_group **out, const epic_join *join, const shar
     TRY(shared_group_new(out, join, l, *segment, true));
     (*out)->is_dead = is_peer_dead;
     (*out)->backend_data = connections;
-    return EPIC_OK;
+    const epic_result watched = shm_watch_open(*out, &connections->watch);
+    if (watched != EPIC_OK) shared_group_free(*out);
+    return watched;
 }
 
 static epic_result shm_join(epic_group **out, const epic_join *join)
@@ -152,6 +155,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
 static void shm_forget(epic_group *group)
 {
     shm_connections *connections = group->backend_data;
+    shm_watch_forget(connections->watch);
     connections_close(connections);
     free(connections);
     munmap(group->segment, (size_t)group->layout.segment_bytes);
@@ -161,6 +165,9 @@ static void shm_forget(epic_group *group)
 /* Leaves the group. The memory exists until the last peer unmaps it. */
 static void shm_leave(epic_group *group)
 {
+    shm_connections *connections = group->backend_data;
+    shm_watch_close(connections->watch);
+    connections->watch = NULL;
     shared_group_close(group);
     shm_forget(group);
 }

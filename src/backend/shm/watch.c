@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The watcher sleeps in poll() until the process of a peer ends. Then it publishes the end in
+ * the segment and wakes all ranks, so that ranks that wait for the peer return an error at
+ * once.
+ *
+ * A watcher watches only NUM_WATCHED peers: the next higher ranks that are not gone, where
+ * rank 0 follows the highest rank. So the end of a process wakes NUM_WATCHED watchers and
+ * not all of them. With 64 ranks on few cores, the other 60 watchers would delay the ranks
+ * that they wake. Each rank has several watchers, because some of them may be stopped or
+ * end together with it. If all of them are stopped, waiting ranks find the end themselves,
+ * but later (wait.c). */
+#include "backend/shm/watch.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include "backend/shm/connections.h"
+#include "backend/shm/handshake.h"
+#include "base/error.h"
+#include "base/thread.h"
+
+#define NUM_WATCHED 3
+
+struct shm_watch {
+    pthread_t thread;
+    epic_group *group;
+    int end; /* an eventfd; a write to it ends the thread */
+};
+
+/* Writes the ranks to watch now to `ranks` [NUM_WATCHED]. Returns their number. */
+static int choose_ranks(const epic_group *g, int *ranks)
+{
+    int count = 0;
+    for (int i = 1; i < g->num_ranks && count < NUM_WATCHED; i++) {
+        const int rank = (g->rank + i) % g->num_ranks;
+        if (!shared_is_known_gone(g, rank)) ranks[count++] = rank;
+    }
+    return count;
+}
+
+/* Waits until one of the ranks may be gone. Returns false when the watcher must end. */
+static bool wait_for_event(const shm_watch *w, const int *ranks, int count)
+{
+    const shm_connections *c = w->group->backend_data;
+    struct pollfd polls[1 + 2 * NUM_WATCHED];
+    struct pollfd *p = polls;
+    *p++ = (struct pollfd){.fd = w->end, .events = POLLIN};
+    for (int i = 0; i < count; i++) {
+        *p++ = (struct pollfd){.fd = c->sockets[ranks[i]], .events = POLLRDHUP};
+        *p++ = (struct pollfd){.fd = c->processes[ranks[i]], .events = POLLIN};
+    }
+    const int got = poll(polls, (nfds_t)(p - polls), -1);
+    return !polls[0].revents && (got >= 0 || errno == EINTR);
+}
+
+/* The main function of the watcher. A rank that has closed its context is not watched any more:
+ * its connections close, which wakes the watcher, and choose_ranks() then skips the rank. */
+static void *watch_ranks(void *self)
+{
+    const shm_watch *w = self;
+    epic_group *g = w->group;
+    int ranks[NUM_WATCHED];
+    for (;;) {
+        const int count = choose_ranks(g, ranks);
+        if (!wait_for_event(w, ranks, count)) return NULL;
+        for (int i = 0; i < count; i++) {
+            if (shared_is_known_gone(g, ranks[i])) continue;
+            if (connections_is_dead(g->backend_data, ranks[i])) shared_report_end(g, ranks[i]);
+        }
+    }
+}
+
+epic_result shm_watch_open(epic_group *g, shm_watch **out)
+{
+    *out = NULL;
+    if (g->num_ranks == 1) return EPIC_OK;
+    shm_watch *w = malloc(sizeof *w);
+    if (!w) return epic_fail(EPIC_ENOMEM, "shm: no memory for the watcher");
+    *w = (shm_watch){.group = g, .end = eventfd(0, EFD_CLOEXEC)};
+    if (w->end < 0) {
+        free(w);
+        return shm_fail_with_errno("eventfd");
+    }
+    const int error = thread_start(&w->thread, watch_ranks, w);
+    if (error) {
+        shm_watch_forget(w);
+        errno = error;
+        return shm_fail_with_errno("pthread_create");
+    }
+    *out = w;
+    return EPIC_OK;
+}
+
+void shm_watch_close(shm_watch *w)
+{
+    if (!w) return;
+    if (eventfd_write(w->end, 1) == 0) pthread_join(w->thread, NULL);
+    shm_watch_forget(w);
+}
+
+void shm_watch_forget(shm_watch *w)
+{
+    if (w) close(w->end);
+    free(w);
+}

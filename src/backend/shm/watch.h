@@ -1,0 +1,21 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The watcher: a thread of each rank that notices the end of a peer's process at once. */
+#ifndef EPIC_SHM_WATCH_H
+#define EPIC_SHM_WATCH_H
+
+#include "backend/shared/shared.h"
+
+typedef struct shm_watch shm_watch;
+
+/* Starts the watcher of this rank. The group's backend_data must be its shm_connections.
+ * *out is NULL if the group has one rank, which needs no watcher. Errors: EPIC_ENOMEM,
+ * EPIC_EDEVICE. */
+epic_result shm_watch_open(epic_group *group, shm_watch **out);
+
+/* Ends the thread and frees the watcher. `watch` may be NULL. */
+void shm_watch_close(shm_watch *watch);
+
+/* Frees a forked child's copy of the watcher. The child has no such thread. */
+void shm_watch_forget(shm_watch *watch);
+
+#endif
