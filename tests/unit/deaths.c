@@ -70,8 +70,10 @@ static void close_or_sum(const epic_bootstrap *bootstrap, void *self)
 typedef struct trial {
     unsigned victims; /* ranks that are killed, a bit for each */
     unsigned stopped; /* ranks that are stopped before, so that their watchers see nothing */
-    bool in_call;     /* true: the other ranks wait in a call */
+    int num_left;     /* number of ranks that are neither killed nor stopped */
+    bool in_call;     /* true: these ranks wait in a call */
     _Atomic int num_open;
+    _Atomic int num_noticed; /* ranks that have noticed the end of all victims */
 } trial;
 
 static bool has_rank(unsigned ranks, int rank)
@@ -116,6 +118,9 @@ static void be_rank(const epic_bootstrap *bootstrap, trial *t)
         sum_with_long_sleeps(ctx);
     else
         while (!knows_ends(ctx->group, t->victims)) run_nap_us(1000);
+    t->num_noticed++;
+    /* the end of this process would be one more end for the other ranks */
+    while (t->num_noticed < t->num_left) run_nap_us(1000);
     _exit(0);
 }
 
@@ -131,6 +136,7 @@ static void lose_ranks(unsigned victims, unsigned stopped, bool in_call)
     run_rendezvous *rendezvous = run_rendezvous_new(RANKS);
     pid_t pids[RANKS];
     *t = (trial){.victims = victims, .stopped = stopped, .in_call = in_call};
+    for (int r = 0; r < RANKS; r++) t->num_left += !has_rank(victims | stopped, r);
     for (int r = 0; r < RANKS; r++)
         if ((pids[r] = run_fork()) == 0) {
             const epic_bootstrap bootstrap = run_rendezvous_seat(rendezvous, r);
