@@ -142,8 +142,8 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
-    const bool known = start.freed + 1 >= start.epochs || start.broken;
-    return __all_sync(ALL_LANES, known || lane_id() || wait_outbox_free(op)) != 0;
+    const bool is_free = start.freed + 1 >= start.epochs || start.broken;
+    return __all_sync(ALL_LANES, is_free || lane_id() || wait_outbox_free(op)) != 0;
 }
 
 /* Sends the sizes that are part of this rank's announcement to every rank. `tokens`: number of

@@ -187,7 +187,7 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
-    if (FEATURES & PLAN_RARE && job.resolves) return resolved_experts(job)[choice];
+    if (FEATURES & PLAN_DROPS_OR_REPLICAS && job.resolves) return resolved_experts(job)[choice];
     return read_id(job, choice);
 }
 
@@ -195,8 +195,8 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
  * returns a number from 0 to the result minus 1. */
 template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
-    return (int)(FEATURES & PLAN_RARE && !job.resolves ? (uint32_t)num_ids(job)
-                                                       : job.layer.num_experts);
+    return (int)(FEATURES & PLAN_DROPS_OR_REPLICAS && !job.resolves ? (uint32_t)num_ids(job)
+                                                                    : job.layer.num_experts);
 }
 
 /* Counts the choices of this warp's tokens, and checks their ids. Stores a count for each
@@ -209,11 +209,13 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
                                      int32_t *counts, CountedChoices &counted)
 {
-    constexpr bool FLAT = FEATURES & PLAN_FLAT, RARE = FEATURES & PLAN_RARE;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT,
+                   DROPS_OR_REPLICAS = FEATURES & PLAN_DROPS_OR_REPLICAS;
     const int experts = job.layer.num_experts, ids = num_planned_ids<FEATURES>(job);
     int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<FEATURES>(job);
-    const bool by_k = RARE && job.by_k;
-    const bool distinct = (job.layer.flags & EPIC_DISTINCT) != 0 && !(RARE && job.resolves);
+    const bool by_k = DROPS_OR_REPLICAS && job.by_k;
+    const bool distinct =
+        (job.layer.flags & EPIC_DISTINCT) != 0 && !(DROPS_OR_REPLICAS && job.resolves);
     const bool in_registers = FEATURES == 0 && choices_fit_registers(range, lanes);
     uint32_t seen = 0;
     const auto read = [&](int64_t choice) { return planned_id<FEATURES>(job, choice); };
@@ -233,7 +235,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                             const int32_t warp_row =
                                 count_rows(tally + choice_tallies<FEATURES>(job), lanes,
                                            expert < 0 ? -1 : p.owner[expert], k >= WARP, seen);
-                            if (!RARE || job.layer.overflow == EPIC_OVERFLOW_ERROR)
+                            if (!DROPS_OR_REPLICAS || job.layer.overflow == EPIC_OVERFLOW_ERROR)
                                 count = warp_row;
                         }
                         counted.id[i] = expert;
@@ -279,7 +281,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     const int experts = tallies_of<FEATURES>(job);
     uint64_t *tallies = (uint64_t *)(op.heap + job.self.at.tallies);
     const bool bad = p.bad_choice != NO_INDEX || p.bad_owner != NO_INDEX ||
-                     (FEATURES & PLAN_RARE && p.bad_replica != NO_INDEX);
+                     (FEATURES & PLAN_DROPS_OR_REPLICAS && p.bad_replica != NO_INDEX);
     if (threadIdx.x == 0)
         store_relaxed((uint64_t *)(op.heap + job.self.at.first_faults) + blockIdx.x,
                       stamp_word(op, p.bad_choice));

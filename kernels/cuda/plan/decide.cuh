@@ -44,8 +44,9 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
 }
 
 /* Upper bound of replica_bytes() + by_k_bytes(). Layers with replicas or dropped choices
- * (PLAN_RARE) need these bytes of dynamic shared memory in addition to planner_bytes_of(). */
-#define PLAN_RARE_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
+ * (PLAN_DROPS_OR_REPLICAS) need these bytes of dynamic shared memory in addition to
+ * planner_bytes_of(). */
+#define PLAN_DROPS_OR_REPLICAS_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
 
 /* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
@@ -58,7 +59,7 @@ template <int FEATURES>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
 {
-    return FEATURES & PLAN_RARE ? num_kept(p, job, expert) : p.load[expert];
+    return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_kept(p, job, expert) : p.load[expert];
 }
 
 /* Returns how many slots (rows of the receive buffer) `rank` needs if each of its experts keeps
@@ -74,7 +75,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
         const int e = range.begin + i;
         if (p.owner[e] != rank) continue;
         int32_t count = p.load[e];
-        if (FEATURES & PLAN_RARE)
+        if (FEATURES & PLAN_DROPS_OR_REPLICAS)
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
@@ -96,7 +97,7 @@ static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, i
     int32_t fits = 0, fails = 0x7fffffff;
     while (fails - fits > 1) {
         const int32_t middle = fits + (fails - fits) / 2;
-        if (count_slots<PLAN_RARE>(p, job, rank, middle, true) <= capacity)
+        if (count_slots<PLAN_DROPS_OR_REPLICAS>(p, job, rank, middle, true) <= capacity)
             fits = middle;
         else
             fails = middle;
@@ -156,7 +157,8 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
             padding[local] = {p.slab_start[e] + count, rows - count};
             if (job.expert_tokens) job.expert_tokens[local] = count;
             if (job.expert_rows) job.expert_rows[local] = rows;
-            if (FEATURES & PLAN_RARE && job.layer.num_logical) expert_table(job)[local] = e;
+            if (FEATURES & PLAN_DROPS_OR_REPLICAS && job.layer.num_logical)
+                expert_table(job)[local] = e;
         }
         slots += __shfl_sync(ALL_LANES, rows_upto, WARP - 1);
         owned += __popc(owners);
@@ -245,14 +247,15 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 template <int FEATURES>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
-    constexpr bool FLAT = FEATURES & PLAN_FLAT, RARE = FEATURES & PLAN_RARE;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT,
+                   DROPS_OR_REPLICAS = FEATURES & PLAN_DROPS_OR_REPLICAS;
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
     /* If there is both an error in the data and an overflow of slots, the result is
      * EPIC_EINVAL, not EPIC_EOVERFLOW. */
     if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
-    if (FLAT && RARE && layer_drops(job)) {
+    if (FLAT && DROPS_OR_REPLICAS && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
         __syncthreads();
         ok = ok && find_flat_keep_limits(p, job, op);
@@ -261,7 +264,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     }
     const bool simple = FEATURES == 0 && slots_fit_int32(job);
     for (int d = warp; d < ranks; d += warps) {
-        const bool caps = RARE && layer_drops(job) && job.layer.expert_capacity;
+        const bool caps = DROPS_OR_REPLICAS && layer_drops(job) && job.layer.expert_capacity;
         int64_t demand;
         if (simple)
             demand = place_slabs<FEATURES>(p, job, d);
@@ -275,7 +278,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
             p.needed_slots[d] = need;
         }
         if (need > (capacity ? capacity : 0x7fffffff)) {
-            if (RARE && layer_drops(job) && capacity) {
+            if (DROPS_OR_REPLICAS && layer_drops(job) && capacity) {
                 const int32_t limit = find_keep_limit(p, job, d, capacity);
                 if (lane_id() == 0) p.keep_limit[d] = limit;
             } else if (lane_id() == 0) {

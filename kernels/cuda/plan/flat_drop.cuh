@@ -70,7 +70,7 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
             const int token = t + lanes.token, k = lanes.k + chunk * WARP;
             const bool in = lanes.has_choice && token < range.end && k < top_k;
             const int64_t choice = in ? (int64_t)token * top_k + k : 0;
-            const int64_t id = in ? planned_id<PLAN_RARE>(job, choice) : -1;
+            const int64_t id = in ? planned_id<PLAN_DROPS_OR_REPLICAS>(job, choice) : -1;
             int32_t owner = -1;
             if (id >= 0 && id < experts &&
                 fate_of_choice(p, job, (int)id, k, warp_positions[choice]) == 0)

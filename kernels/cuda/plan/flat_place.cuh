@@ -48,7 +48,7 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
                            choice_tallies<FEATURES>(job);
     FlatChoice s = {choice, -1, 0, -1, EPIC_FATE_NONE};
     if (id < 0 || id >= job.layer.num_experts) return s;
-    if (FEATURES & PLAN_RARE && layer_drops(job)) {
+    if (FEATURES & PLAN_DROPS_OR_REPLICAS && layer_drops(job)) {
         s.fate = fate_of_choice(p, job, (int)id, k, in_fate);
         if (s.fate < 0) return s;
         warp_row = in_rank_of;
@@ -144,8 +144,9 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
             choice[i] = in ? (int64_t)token * top_k + k : -1;
             id[i] = in ? planned_id<FEATURES>(job, choice[i]) : -1;
             in_fate[i] = in ? fate[choice[i]] : -1;
-            in_rank_of[i] =
-                FEATURES & PLAN_RARE && in && layer_drops(job) ? rank_of[choice[i]] : -1;
+            in_rank_of[i] = FEATURES & PLAN_DROPS_OR_REPLICAS && in && layer_drops(job)
+                                ? rank_of[choice[i]]
+                                : -1;
         }
 #pragma unroll
         for (int g = 0; g < 2; g++) {

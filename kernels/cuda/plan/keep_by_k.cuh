@@ -37,7 +37,7 @@ static inline int by_k_bytes(const p2p_plan_job *job)
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
-    int32_t *const total = (int32_t *)(p.rare_memory + replica_bytes(&job.layer));
+    int32_t *const total = (int32_t *)(p.extra_memory + replica_bytes(&job.layer));
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int32_t before = 0;
         for (int i = e; i < num_choice_tallies(job); i += experts) {
@@ -81,12 +81,12 @@ static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Ke
     for (int i = threadIdx.x; i < p.num_warps * experts; i += blockDim.x) {
         const int warp = i / experts, e = i % experts;
         const int32_t num_kept = keep(e);
-        int32_t kept = 0;
+        int32_t sum = 0;
         for (int j = e; j < choices; j += experts) {
             const int32_t before = p.before_cta[j] + p.tally[warp * choices + j];
-            kept += max(0, min(before, num_kept - p.lower_k_count[j]));
+            sum += max(0, min(before, num_kept - p.lower_k_count[j]));
         }
-        p.kept_before[i] = kept;
+        p.kept_before[i] = sum;
     }
     __syncthreads();
 }

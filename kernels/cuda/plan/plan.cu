@@ -49,8 +49,9 @@ static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, in
     return ok;
 }
 
-/* The kernel of the operation "plan". FEATURES is a combination of PLAN_FLAT and PLAN_RARE. The
- * first job.planners CTAs make the plan. The other CTAs copy the records that arrive. */
+/* The kernel of the operation "plan". FEATURES is a combination of PLAN_FLAT and
+ * PLAN_DROPS_OR_REPLICAS. The first job.planners CTAs make the plan. The other CTAs copy the
+ * records that arrive. */
 template <int FEATURES>
 __global__ void __launch_bounds__(BLOCK, 1)
     plan_kernel(const __grid_constant__ p2p_plan_job job)
@@ -85,13 +86,15 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_plan_job);
 
-static const Kernel kernels[] = {plan_kernel<0>, plan_kernel<PLAN_FLAT>, plan_kernel<PLAN_RARE>,
-                                 plan_kernel<PLAN_RARE | PLAN_FLAT>};
+static const Kernel kernels[] = {plan_kernel<0>, plan_kernel<PLAN_FLAT>,
+                                 plan_kernel<PLAN_DROPS_OR_REPLICAS>,
+                                 plan_kernel<PLAN_DROPS_OR_REPLICAS | PLAN_FLAT>};
 
 extern "C" cudaError_t p2p_load_plan(void)
 {
     for (int kind = 0; kind < 4; kind++) {
-        const int bytes = planner_most_bytes() + (kind & PLAN_RARE ? PLAN_RARE_BYTES : 0);
+        const int bytes = planner_most_bytes() +
+                          (kind & PLAN_DROPS_OR_REPLICAS ? PLAN_DROPS_OR_REPLICAS_BYTES : 0);
         const cudaError_t error = cudaFuncSetAttribute(
             kernels[kind], cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
         if (error != cudaSuccess) return error;
@@ -102,7 +105,9 @@ extern "C" cudaError_t p2p_load_plan(void)
 extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
                                        cudaStream_t stream)
 {
-    const bool rare = job->layer.num_logical || job->layer.overflow == EPIC_OVERFLOW_DROP;
-    const int kind = (job->layer.layout == EPIC_FLAT ? PLAN_FLAT : 0) | (rare ? PLAN_RARE : 0);
+    const bool drops_or_replicas =
+        job->layer.num_logical || job->layer.overflow == EPIC_OVERFLOW_DROP;
+    const int kind = (job->layer.layout == EPIC_FLAT ? PLAN_FLAT : 0) |
+                     (drops_or_replicas ? PLAN_DROPS_OR_REPLICAS : 0);
     return launch_kernel(kernels[kind], num_sms, BLOCK, planner_bytes_with(*job), stream, *job);
 }

@@ -47,7 +47,7 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
 {
     const int tallies = tallies_of<FEATURES>(job);
     e = (int)id;
-    if (!(FEATURES & PLAN_RARE)) {
+    if (!(FEATURES & PLAN_DROPS_OR_REPLICAS)) {
         if (e < 0) return EPIC_FATE_NONE;
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
@@ -243,10 +243,11 @@ template <int FEATURES>
 static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpState &op,
                                  uint8_t *memory)
 {
-    constexpr bool FLAT = FEATURES & PLAN_FLAT, RARE = FEATURES & PLAN_RARE;
+    constexpr bool FLAT = FEATURES & PLAN_FLAT,
+                   DROPS_OR_REPLICAS = FEATURES & PLAN_DROPS_OR_REPLICAS;
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    const bool replicated = RARE && job.layer.num_logical;
+    const bool replicated = DROPS_OR_REPLICAS && job.layer.num_logical;
     begin_planner<FEATURES>(p, job, memory);
     __syncthreads();
     if (replicated) read_replicas(p, job);
@@ -262,10 +263,10 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
     if (replicated && ok && threadIdx.x == 0) ok = compare_tables(p, job, op);
     ok = __syncthreads_and(ok);
     if (replicated && ok && !job.resolves) split_among_replicas(p, job);
-    if (RARE && ok && job.by_k) prepare_by_k(p, job);
+    if (DROPS_OR_REPLICAS && ok && job.by_k) prepare_by_k(p, job);
     ok = ok && decide_plan<FEATURES>(p, job, op);
     if (!ok) return false;
-    if (RARE && !FLAT && job.by_k)
+    if (DROPS_OR_REPLICAS && !FLAT && job.by_k)
         count_kept_before(p, job, [&](int expert) { return num_kept(p, job, expert); });
     if (FLAT)
         place_rows<FEATURES>(p, job, op);

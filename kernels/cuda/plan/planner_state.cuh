@@ -17,8 +17,9 @@
  *   split_tokens, TokenRange    which tokens each warp handles
  *   begin_planner               sets up the arrays, zeros the tallies, finds each expert's rank
  *
- * The planner is compiled separately for each value of FEATURES (PLAN_FLAT, PLAN_RARE). So
- * layers without replicas and without dropping do not pay for these features. */
+ * The planner is compiled separately for each value of FEATURES (PLAN_FLAT,
+ * PLAN_DROPS_OR_REPLICAS). So layers without replicas and without dropping do not pay for these
+ * features. */
 #ifndef EPIC_PLANNER_STATE_CUH
 #define EPIC_PLANNER_STATE_CUH
 
@@ -36,7 +37,7 @@
 enum { /* Bits of the template argument FEATURES: features that the layer uses. */
        /* the layer's layout is EPIC_FLAT */
        PLAN_FLAT = 1,
-       PLAN_RARE = 2 /* the layer has replicas or drops choices */
+       PLAN_DROPS_OR_REPLICAS = 2 /* the layer has replicas or drops choices */
 };
 
 /* The planner's state, in the shared memory of each planner CTA. begin_planner() points the
@@ -72,7 +73,8 @@ struct Planner {
      * belongs to the rank that owns the expert, so owner[e] is the owner of expert e. The tally
      * of the rows of rank q belongs to rank q. */
     uint8_t *owner;
-    uint8_t *rare_memory; /* memory after these arrays; only layers with PLAN_RARE use it */
+    /* memory after these arrays; only layers with PLAN_DROPS_OR_REPLICAS use it */
+    uint8_t *extra_memory;
     /* keep_limit[q]: how many choices each expert of rank q may keep at most. It is as large as
      * the slots of rank q allow. 2^31 - 1: no limit */
     int32_t keep_limit[DEVICE_MAX_RANKS];
@@ -130,7 +132,8 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
  * EPIC_BY_K, does not test job.by_k at run time. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
-    return FEATURES & PLAN_RARE ? num_choice_tallies(job) : (int)job.layer.num_experts;
+    return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
+                                             : (int)job.layer.num_experts;
 }
 
 /* Like num_tallies(), but FEATURES decides at compile time whether the layout is FLAT. */
@@ -171,7 +174,7 @@ static inline int planner_most_bytes(void)
 }
 
 /* Returns the bytes of dynamic shared memory that the planner needs for this job, without the
- * arrays that only layers with PLAN_RARE have. */
+ * arrays that only layers with PLAN_DROPS_OR_REPLICAS have. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
@@ -290,7 +293,7 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
         p.slab_start = p.load + tallies;
         p.tally = p.slab_start + tallies;
         p.owner = (uint8_t *)(p.tally + p.num_warps * tallies);
-        p.rare_memory = p.owner + (tallies + 15) / 16 * 16;
+        p.extra_memory = p.owner + (tallies + 15) / 16 * 16;
         p.bad_choice = p.bad_owner = p.bad_replica = NO_INDEX;
         p.table_hash = 0;
         p.bad_ranks = 0;

@@ -65,7 +65,7 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
     if (threadIdx.x == 0) {
-        p.logical_load = (int32_t *)p.rare_memory;
+        p.logical_load = (int32_t *)p.extra_memory;
         p.logical_of = (uint16_t *)(p.logical_load + experts);
         p.replica_index = p.logical_of + experts;
         p.replicas = p.replica_index + experts;

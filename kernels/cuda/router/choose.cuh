@@ -238,13 +238,13 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
 {
     const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
     uint32_t key = leads ? key_of(score) : KEY_NONE;
-    bool kept = false;
+    bool is_kept = false;
     for (int i = 0; i < topk_groups; i++) {
         const int winner = best_lane(key);
-        kept |= winner >> d.lane_bits == d.group();
+        is_kept |= winner >> d.lane_bits == d.group();
         if (winner == lane_id()) key = KEY_NONE;
     }
-    return kept;
+    return is_kept;
 }
 
 /* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
@@ -257,7 +257,7 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
 {
     const int first = min(d.groups, lane_id() * d.groups_per_lane);
     const int end = min(d.groups, first + d.groups_per_lane);
-    uint32_t kept = 0;
+    uint32_t kept_groups = 0;
     Owned<0> own;
     for (int g = first; g < end; g++) {
         float score = 0;
@@ -271,11 +271,11 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
     own.read(group_keys, first, end - first);
     for (uint32_t i = 0; i < r.topk_groups; i++) {
         const bool mine = best_lane(own.top()) == lane_id();
-        if (mine) kept |= 1u << (own.id() - first);
+        if (mine) kept_groups |= 1u << (own.id() - first);
         own.drop(mine);
     }
     for (int g = first; g < end; g++)
-        for (int i = 0; i < d.ids_per_group && !(kept >> (g - first) & 1); i++)
+        for (int i = 0; i < d.ids_per_group && !(kept_groups >> (g - first) & 1); i++)
             keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 

@@ -26,11 +26,11 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     Chosen<J> c = {(int)job.rows.router.top_k, {-1}};
     const int64_t id = job.has_int64_ids ? ((const int64_t *)job.token_ids)[token]
                                          : ((const int32_t *)job.token_ids)[token];
-    const bool known = id >= 0 && id < job.table_rows;
+    const bool has_row = id >= 0 && id < job.table_rows;
 #pragma unroll
     for (int j = 0; j < J; j++) {
         c.id[j] = -1;
-        if (known && c.exists(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
+        if (has_row && c.exists(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
