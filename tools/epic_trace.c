@@ -215,10 +215,10 @@ static int run_command(options *o)
     static const char *const with_file[] = {"draw", "export", "import", "chrome"};
     static const char *const without[] = {"show", "replay", "metrics"};
     static const char *const of_choices[] = {"replay", "export", "import", "chrome"};
-    bool known = false, wants = false;
+    bool is_known = false, wants = false;
     for (size_t i = 0; i < 4; i++) wants |= !strcmp(command, with_file[i]);
-    for (size_t i = 0; i < 3; i++) known |= !strcmp(command, without[i]);
-    if (!known && !wants) return print_usage("unknown command ", command);
+    for (size_t i = 0; i < 3; i++) is_known |= !strcmp(command, without[i]);
+    if (!is_known && !wants) return print_usage("unknown command ", command);
     if (o->num_words != (wants ? 3 : 2))
         return print_usage("wrong number of arguments for ", command);
 

@@ -64,8 +64,8 @@ static void check_length(const npy *a, const char *path, FILE *in, size_t size)
 {
     struct stat file;
     const long at = ftell(in);
-    const bool known = at >= 0 && fstat(fileno(in), &file) == 0;
-    const int64_t there = known ? (int64_t)(file.st_size - at) / (int64_t)size : 0;
+    const bool has_size = at >= 0 && fstat(fileno(in), &file) == 0;
+    const int64_t there = has_size ? (int64_t)(file.st_size - at) / (int64_t)size : 0;
     if (there < a->num)
         tool_fail("%s: it ends after %" PRId64 " of %" PRId64 " values", path, there, a->num);
 }
@@ -75,9 +75,9 @@ static void read_values(npy *out, const char *path, FILE *in, const char *type)
     static const char *const types[] = {"'|i1'", "'|u1'", "'<i1'", "'<u1'", "'<i2'",
                                         "'<u2'", "'<i4'", "'<u4'", "'<i8'", "'<u8'"};
     const size_t num_types = sizeof types / sizeof *types;
-    size_t known = 0;
-    while (known < num_types && strncmp(type, types[known], 5)) known++;
-    if (known == num_types)
+    size_t type_index = 0;
+    while (type_index < num_types && strncmp(type, types[type_index], 5)) type_index++;
+    if (type_index == num_types)
         tool_fail("%s: type %.*s: it must be little-endian integers", path,
                   (int)strcspn(type, ",}"), type);
     const bool is_signed = type[2] == 'i';

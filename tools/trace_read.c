@@ -294,7 +294,7 @@ void trace_need_choices(const trace *t, const char *what)
 /* Keeps the steps that the options select, in order. */
 static void select_steps(trace *t, const trace_choice *choice)
 {
-    int64_t kept = 0, seen = 0;
+    int64_t num_kept = 0, seen = 0;
     for (int64_t i = 0; i < t->num_steps; i++) {
         bool wanted = !choice->num_layers || i % choice->num_layers == choice->layer_index;
         if (wanted) {
@@ -303,12 +303,12 @@ static void select_steps(trace *t, const trace_choice *choice)
             seen++;
         }
         if (wanted)
-            t->steps[kept++] = t->steps[i];
+            t->steps[num_kept++] = t->steps[i];
         else
             free_step(&t->steps[i]);
     }
-    t->num_steps = kept;
-    for (int64_t i = 0; i < kept; i++)
+    t->num_steps = num_kept;
+    for (int64_t i = 0; i < num_kept; i++)
         if (t->steps[i].num_experts > t->num_experts) t->num_experts = t->steps[i].num_experts;
 }
 

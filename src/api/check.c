@@ -11,11 +11,11 @@
 
 /* Returns EPIC_EINVAL if `flags` has a bit that is not in `known`, the flags that the call
  * supports. */
-static epic_result check_flags(uint32_t flags, uint32_t known)
+static epic_result check_flags(uint32_t flags, uint32_t allowed)
 {
-    if (!(flags & ~known)) return EPIC_OK;
+    if (!(flags & ~allowed)) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "flags is 0x%x: must have no bits other than 0x%x", flags,
-                     known);
+                     allowed);
 }
 
 static epic_result check_reserved(uint32_t pad)

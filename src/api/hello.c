@@ -122,9 +122,9 @@ static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
-    uint64_t known = atomic_load(&library), chosen = random_uint64() | 1;
-    if (!known && atomic_compare_exchange_strong(&library, &known, chosen)) return chosen;
-    return known;
+    uint64_t current = atomic_load(&library), chosen = random_uint64() | 1;
+    if (!current && atomic_compare_exchange_strong(&library, &current, chosen)) return chosen;
+    return current;
 }
 
 epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_config *config)

@@ -41,9 +41,9 @@ epic_result sized_read(void *ours, const sized_type *type, const void *theirs, s
                 "%s has %zu bytes, of which this library knows %zu, and byte %zu is "
                 "not zero: it requests a feature of a newer library; update EPIC",
                 name, size, type->bytes, i);
-    const size_t known = size < type->bytes ? size : type->bytes;
-    memcpy(ours, theirs, known);
-    if (known < type->bytes) memset((unsigned char *)ours + known, 0, type->bytes - known);
+    const size_t copied = size < type->bytes ? size : type->bytes;
+    memcpy(ours, theirs, copied);
+    if (copied < type->bytes) memset((unsigned char *)ours + copied, 0, type->bytes - copied);
     return EPIC_OK;
 }
 

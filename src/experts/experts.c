@@ -177,11 +177,11 @@ static epic_result check_required(const required *arrays, int count, int64_t num
     return EPIC_OK;
 }
 
-static epic_result check_flags(uint32_t flags, uint32_t known)
+static epic_result check_flags(uint32_t flags, uint32_t allowed)
 {
-    if ((flags & ~known) != 0)
+    if ((flags & ~allowed) != 0)
         return epic_fail(EPIC_EINVAL, "flags is %u: it must have no bits except %u", flags,
-                         known);
+                         allowed);
     return EPIC_OK;
 }
 

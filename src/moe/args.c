@@ -278,7 +278,7 @@ static epic_result check_forced(const epic_moe_args *a)
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning)
 {
-    const uint32_t known = planning ? 0 : EPIC_PLANNED;
+    const uint32_t allowed = planning ? 0 : EPIC_PLANNED;
     const call_args c = {.moe = a->moe,
                          .weights = a->weights,
                          .x = a->x,
@@ -293,9 +293,9 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
     if (!planning) a->out.row_bytes = j->row_bytes;
     TRY(check_forced(a));
     TRY(moe_check_forward_arrays(j, a));
-    if (a->flags & ~known)
+    if (a->flags & ~allowed)
         return epic_fail(EPIC_EINVAL, "flags is 0x%x: it must have no bits except 0x%x",
-                         a->flags, known);
+                         a->flags, allowed);
     if (a->reserved)
         return epic_fail(EPIC_EINVAL, "reserved fields must be zero: one is %u", a->reserved);
     if (planning && j->capacity != EPIC_CAPACITY_EXACT)

@@ -174,17 +174,18 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     const struct {
         void *gradient;
         int64_t numbers;
-    } of_experts[] = {{g->w_gate_up, local * j->hidden * width},
-                      {g->w_down, local * inner * j->hidden},
-                      {g->b_gate_up, local * width},
-                      {g->b_down, local * j->hidden}};
+    } expert_gradients[] = {{g->w_gate_up, local * j->hidden * width},
+                            {g->w_down, local * inner * j->hidden},
+                            {g->b_gate_up, local * width},
+                            {g->b_down, local * j->hidden}};
     if (c->args->d_x.data) moe_zero_rows(j, &c->args->d_x);
     if (c->args->d_topk_weights_in && j->tokens)
         memset(c->args->d_topk_weights_in, 0, (size_t)(j->tokens * j->top_k * j->real_bytes));
     if (c->args->flags & EPIC_ACCUMULATE) return;
-    for (size_t i = 0; i < sizeof of_experts / sizeof *of_experts; i++)
-        if (of_experts[i].gradient)
-            memset(of_experts[i].gradient, 0, (size_t)(of_experts[i].numbers * j->real_bytes));
+    for (size_t i = 0; i < sizeof expert_gradients / sizeof *expert_gradients; i++)
+        if (expert_gradients[i].gradient)
+            memset(expert_gradients[i].gradient, 0,
+                   (size_t)(expert_gradients[i].numbers * j->real_bytes));
     memset(j->work.dense_grads, 0, (size_t)(j->num_dense_grads * j->real_bytes));
     store_dense_gradients(j, c);
 }

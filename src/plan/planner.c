@@ -138,8 +138,8 @@ static void count_needed_slots(planner *p)
     }
     for (uint32_t e = 0; e < h->layer.num_experts; e++) {
         const int32_t owner = p->owner[e],
-                      kept = min_int32(p->num_kept[e], p->keep_limit[owner]);
-        p->needed[owner] += round_up(kept, h->layer.alignment);
+                      num_kept = min_int32(p->num_kept[e], p->keep_limit[owner]);
+        p->needed[owner] += round_up(num_kept, h->layer.alignment);
     }
 }
 

@@ -67,16 +67,16 @@ static int32_t *read_trace(routing *r, FILE *file)
     char *line = NULL;
     size_t room = 0;
     int32_t *ids = NULL;
-    int64_t count = 0, kept = 0;
+    int64_t count = 0, capacity = 0;
     bool good = true;
     r->num_traced = 0;
     while (good && getline(&line, &room, file) >= 0) {
         int k = 0;
         char *at = line, *end;
         for (long id; (id = strtol(at, &end, 10), end != at); at = end, k++) {
-            if (count == kept) {
-                kept = kept ? 2 * kept : 4096;
-                int32_t *more = realloc(ids, (size_t)kept * sizeof *ids);
+            if (count == capacity) {
+                capacity = capacity ? 2 * capacity : 4096;
+                int32_t *more = realloc(ids, (size_t)capacity * sizeof *ids);
                 if (!more) break;
                 ids = more;
             }

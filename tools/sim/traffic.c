@@ -55,9 +55,9 @@ static void make_weights(counting *c)
     for (int64_t i = 0; i < n; i++) c->order[i] = (int32_t)i;
     for (int64_t i = n - 1; i > 0; i--) {
         const int64_t j = (int64_t)(next_random(c) % (uint64_t)(i + 1));
-        const int32_t kept = c->order[i];
+        const int32_t expert = c->order[i];
         c->order[i] = c->order[j];
-        c->order[j] = kept;
+        c->order[j] = expert;
     }
     for (int64_t i = 0; i < n; i++) c->below[i] = sum += pow((double)(i + 1), -c->r->skew);
     for (int64_t i = 0; i < n; i++) c->below[i] /= sum;

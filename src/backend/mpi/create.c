@@ -20,7 +20,7 @@
  * thread that calls MPI_Comm_create_group. */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
-    MPI_Comm parent, made;
+    MPI_Comm parent, comm;
     MPI_Group ranks;
     int tag, code;
     bool done, is_abandoned;
@@ -37,7 +37,7 @@ static void free_creation(creation *c)
 static void *run_creation(void *self)
 {
     creation *c = self;
-    const int code = MPI_Comm_create_group(c->parent, c->ranks, c->tag, &c->made);
+    const int code = MPI_Comm_create_group(c->parent, c->ranks, c->tag, &c->comm);
     pthread_mutex_lock(&c->mutex);
     c->code = code;
     c->done = true;
@@ -98,7 +98,7 @@ epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int
     pthread_t thread;
     creation *c = calloc(1, sizeof *c);
     if (!c) return epic_fail(EPIC_ENOMEM, "no memory for a communicator");
-    *c = (creation){.parent = parent, .made = MPI_COMM_NULL, .ranks = ranks, .tag = tag};
+    *c = (creation){.parent = parent, .comm = MPI_COMM_NULL, .ranks = ranks, .tag = tag};
     pthread_mutex_init(&c->mutex, NULL);
     if (runtime_mutex() || thread_start(&thread, run_creation, c) != 0) {
         run_creation(c);
@@ -111,7 +111,7 @@ epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int
         }
         pthread_join(thread, NULL);
     }
-    group->comm = c->made;
+    group->comm = c->comm;
     const int code = c->code;
     free_creation(c);
     return code == MPI_SUCCESS ? EPIC_OK : runtime_fail(code, "MPI_Comm_create_group");

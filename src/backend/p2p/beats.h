@@ -24,9 +24,9 @@ typedef struct p2p_beats {
  * this function. The loop sets b->timeout_ms to the minimum of all time limits so far. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
-    uint32_t known = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
-    while ((!known || timeout_ms < known) &&
-           !__atomic_compare_exchange_n(&b->timeout_ms, &known, timeout_ms, true,
+    uint32_t current = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
+    while ((!current || timeout_ms < current) &&
+           !__atomic_compare_exchange_n(&b->timeout_ms, &current, timeout_ms, true,
                                         __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         continue;
 }

@@ -448,7 +448,7 @@ epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t
     return p2p_cuda(error, "reading the counts of a plan");
 }
 
-epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n)
+epic_result p2p_sum_trees(epic_group *group, epic_stream stream, float *values, int64_t n)
 {
     (void)group;
     return p2p_cuda(p2p_launch_trees(values, n, (cudaStream_t)stream),
@@ -466,8 +466,8 @@ epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float 
                     "launching the layer's losses");
 }
 
-epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
-                            const epic_moe_backward_args *args)
+epic_result p2p_read_d_losses(epic_group *group, epic_stream stream, float *d_losses,
+                              const epic_moe_backward_args *args)
 {
     (void)group;
     const p2p_loss_gradients_job job = {args->d_loss, args->d_balance_loss, args->d_z_loss,

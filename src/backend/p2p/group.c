@@ -157,15 +157,15 @@ const uint64_t *p2p_gone(epic_group *g)
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
 {
     struct cudaPointerAttributes where;
-    const bool known =
+    const bool is_on_device =
         cudaPointerGetAttributes(&where, from) == cudaSuccess &&
         (where.type == cudaMemoryTypeDevice || where.type == cudaMemoryTypeManaged);
-    if (known)
+    if (is_on_device)
         *good = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, cudaStreamPerThread) ==
                     cudaSuccess &&
                 cudaStreamSynchronize(cudaStreamPerThread) == cudaSuccess;
     (void)cudaGetLastError();
-    return known;
+    return is_on_device;
 }
 
 /* Allocates memory on the group's device (p2p.h). The calling thread may have another current

@@ -249,15 +249,15 @@ epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
 /* Adds the outputs of the shared expert and of the zero-experts to the rows that combine has
  * written. The sums are the rows of the layer's output. */
-epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
-                       const layer_rows *rows);
+epic_result p2p_add_local_rows(epic_group *group, epic_stream stream,
+                               const layer_tokens *tokens, const layer_rows *rows);
 /* Launches a kernel that checks that the plan has at most num_local local experts on each rank.
  * If one has more, the kernel reports a data error. */
 epic_result p2p_check_plan_fits(epic_group *group, const epic_plan_args *args,
                                 uint32_t num_local);
 /* Sums each of the two rows of values [2, n] in the order of a binary tree; n is a power of
  * two. Writes the two sums to values[0] and values[1]. */
-epic_result p2p_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
+epic_result p2p_sum_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
 /* Writes losses [2] (balance loss, z-loss) and their sum to the caller's arguments that are not
  * NULL. `losses` NULL stands for zeros. */
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
@@ -265,8 +265,8 @@ epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float 
 /* Computes the gradients of the two losses from the caller's gradients: d_losses [2] =
  * {d_balance_loss + d_loss, d_z_loss + d_loss}. d_loss is the gradient of the sum of both
  * losses. A NULL pointer stands for 1 if it is d_loss, otherwise for 0. */
-epic_result p2p_take_losses(epic_group *group, epic_stream stream, float *d_losses,
-                            const epic_moe_backward_args *args);
+epic_result p2p_read_d_losses(epic_group *group, epic_stream stream, float *d_losses,
+                              const epic_moe_backward_args *args);
 
 extern const epic_ops p2p_ops;
 extern EPIC_API const epic_backend epic_backend_p2p, epic_backend_hosts;

@@ -64,8 +64,8 @@ epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_
                     "launching the zero-experts' gradients");
 }
 
-epic_result p2p_finish(epic_group *group, epic_stream stream, const layer_tokens *tokens,
-                       const layer_rows *rows)
+epic_result p2p_add_local_rows(epic_group *group, epic_stream stream,
+                               const layer_tokens *tokens, const layer_rows *rows)
 {
     return p2p_cuda(p2p_launch_finish(tokens, rows, group->device_sms, stream_of(stream)),
                     "launching the sums of the layer's rows");

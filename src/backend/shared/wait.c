@@ -88,12 +88,12 @@ static bool find_core_per_rank(const epic_group *g)
 /* Like find_core_per_rank(), but computes the result only once. */
 static bool has_core_per_rank(epic_group *g)
 {
-    int known = load_relaxed(&g->core_per_rank);
-    if (!known) {
-        known = 1 + find_core_per_rank(g);
-        store_relaxed(&g->core_per_rank, known);
+    int core_per_rank = load_relaxed(&g->core_per_rank);
+    if (!core_per_rank) {
+        core_per_rank = 1 + find_core_per_rank(g);
+        store_relaxed(&g->core_per_rank, core_per_rank);
     }
-    return known == 2;
+    return core_per_rank == 2;
 }
 
 /* Polls the futex for up to SPIN_NS before the thread sleeps. Returns true if a peer has set
