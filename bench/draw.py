@@ -38,8 +38,8 @@ def compared(rows: list[Row]) -> dict[tuple[Any, ...], dict[str, Row]]:
     cases: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         ways = cases.setdefault(case_of(row), {})
-        known = ways.get(row["way"])
-        if known is None or row["median_us"] < known["median_us"]:
+        fastest = ways.get(row["way"])
+        if fastest is None or row["median_us"] < fastest["median_us"]:
             ways[row["way"]] = row
     found = {case: ways for case, ways in cases.items() if "MPI strong" in ways}
     return dict(

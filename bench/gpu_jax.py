@@ -264,19 +264,19 @@ def soak(args: argparse.Namespace) -> None:
             )
             place = NamedSharding(mesh, spec)
             params = {n: jax.device_put(v, place) for n, v in start.items()}
-            kept, begin = [], 0.0
+            series, begin = [], 0.0
             for i in range(args.steps):
                 params, loss = run(params, x, y, ids)
                 if i % 50 == 49:
-                    kept.append(float(loss))
+                    series.append(float(loss))
                     epic.jax.check(group)
                     # start the clock after compilation and the first step
                     begin = begin or time.perf_counter()
-            losses.append(kept)
+            losses.append(series)
             print(
                 f"soak, {ranks} GPUs, command buffers {'on' if graphs else 'off'}: {args.steps} "
                 f"steps, {(time.perf_counter() - begin) / (args.steps - 50) * 1e3:.2f} ms each, "
-                f"loss {kept[0]:.6f} to {kept[-1]:.6f}",
+                f"loss {series[0]:.6f} to {series[-1]:.6f}",
                 flush=True,
             )
     if losses[0] != losses[1] or losses[0][-1] >= losses[0][0]:

@@ -208,8 +208,8 @@ def capacity_layer(s: Sizes, most: int) -> Step:
     def layer(x: Any, w: Any) -> Any:
         scores = jax.nn.softmax(x.astype(jnp.float32) @ w["w_gate"])
         weights, ids = jax.lax.top_k(scores, s.top_k)
-        place, kept = places_of(s, most, ids)
-        at = jnp.where(kept, ids.reshape(-1) * most + place, s.experts * most)
+        place, is_kept = places_of(s, most, ids)
+        at = jnp.where(is_kept, ids.reshape(-1) * most + place, s.experts * most)
         rows = jnp.repeat(x, s.top_k, axis=0)
         blocks = jnp.zeros((s.experts * most, s.hidden), x.dtype).at[at].set(rows, mode="drop")
         recv = exchanged(blocks.reshape(s.ranks, s.local, most, s.hidden))
@@ -218,7 +218,7 @@ def capacity_layer(s: Sizes, most: int) -> Step:
         y = jnp.einsum("eni,eih->enh", jax.nn.silu(gate) * up, w["w_down"])
         y = y.reshape(s.local, s.ranks, most, s.hidden).transpose(1, 0, 2, 3)
         home = exchanged(y).reshape(s.experts * most, s.hidden)
-        rows = jnp.where(kept[:, None], home[jnp.where(kept, at, 0)], 0)
+        rows = jnp.where(is_kept[:, None], home[jnp.where(is_kept, at, 0)], 0)
         rows = rows.reshape(s.tokens, s.top_k, s.hidden).astype(jnp.float32)
         return (rows * weights[..., None]).sum(axis=1).astype(x.dtype)
 

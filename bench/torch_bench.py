@@ -261,11 +261,11 @@ def captured(run: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        kept = run()
+        result = run()
 
     def replay() -> Any:
         graph.replay()
-        return kept
+        return result
 
     return replay
 
@@ -467,8 +467,8 @@ def report(
     for name, step in steps.items():
         runs = {name: [forward(step, x, w), both(step, x, w, ct)]}
         if name == "EPIC" and args.cuda_graph:
-            made = attempt(rank, partial(list, map(captured, runs[name])))
-            runs |= {"EPIC, CUDA graph": made} if made else {}
+            graphs = attempt(rank, partial(list, map(captured, runs[name])))
+            runs |= {"EPIC, CUDA graph": graphs} if graphs else {}
         for what, pair in runs.items():
             attempt(rank, partial(table.line, what, pair))
     if args.profile:

@@ -55,8 +55,8 @@ class Step:
             self.x = self.x.bfloat16()
         chosen = torch.rand(args.tokens, args.experts, device=group.device).topk(args.top_k)
         self.ids, self.w = chosen.indices.int(), chosen.values
-        made = epic.torch.plan_dispatch(group, self.layer, self.ids, self.x, self.w)
-        self.plan, self.recv, self.slot = made
+        outputs = epic.torch.plan_dispatch(group, self.layer, self.ids, self.x, self.w)
+        self.plan, self.recv, self.slot = outputs
 
     def functions(self) -> Calls:
         """Return the calls as a program makes them."""

@@ -93,14 +93,14 @@ def run_rank(args: argparse.Namespace, way: str, rank: int, ranks: int, turn: An
                     epic.torch.replace_moe(model, group)
             seconds = time.monotonic() - start
             resident = memory("VmHWM")
-        kept = sum(p.nbytes for p in model.parameters())
+        parameter_bytes = sum(p.nbytes for p in model.parameters())
         ids = torch.arange(16).reshape(1, 16)
         with torch.no_grad():
             total = model(ids, use_cache=False).logits.double().sum().item()
         print(
             f"{way:6s} rank {rank} of {ranks}: resident "
             f"{(resident - peak.first_resident) / MB:6.0f} MB, private "
-            f"{(peak.most - peak.first) / MB:6.0f} MB, parameters {kept / MB:6.0f} MB, "
+            f"{(peak.most - peak.first) / MB:6.0f} MB, parameters {parameter_bytes / MB:6.0f} MB, "
             f"{seconds:5.1f} s, sum of logits {total:.6f}",
             flush=True,
         )

@@ -122,16 +122,16 @@ def parameters(local: int, hidden: int, inner: int, experts: int, biased: bool) 
     def make(*shape: int, kind: Any = torch.bfloat16) -> Any:
         return (torch.randn(*shape, device="cuda") * 0.02).to(kind).requires_grad_()
 
-    made = {
+    weights = {
         "w_gate": make(hidden, experts, kind=torch.float32),
         "w_gate_up": make(local, hidden, 2 * inner),
         "w_down": make(local, inner, hidden),
     }
     if biased:
-        made["b_gate"] = make(experts, kind=torch.float32)
-        made["b_gate_up"] = make(local, 2 * inner)
-        made["b_down"] = make(local, hidden)
-    return epic.torch.MoeWeights(**made)
+        weights["b_gate"] = make(experts, kind=torch.float32)
+        weights["b_gate_up"] = make(local, 2 * inner)
+        weights["b_down"] = make(local, hidden)
+    return epic.torch.MoeWeights(**weights)
 
 
 @torch.compile

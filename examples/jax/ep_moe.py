@@ -82,19 +82,19 @@ def numpy_layer(sizes: Sizes, w: Params, x: Any) -> tuple[Any, Callable[[Any], A
     p = np.exp(z - z.max(axis=1, keepdims=True))
     p /= p.sum(axis=1, keepdims=True)
     ids = np.argsort(-z, axis=1, kind="stable")[:, : sizes.top_k]
-    out, kept = np.zeros_like(x), []
+    out, saved = np.zeros_like(x), []
     for e in range(sizes.experts):
         t = np.nonzero((ids == e).any(axis=1))[0]
         gate, up = np.split(x[t] @ w["w_gate_up"][e], 2, axis=1)
         s = 1 / (1 + np.exp(-gate))
         y = (gate * s * up) @ w["w_down"][e]
         out[t] += p[t, e][:, None] * y
-        kept.append((t, gate, up, s, y))
+        saved.append((t, gate, up, s, y))
 
     def pull(d_out: Any) -> Any:
         d_x, d_p = np.zeros_like(x), np.zeros_like(p)
         d = {name: np.zeros_like(v) for name, v in w.items()}
-        for e, (t, gate, up, s, y) in enumerate(kept):
+        for e, (t, gate, up, s, y) in enumerate(saved):
             d_p[t, e] = (d_out[t] * y).sum(axis=1)
             d_y = p[t, e][:, None] * d_out[t]
             d["w_down"][e] = (gate * s * up).T @ d_y

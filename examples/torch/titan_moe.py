@@ -68,10 +68,10 @@ def make_layer(mesh: DeviceMesh, overrides: list[Any]) -> MoE:
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             shape = list(parameter.shape)
-            of_experts = "inner_experts" in name
-            shape[0] *= mesh.size() if of_experts else 1
+            is_expert_weight = "inner_experts" in name
+            shape[0] *= mesh.size() if is_expert_weight else 1
             drawn = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
-            first = mesh.get_local_rank() * local if of_experts else 0
+            first = mesh.get_local_rank() * local if is_expert_weight else 0
             parameter.copy_(drawn[first : first + parameter.shape[0]])
     layer.routed_experts.token_dispatcher.wire_meshes(ep_mesh=mesh)
     return layer

@@ -317,11 +317,11 @@ def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
 
     config: the sizes of the group. The function sets its field backend.
     """
-    wanted, kept = moe_struct(options)
+    wanted, references = moe_struct(options)
     sizes = MemoryInfo()
     config.backend = PLACES[on_gpu]
     check(core().epic_moe_memory_v1(None, *sized(config, wanted, sizes)))
-    del kept
+    del references
     return sizes
 
 

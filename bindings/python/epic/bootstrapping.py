@@ -52,12 +52,12 @@ class Bootstrap:
 
     Args:
         struct: The epic_bootstrap.
-        *kept: Objects that must live as long as the bootstrap.
+        *keep_alive: Objects that must live as long as the bootstrap.
     """
 
-    def __init__(self, struct: ctypes.Structure, *kept: Any) -> None:
+    def __init__(self, struct: ctypes.Structure, *keep_alive: Any) -> None:
         self.struct = struct
-        self.kept = kept
+        self.keep_alive = keep_alive
         self.error: Exception | None = None
         # A function that another thread calls to end the wait of the bootstrap early.
         self.leave: Callable[[], None] = lambda: None
@@ -159,7 +159,7 @@ def by_exchange(exchange: Exchange, rank: int, num_ranks: int) -> Bootstrap:
         return 0
 
     struct.gather = _native.GATHER(gather)
-    bootstrap.kept = (struct.gather,)
+    bootstrap.keep_alive = (struct.gather,)
     bootstrap.leave = getattr(exchange, "leave", bootstrap.leave)
     return bootstrap
 
@@ -233,7 +233,7 @@ class Opener:
             self.close_one(self.context)
 
 
-def made(make: Callable[[], Bootstrap]) -> Bootstrap:
+def run_in_thread(make: Callable[[], Bootstrap]) -> Bootstrap:
     """Return the bootstrap that make() returns.
 
     Calls make() in a thread, so that an interrupt can end the wait for it.

@@ -38,7 +38,7 @@ def main_is_alive(library: ctypes.CDLL) -> bool:
     """
     flag = ctypes.c_int()
     call = ctypes.cast(library.epic_main_is_alive, ctypes.c_void_p)
-    kept.append(flag)  # Python may make the pending call after GRACE, so keep its argument
+    pending_flags.append(flag)  # Python may make the pending call after GRACE, so keep its argument
     if ctypes.pythonapi.Py_AddPendingCall(call, ctypes.byref(flag)):
         return True
     end = time.monotonic() + GRACE
@@ -47,7 +47,7 @@ def main_is_alive(library: ctypes.CDLL) -> bool:
     return bool(flag.value)
 
 
-kept: list[ctypes.c_int] = []  # arguments of pending calls
+pending_flags: list[ctypes.c_int] = []  # arguments of pending calls
 
 
 def watch(library: ctypes.CDLL, pipe: int, abort: Abort) -> None:

@@ -134,14 +134,14 @@ def intern_options(kind: str, *values: Any) -> str:
         kind: Name of the class of the options.
         *values: The fields. A field that is an options object is passed as its key.
     """
-    made: Any = object.__new__(KINDS[kind])
+    options: Any = object.__new__(KINDS[kind])
     for name, value in zip(field_names(KINDS[kind]), values, strict=True):
         part = options_by_key.get(value) if isinstance(value, str) else None
-        object.__setattr__(made, name, part or value)
-    made.check()
-    object.__setattr__(made, "key", repr(made))
-    options_by_key[made.key] = made
-    return str(made.key)
+        object.__setattr__(options, name, part or value)
+    options.check()
+    object.__setattr__(options, "key", repr(options))
+    options_by_key[options.key] = options
+    return str(options.key)
 
 
 class Keyed:

@@ -38,11 +38,11 @@ def init_replicas(init: Initializer, logical_of_expert: tuple[int, ...] | None) 
     if logical_of_expert is None:
         return init
 
-    def made(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
+    def init_equal(key: Any, shape: tuple[int, ...], dtype: Any) -> Any:
         logical = init(key, (max(logical_of_expert) + 1, *shape[1:]), dtype)
         return jnp.take(logical, np.array(logical_of_expert), axis=0)
 
-    return made
+    return init_equal
 
 
 @dataclass(frozen=True)
@@ -133,16 +133,16 @@ def parameter_sharding(mesh: Mesh, names: Names, rules: Rules) -> NamedSharding:
         rules: pairs of a logical axis and mesh axes.
 
     """
-    known: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
+    axes_of_name: dict[str, Any] = {axis: axis for axis in mesh.axis_names} | dict(reversed(rules))
     taken: set[str] = set()
     parts: list[tuple[str, ...] | None] = []
     for name in names:
-        if name is not None and name not in known:
+        if name is not None and name not in axes_of_name:
             raise EpicArgumentError(
                 f"axis of a parameter is {name!r}: must be an axis of the mesh, or have a logical "
                 "axis rule"
             )
-        axes = known.get(name) if name else None
+        axes = axes_of_name.get(name) if name else None
         axes = (axes,) if isinstance(axes, str) else axes or ()
         parts.append(tuple(a for a in axes if a in mesh.axis_names and a not in taken) or None)
         taken |= set(parts[-1] or ())

@@ -170,8 +170,8 @@ def choose(
     """
     if forced_weights is not None:
         return forced, forced_weights
-    known = None if forced is None else jnp.where(forced < logits.shape[1], forced, -1)
-    chosen, w = routing.route(options.router, logits, bias=bias, forced=known, **ids)
+    valid_ids = None if forced is None else jnp.where(forced < logits.shape[1], forced, -1)
+    chosen, w = routing.route(options.router, logits, bias=bias, forced=valid_ids, **ids)
     return (chosen if forced is None else forced), w
 
 
@@ -222,8 +222,8 @@ def compose_layer(
     y = apply_experts(group, options.experts, gemm, recv, rows, mine, early, limit)
     out = steps.combine(plan, y, slot if late else None)
     if options.router.zero_experts:
-        kept = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
-        out = (out + x * kept).astype(x.dtype)
+        zero_weight = jnp.where(zero, w, 0).sum(axis=1, keepdims=True)
+        out = (out + x * zero_weight).astype(x.dtype)
     if options.shared is not None:
         whole = jnp.full((1,), x.shape[0], jnp.int32)
         dense = None if gemm is None else dense_gemm

@@ -239,9 +239,9 @@ def run_experts_forward(
     return static.finished(y, counts[0]), (counts, x, slot_weights, weights, saved)
 
 
-def run_experts_backward(static: ExpertsStatic, kept: Any, d_y: Any) -> tuple[Any, ...]:
+def run_experts_backward(static: ExpertsStatic, residuals: Any, d_y: Any) -> tuple[Any, ...]:
     """Run the backward call; return each weight's gradient in the dtype of the weight."""
-    counts, x, slot_weights, weights, saved = kept
+    counts, x, slot_weights, weights, saved = residuals
     given = weights
     if static.options.weight_type == "e4m3":
         given = e4m3.weights_for_backward(x, weights)

@@ -50,9 +50,9 @@ def mosaic_gemm_forward(x: Any, w: Any, sizes: Any) -> tuple[Any, Any]:
     return mosaic_gemm(x, w, sizes), (x, w, sizes)
 
 
-def mosaic_gemm_backward(kept: Any, d_y: Any) -> tuple[Any, ...]:
+def mosaic_gemm_backward(residuals: Any, d_y: Any) -> tuple[Any, ...]:
     """Return d_x = d_y w^T and d_w = x^T d_y, slab by slab."""
-    x, w, sizes = kept
+    x, w, sizes = residuals
     d_x = with_varying_axes(load_slab_kernels().weights_transposed, d_y, w, sizes)
     return (
         d_x,

@@ -228,7 +228,7 @@ def bootstrap_over_mpi(
     alone = not has_mesh and bootstrap is None
     if native is None or (not alone and bootstrapping.address_of(native) is not None):
         return None
-    world = bootstrapping.made(
+    world = bootstrapping.run_in_thread(
         partial(bootstrapping.by_mpi, bootstrapping.address_of(native), timeout_ms)
     )
     if alone:

@@ -145,8 +145,8 @@ def run_layer_forward(
     out = call_handler("moe", results, operands, static.group, **static.attributes())
     saved_here = out[7]
     record = make_record(static, x, saved_here, ints[NUM_TABLES])
-    kept = (x, weights, forced_weights, ints, saved_here)
-    return (*out[:5], record, *out[5:7]), kept
+    residuals = (x, weights, forced_weights, ints, saved_here)
+    return (*out[:5], record, *out[5:7]), residuals
 
 
 def replace_experts(weights: MoeWeights, given: Sequence[Any]) -> MoeWeights:
@@ -184,17 +184,19 @@ def gradient_dtypes(static: LayerStatic, x: Any, weights: MoeWeights) -> dict[st
     gradients of experts have the dtype of the rows, if the weights have it too.  With replicas they
     are float32, because they are summed over replicas first.
     """
-    of_experts = wide_dtype(x)
+    expert_dtype = wide_dtype(x)
     if not static.options.layer.num_logical:
-        of_experts = gradient_dtype(static.group.platform, x, weights.w_gate_up)
-    return {n: of_experts if n in placement.EXPERT_WEIGHTS else wide_dtype(x) for n in WEIGHT_ORDER}
+        expert_dtype = gradient_dtype(static.group.platform, x, weights.w_gate_up)
+    return {
+        n: expert_dtype if n in placement.EXPERT_WEIGHTS else wide_dtype(x) for n in WEIGHT_ORDER
+    }
 
 
 def run_layer_backward(
-    static: LayerStatic, kept: Any, gradients: tuple[Any, ...]
+    static: LayerStatic, residuals: Any, gradients: tuple[Any, ...]
 ) -> tuple[Any, ...]:
     """Run the backward call; return each gradient in the dtype of its weight."""
-    x, weights, forced_weights, ints, saved = kept
+    x, weights, forced_weights, ints, saved = residuals
     given = weights
     if static.options.experts.weight_type == "e4m3":
         given = replace_experts(weights, e4m3.weights_for_backward(x, expert_weights_of(weights)))

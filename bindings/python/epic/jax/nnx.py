@@ -104,7 +104,7 @@ class MoEBlock(nnx.Module):
         self.names = tuple(wanted)
         rules = get_logical_axis_rules() or logical_rules(group, fsdp_axes, tensor_axis)
 
-        def made(kind: Any, value: Any, names: block.Names) -> Any:
+        def make_variable(kind: Any, value: Any, names: block.Names) -> Any:
             """Return a variable in its sharding.
 
             nnx itself raises an error for rules that contain a mesh axis twice.
@@ -115,10 +115,10 @@ class MoEBlock(nnx.Module):
 
         for name, spec in wanted.items():
             value = spec.init(rngs.params(), spec.shape, param_dtype)
-            setattr(self, name, made(nnx.Param, value, spec.names))
+            setattr(self, name, make_variable(nnx.Param, value, spec.names))
         if bias_rate:
             zeros = jnp.zeros(options.layer.num_ids, jnp.float32)
-            self.expert_bias = made(ExpertBias, zeros, (None,))
+            self.expert_bias = make_variable(ExpertBias, zeros, (None,))
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """Set `deterministic`: whether the router's bias stays unchanged.

@@ -455,15 +455,15 @@ def experts(
     named = {"rows": rows, "expert_rows": expert_rows, "expert_tokens": expert_tokens}
     for name, x in {**named, "slot_weights": slot_weights}.items():
         check_divisible(mesh, name, x, own)
-    of_experts = P(group.axes)
+    expert_spec = P(group.axes)
     for name, w in weights._asdict().items():
-        check_divisible(mesh, name, w, of_experts)
+        check_divisible(mesh, name, w, expert_spec)
 
     def local(rows: Any, counts: tuple[Any, Any], weights: Any, slot_weights: Any) -> Any:
         how: dict[str, Any] = {"group": group, "max_sms": max_sms}
         return mlp.experts(options, rows, counts[0], counts[1], weights, slot_weights, **how)
 
-    run = map_over_mesh(mesh, local, (own, own, of_experts, own), own)
+    run = map_over_mesh(mesh, local, (own, own, expert_spec, own), own)
     return run(rows, (expert_rows, expert_tokens), weights, slot_weights)
 
 

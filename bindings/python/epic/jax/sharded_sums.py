@@ -57,10 +57,10 @@ def sum(
         given = axes_of_spec(given)
     _, axes = token_spec(mesh, group, given, x.ndim + 1)
     check_divisible(mesh, "x", x, P(axes))
-    kept = tuple(axis for axis in axes if axis not in group.axes)
+    other_axes = tuple(axis for axis in axes if axis not in group.axes)
     run = partial(sums.sum, group, **more)
     # All ranks of a group have the same sum, which JAX cannot see.
-    return map_over_mesh(mesh, run, P(axes), P(kept), check=False)(x)
+    return map_over_mesh(mesh, run, P(axes), P(other_axes), check=False)(x)
 
 
 def sum_replicas(mesh: Mesh, plan: steps.Plan, x: Any) -> Any:

@@ -507,8 +507,8 @@ def combine_rows(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tup
 def combine_forward(spec: PlanSpec, data: Any, rows: Any, slot_weights: Any) -> tuple[Any, Any]:
     """Save the plan and the weights, and the rows only if there are weights."""
     out = combine_rows.fun(spec, data, rows, slot_weights)
-    kept = None if slot_weights is None else rows
-    return out, (data, kept, slot_weights, gradient_deps(spec.group, out[1]))
+    saved_rows = None if slot_weights is None else rows
+    return out, (data, saved_rows, slot_weights, gradient_deps(spec.group, out[1]))
 
 
 def combine_backward(spec: PlanSpec, saved: tuple[Any, ...], gradients: Any) -> tuple[Any, ...]:

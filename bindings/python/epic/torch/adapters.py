@@ -92,25 +92,25 @@ def copy_wrapper(wrapper: Any, target: nn.Module, name: str, factors: Factors) -
         name: Name of the parameter in the other module.
         factors: The factors for this parameter, as read_factors returns them.
     """
-    made = copy.deepcopy(wrapper, {id(wrapper.base_layer): target})
-    made.parameter_name = name
-    shape = made.get_param().shape
-    made.out_features, made.in_features = shape[-2:]
+    new = copy.deepcopy(wrapper, {id(wrapper.base_layer): target})
+    new.parameter_name = name
+    shape = new.get_param().shape
+    new.out_features, new.in_features = shape[-2:]
     if len(shape) == 3:
-        made.num_experts = shape[0]
-        made._did_swap_in_out_features = not getattr(unwrapped(target), "is_transposed", False)
-        if not is_swapped(made):
-            made.in_features, made.out_features = shape[-2:]
+        new.num_experts = shape[0]
+        new._did_swap_in_out_features = not getattr(unwrapped(target), "is_transposed", False)
+        if not is_swapped(new):
+            new.in_features, new.out_features = shape[-2:]
     for adapter, (left, right) in factors.items():
-        if len(shape) == 3 and not is_swapped(made):
+        if len(shape) == 3 and not is_swapped(new):
             left, right = right.mT, left.mT
         values = (right.flatten(0, 1), left.permute(1, 2, 0).flatten(1))
-        linears = (made.lora_A[adapter], made.lora_B[adapter])
+        linears = (new.lora_A[adapter], new.lora_B[adapter])
         for linear, value in zip(linears, values, strict=True):
-            kept = nn.Parameter(value.contiguous(), linear.weight.requires_grad)
-            linear.weight = kept
+            parameter = nn.Parameter(value.contiguous(), linear.weight.requires_grad)
+            linear.weight = parameter
             linear.out_features, linear.in_features = value.shape
-    return made
+    return new
 
 
 def adapt_layer(layer: nn.Module, block: nn.Module, family: Family, group: Group) -> nn.Module:

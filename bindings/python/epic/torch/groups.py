@@ -372,7 +372,7 @@ class Group:
             torch.zeros(1, dtype=torch.int32, device=self.device) for _ in range(2)
         )
         self.windows: list[torch.Tensor] = []  # keeps the memory of windows until close()
-        self.kept: dict[Any, Any] = {}  # results of facts() and remember()
+        self.cached: dict[Any, Any] = {}  # results of facts() and remember()
         self.layers: list[int] = []  # numbers of the layers that the library has for this group
         index = self.device.index or 0
         kind = CUDA if self.device.type == "cuda" else CPU
@@ -439,7 +439,7 @@ class Group:
 
         layer: key of the Layer in options_by_key.
         """
-        found = self.kept.get(layer)
+        found = self.cached.get(layer)
         if found is None:
             config, options = self.config(), options_by_key[layer]
             size = -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16
@@ -456,7 +456,7 @@ class Group:
             KEPT_LAYERS[number] = (bound, size, local, options.num_experts, options.num_logical)
             self.layers.append(number)
             found = (size, bound, local, words, number, self.number)
-            self.kept[layer] = found
+            self.cached[layer] = found
         return found
 
     @assume_constant_result
@@ -467,9 +467,9 @@ class Group:
         accepts a Group as `self` of a method, but not as an argument of a function.
         """
         entry = (compute, *key)
-        found = self.kept.get(entry)
+        found = self.cached.get(entry)
         if found is None:
-            found = self.kept[entry] = compute(self, *key)
+            found = self.cached[entry] = compute(self, *key)
         return found
 
     def plan_bytes(self, layer: Layer) -> int:
@@ -599,9 +599,9 @@ def shared_group(
                     "this process group share; close() that group first"
                 )
         return found
-    made = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
-    shared_groups[process_group] = made, options
-    return made
+    group = Group(process_group, max_tokens=max_tokens, max_row_bytes=max_row_bytes, **options)
+    shared_groups[process_group] = group, options
+    return group
 
 
 def abort_all(why: str) -> None:

@@ -506,8 +506,10 @@ def fill_layers(
                 "modules of the model that it was called with"
             )
         fill = make_fill(model, group, checkpoint, names, kinds, prefixes[id(block)], block)
-        made = Block(make_layer(block, group, grouped_mm, fill=fill, invariant=invariant), block)
-        setattr(parent, name, made.train(block.training))
+        new_block = Block(
+            make_layer(block, group, grouped_mm, fill=fill, invariant=invariant), block
+        )
+        setattr(parent, name, new_block.train(block.training))
         checkpoint.close()
     return whole
 
@@ -537,10 +539,10 @@ def make_fill(
     """
     family = family_of(block)
 
-    def fill(key: str, kept: Tensor) -> None:
+    def fill(key: str, weights: Tensor) -> None:
         target = f"{prefix}.{family.names[key]}"
-        for i, out in enumerate(kept):
-            expert = group.rank * len(kept) + i
+        for i, out in enumerate(weights):
+            expert = group.rank * len(weights) + i
             source, kind = names.experts[target], kinds[target]
             part = read_expert(checkpoint, model, target, source, expert, kind)
             out.copy_(read_tensor(family, key, [part[None]])[0])

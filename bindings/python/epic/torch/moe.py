@@ -600,14 +600,14 @@ def choose(
     token_ids, table, forced = given
     if forced is not None and forced_weights is not None:
         return forced, forced_weights
-    known = None if forced is None else torch.where(forced < logits.shape[1], forced, -1)
+    valid_ids = None if forced is None else torch.where(forced < logits.shape[1], forced, -1)
     chosen, w = route(
         options.router,
         logits,
         bias=bias,
         token_ids=token_ids,
         table=table,
-        forced=known,
+        forced=valid_ids,
         group=group,
     )
     return (chosen if forced is None else forced), w
@@ -661,8 +661,8 @@ def run_composed(
     y = run_experts(options.experts, grouped_mm, recv, plan, own, None if late else slots)
     out = combining.combine(plan, y, slots if late else None)
     if options.router.zero_experts:
-        kept = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
-        out = (out + x * kept).to(x.dtype)
+        zero_weight = torch.where(zero, w, 0).sum(dim=1, keepdim=True)
+        out = (out + x * zero_weight).to(x.dtype)
     if options.shared is not None:
         out = out + run_shared_expert(options, x, weights)
         if mask is not None:  # with biases the shared expert does not return zeros for zeros
@@ -835,8 +835,8 @@ def moe(
     local, kind = up.shape[0], type_of_weights(options.experts, up)
     kinds = (dtype_name(rows), kind, dtype_name(up))
     distinct = table is None and forced is None
-    known = group.remember(facts_of, options.key, local, *kinds, distinct)
-    facts = MoeFacts(*known)._replace(max_sms=max_sms)
+    values = group.remember(facts_of, options.key, local, *kinds, distinct)
+    facts = MoeFacts(*values)._replace(max_sms=max_sms)
     if return_routing or getattr(out, "routing", None) is not None:
         facts = facts._replace(forward=facts.recorded)
     arrays = [getattr(weights, name) for name in ORDER]

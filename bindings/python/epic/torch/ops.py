@@ -616,7 +616,7 @@ FIRST_FLAG, FORCED_WEIGHTS, WITH_ROUTING = 1 << 32, 1 << 61, 1 << 62
 MOE_WEIGHTS = 12
 EXPERT_WEIGHT_POSITIONS = range(3, 7)  # positions of w_gate_up to b_down among these weights
 # Positions of arguments of the operator moe_backward, without order_token and x.
-KIND_OF_EXPERTS = argument_names("moe_backward").index("experts_kind") - 2
+EXPERTS_KIND_IN_BACKWARD = argument_names("moe_backward").index("experts_kind") - 2
 TOP_K_IN_BACKWARD = argument_names("moe_backward").index("router_top_k") - 2
 LEAVES_IN_BACKWARD = argument_names("moe_backward").index("layer_leaves") - 2
 
@@ -638,9 +638,9 @@ def moe_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
 @register_shapes
 def moe_backward_fake(order_token: Tensor, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     """Return the gradients of x, of all weights except bias, and of forced weights."""
-    of_experts = type_in(rest[KIND_OF_EXPERTS], "grad_type") or wide_dtype(x)
+    expert_dtype = type_in(rest[EXPERTS_KIND_IN_BACKWARD], "grad_type") or wide_dtype(x)
     kinds = [
-        of_experts if i in EXPERT_WEIGHT_POSITIONS else wide_dtype(x) for i in range(MOE_WEIGHTS)
+        expert_dtype if i in EXPERT_WEIGHT_POSITIONS else wide_dtype(x) for i in range(MOE_WEIGHTS)
     ]
     found = [like_or_none(rest[i], kinds[i], x) for i in range(MOE_WEIGHTS) if i != 2]
     forced = new_floats(x, 0)

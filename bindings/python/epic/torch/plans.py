@@ -251,9 +251,9 @@ def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
     """
     least = room if ranks is None else 1
     if ranks is not None and not is_traced() and getattr(ranks, "is_cpu", True):
-        known = torch.as_tensor(ranks)  # the core reports invalid ranks
-        known = known[(known >= 0) & (known < spec.group.num_ranks)]
-        least = int(known.bincount(minlength=1).max())
+        valid_ranks = torch.as_tensor(ranks)  # the core reports invalid ranks
+        valid_ranks = valid_ranks[(valid_ranks >= 0) & (valid_ranks < spec.group.num_ranks)]
+        least = int(valid_ranks.bincount(minlength=1).max())
     if not least <= local <= room:
         raise EpicArgumentError(
             f"num_local_experts is {local}: must be from {least} to {room}, the number of experts "

@@ -112,12 +112,12 @@ def without_memory(block: nn.Module) -> nn.Module:
         else t.to("meta")
         for t in tensors
     }
-    made = copy.deepcopy(block, empty)
-    for parent in list(made.modules()):
+    new_block = copy.deepcopy(block, empty)
+    for parent in list(new_block.modules()):
         for name, child in parent.named_children():
             if wrappers_of(child):
                 setattr(parent, name, unwrapped(child))
-    return made
+    return new_block
 
 
 def read_block(block: nn.Module) -> Found:
@@ -145,10 +145,11 @@ def read_block(block: nn.Module) -> Found:
             f"{type(block).__name__} has experts of {up.dtype}: must not be quantized; load the "
             "model without quantization"
         )
-    known = {id(part) for parts in tensors.values() for part in parts}
+    mapped_ids = {id(part) for parts in tensors.values() for part in parts}
     for wrapper in adapters_of(block, family).values():
-        known.update(id(p) for p in (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters()))
-    more = [name for name, p in block.named_parameters() if id(p) not in known]
+        factors = (*wrapper.lora_A.parameters(), *wrapper.lora_B.parameters())
+        mapped_ids.update(map(id, factors))
+    more = [name for name, p in block.named_parameters() if id(p) not in mapped_ids]
     if more:
         raise other_layout(block, f"it also has the parameter {more[0]}")
     return options, found
@@ -255,15 +256,16 @@ def make_layer(
             group.rank * layer.num_local_experts, (group.rank + 1) * layer.num_local_experts
         )
         for key, value in found.items():
-            kept, value_here = getattr(layer, key), value[own] if key in EXPERT_WEIGHTS else value
-            if kept.shape != value_here.shape:
+            parameter = getattr(layer, key)
+            value_here = value[own] if key in EXPERT_WEIGHTS else value
+            if parameter.shape != value_here.shape:
                 raise other_layout(block, f"{key} has the shape {list(value.shape)}")
             if fill is not None and key in EXPERT_WEIGHTS:
-                fill(key, kept)
+                fill(key, parameter)
             else:
-                kept.copy_(value_here)
+                parameter.copy_(value_here)
             if key != "bias":  # the bias is a buffer, without a gradient
-                kept.requires_grad_(value.requires_grad)
+                parameter.requires_grad_(value.requires_grad)
         if layer.load is not None:
             layer.load.zero_()
     return layer.train(block.training)
@@ -342,8 +344,8 @@ def replace_moe(
     """
     found = find_blocks(model, group)
     for parent, name, block in found:
-        made = Block(make_layer(block, group, grouped_mm, invariant=invariant), block)
-        setattr(parent, name, made.train(block.training))
+        new_block = Block(make_layer(block, group, grouped_mm, invariant=invariant), block)
+        setattr(parent, name, new_block.train(block.training))
     return len(found)
 
 

@@ -90,19 +90,20 @@ def original_block(
             return value if full is None else full
         return value.detach().to(place) if keep else value
 
-    made = copy.deepcopy(block.original[0]) if keep else None
+    original = copy.deepcopy(block.original[0]) if keep else None
     if not adapters_only:
         found = layer.weights()._asdict().items()
         weights = {name: gather(name, value) for name, value in found if value is not None}
-        if made is not None:
+        if original is not None:
             with torch.no_grad():
-                fill_block(made.to_empty(device=place), weights)
-    if made is not None:
-        router_of(made)._forward_hooks = block.router._forward_hooks.copy()  # of transformers
-        for parameter, like in zip(made.parameters(), block.original[0].parameters(), strict=True):
+                fill_block(original.to_empty(device=place), weights)
+    if original is not None:
+        router_of(original)._forward_hooks = block.router._forward_hooks.copy()  # of transformers
+        templates = block.original[0].parameters()
+        for parameter, like in zip(original.parameters(), templates, strict=True):
             parameter.requires_grad_(like.requires_grad)
-    adapt_block(made, block.moe, FAMILIES[block.kind], gather)
-    return None if made is None else made.train(block.training)
+    adapt_block(original, block.moe, FAMILIES[block.kind], gather)
+    return None if original is None else original.train(block.training)
 
 
 def check_restorable(model: nn.Module, group: Group) -> None:
@@ -207,8 +208,8 @@ def save_pretrained(
     failure: Exception | None = None
     if writes:
         try:
-            for (parent, name, _), made in zip(found, blocks, strict=True):
-                setattr(parent, name, made)
+            for (parent, name, _), original in zip(found, blocks, strict=True):
+                setattr(parent, name, original)
             model.save_pretrained(folder, **options)
         except Exception as error:  # raised after the sum below, in which the other ranks wait
             failure = error

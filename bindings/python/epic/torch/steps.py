@@ -128,8 +128,10 @@ def plan(
             data = call(group.order_token, topk_idx, spec.layer, slots, spec.tag, *tables)
     except RuntimeError as error:
         raise to_epic_error(error) from None
-    made = Plan(data, num_tokens, slots, spec, capacity_limit)
-    return made._replace(capacity=wait_capacity(made, layer)) if slots == EXACT else made
+    new_plan = Plan(data, num_tokens, slots, spec, capacity_limit)
+    if slots != EXACT:
+        return new_plan
+    return new_plan._replace(capacity=wait_capacity(new_plan, layer))
 
 
 def wait_capacity(plan: Plan, layer: Layer) -> int:
@@ -780,8 +782,8 @@ def plan_dispatch(
     except RuntimeError as error:
         raise to_epic_error(error) from None
     data, recv, slot = found
-    made = Plan(data, num_tokens, slots, spec, capacity_limit)
-    return made, recv, None if weights is None else slot
+    new_plan = Plan(data, num_tokens, slots, spec, capacity_limit)
+    return new_plan, recv, None if weights is None else slot
 
 
 # --------------------------------------------------------------------- checkpointing ----

@@ -254,7 +254,7 @@ def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
         return
     if any(optimizer.state[p] for p in every):
         return  # the optimizer has stepped, and keeps no state for some parameters
-    kept = [(p, p.grad) for p in every]
+    gradients = [(p, p.grad) for p in every]
     rates = [group["lr"] for group in optimizer.param_groups]
     for parameter in every:
         if parameter.requires_grad:
@@ -264,7 +264,7 @@ def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    for parameter, gradient in kept:
+    for parameter, gradient in gradients:
         parameter.grad = gradient
     for parameter in every:
         for value in optimizer.state[parameter].values():
