@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads configurations. This file reads all environment variables of libepic.so, except
- * EPIC_HOST (hello.c) and the variables of bootstraps (src/bootstrap). Plugins read their own
+ * EPIC_HOST (rank_info.c) and the variables of bootstraps (src/bootstrap). Plugins read their own
  * variables. */
 #include "api/config.h"
 

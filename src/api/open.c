@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 #include "api/config.h"
-#include "api/hello.h"
+#include "api/rank_info.h"
 #include "base/error.h"
 #include "base/hash.h"
 #include "base/process.h"
@@ -126,14 +126,14 @@ static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
 
 /* Gathers the results of all ranks. If all are EPIC_OK, returns EPIC_OK. Otherwise returns the
  * same error on every rank. So epic_open succeeds on all ranks or on none. */
-static epic_result agree_on_result(const epic_bootstrap *bootstrap, hello *mine, hello *all,
-                                   epic_result result)
+static epic_result agree_on_result(const epic_bootstrap *bootstrap, rank_info *mine,
+                                   rank_info *all, epic_result result)
 {
     mine->refused = result;
     epic_fit_text(mine->sentence, sizeof mine->sentence,
                   result == EPIC_OK ? "" : epic_sentence());
     TRY(bootstrap->gather(bootstrap->self, mine, all, sizeof *mine));
-    return hello_compare(all, bootstrap->num_ranks);
+    return rank_info_compare(all, bootstrap->num_ranks);
 }
 
 /* Returns the number of different hosts among the peers. */
@@ -152,8 +152,8 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
  * do this before they join the group. Otherwise, if a plugin were missing on one host, the
  * ranks of that host could not join, and all other ranks would wait for them. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
-                                    const epic_bootstrap *bootstrap, hello *mine, hello *all,
-                                    const epic_peer *peers)
+                                    const epic_bootstrap *bootstrap, rank_info *mine,
+                                    rank_info *all, const epic_peer *peers)
 {
     const epic_result found = choose_backend(out, peers, ctx->num_hosts, &ctx->config);
     if (found == EPIC_OK) snprintf(mine->backend, sizeof mine->backend, "%s", (*out)->name);
@@ -241,12 +241,12 @@ static void release_context(epic_context *ctx)
  * configurations. Then each rank chooses a backend, and all ranks compare their choices. Then
  * each rank joins the group, and all ranks compare their results. `num_ranks` is the caller's
  * config.num_ranks. `all` and `peers` have one element for each rank. */
-static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, hello *all,
+static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, rank_info *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
-    hello mine;
+    rank_info mine;
     const epic_backend *backend;
-    epic_result own = hello_fill(&mine, bootstrap, &ctx->config);
+    epic_result own = rank_info_fill(&mine, bootstrap, &ctx->config);
     if (own == EPIC_OK) own = check_num_ranks(num_ranks, bootstrap);
     TRY(agree_on_result(bootstrap, &mine, all, own));
     for (int r = 0; r < bootstrap->num_ranks; r++) {
@@ -262,7 +262,7 @@ static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap,
     return result;
 }
 
-/* Allocates the arrays for the hellos and peers of all ranks, and opens the group. */
+/* Allocates the arrays with a rank_info and an epic_peer for each rank, and opens the group. */
 static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *bootstrap)
 {
     TRY(check_bootstrap(bootstrap));
@@ -273,7 +273,7 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     ctx->rank = bootstrap->rank;
     ctx->num_ranks = bootstrap->num_ranks;
     const size_t ranks = (size_t)bootstrap->num_ranks;
-    hello *all = calloc(ranks, sizeof *all);
+    rank_info *all = calloc(ranks, sizeof *all);
     epic_peer *peers = calloc(ranks, sizeof *peers);
     const epic_bootstrap asked = wrap_bootstrap(bootstrap);
     const epic_result result = all && peers

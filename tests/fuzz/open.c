@@ -3,7 +3,7 @@
  * this rank's own, changed by the input. Backends: self, threads and shm. */
 #include <string.h>
 
-#include "api/hello.h"
+#include "api/rank_info.h"
 #include "fuzz/world.h"
 
 #define TIMEOUT_MS 100
@@ -37,7 +37,7 @@ static epic_result forge(void *self, const void *mine, void *all, int64_t bytes)
     for (int r = 0; r < f->num_ranks; r++) {
         uint8_t *record = (uint8_t *)all + (size_t)r * bytes;
         memcpy(record, mine, bytes);
-        if (bytes == sizeof(hello)) ((hello *)(void *)record)->rank = r;
+        if (bytes == sizeof(rank_info)) ((rank_info *)(void *)record)->rank = r;
     }
     change(f, all, (size_t)f->num_ranks * bytes);
     if (next(f) % 2 == 0) memcpy((uint8_t *)all + (size_t)f->rank * bytes, mine, bytes);

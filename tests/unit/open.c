@@ -3,7 +3,7 @@
  * and the next group opens. */
 #include <string.h>
 
-#include "api/hello.h"
+#include "api/rank_info.h"
 #include "check.h"
 #include "run.h"
 
@@ -28,10 +28,10 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     spoiled *s = self;
     const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
     if (++s->gathers != s->which || s->inner.rank != 1) return result;
-    hello *hellos = all;
+    rank_info *infos = all;
     /* rank 1 receives other process ids */
-    if (s->result == EPIC_OK) hellos[0].peer.process[0]++;
-    if (s->result == EPIC_OK) hellos[0].peer.host[0]++;
+    if (s->result == EPIC_OK) infos[0].peer.process[0]++;
+    if (s->result == EPIC_OK) infos[0].peer.host[0]++;
     return s->result;
 }
 

@@ -7,7 +7,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "api/hello.h"
+#include "api/rank_info.h"
 #include "check.h"
 #include "run.h"
 
@@ -55,10 +55,10 @@ static void garble(liar *l, unsigned char *record, size_t bytes)
         record[i] = (unsigned char)run_next(&l->random);
 }
 
-/* Makes every text of a hello unterminated, or adds terminal control codes. */
+/* Makes every text of a rank_info unterminated, or adds terminal control codes. */
 static void endless_texts(liar *l, unsigned char *record, size_t bytes)
 {
-    hello *h = (hello *)(void *)record;
+    rank_info *h = (rank_info *)(void *)record;
     const int letter = run_chance(&l->random, 50) ? 'x' : 27;
     if (bytes != sizeof *h) return;
     switch (run_below(&l->random, 3)) {
@@ -224,7 +224,7 @@ static epic_result reflect(void *self, const void *mine, void *all, int64_t byte
     mirror *m = self;
     memcpy((char *)all + bytes, mine, bytes);
     memcpy(all, mine, bytes);
-    if (bytes == sizeof(hello)) ((hello *)all)->rank = 0;
+    if (bytes == sizeof(rank_info)) ((rank_info *)all)->rank = 0;
     m->spoil(all, bytes, m->gathers++);
     return EPIC_OK;
 }
@@ -247,7 +247,7 @@ static void expect(const char *backend, void (*spoil)(void *, size_t, int), cons
 /* As an int this value is 0. Once open then continued without a backend. */
 static void refuse_past_32_bits(void *record, size_t bytes, int number)
 {
-    if (bytes == sizeof(hello) && number == 1) ((hello *)record)->refused = 1ll << 32;
+    if (bytes == sizeof(rank_info) && number == 1) ((rank_info *)record)->refused = 1ll << 32;
 }
 
 /* Writes a random address where rank 0 passes that of its memory. */
@@ -266,13 +266,13 @@ static void nothing(void *record, size_t bytes, int number)
 static void endless_name(void *record, size_t bytes, int number)
 {
     (void)number;
-    if (bytes == sizeof(hello)) memset(((hello *)record)->name, 'x', 64);
+    if (bytes == sizeof(rank_info)) memset(((rank_info *)record)->name, 'x', 64);
 }
 
 static void other_address(void *record, size_t bytes, int number)
 {
     (void)number;
-    if (bytes != sizeof(hello) && bytes >= 32) memset((char *)record + bytes - 32, 'a', 32);
+    if (bytes != sizeof(rank_info) && bytes >= 32) memset((char *)record + bytes - 32, 'a', 32);
 }
 
 int main(void)

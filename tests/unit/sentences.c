@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "api/hello.h"
+#include "api/rank_info.h"
 #include "base/error.h"
 #include "check.h"
 #include "exchange/op_header.h"
@@ -144,14 +144,14 @@ static void check_open(void)
 /* The sentence of one rank, of any length, reaches the other ranks with its end. */
 static void check_verdict(void)
 {
-    static hello all[3];
+    static rank_info all[3];
     const epic_bootstrap bootstrap = {.num_ranks = 3};
     const epic_config config = {.name = "epic"};
     for (int r = 0; r < 3; r++) {
-        CHECK(hello_fill(&all[r], &bootstrap, &config) == EPIC_OK);
+        CHECK(rank_info_fill(&all[r], &bootstrap, &config) == EPIC_OK);
         all[r].rank = r;
     }
-    CHECK(hello_compare(all, 3) == EPIC_OK);
+    CHECK(rank_info_compare(all, 3) == EPIC_OK);
     char *word = long_word(1000);
     epic_fail(EPIC_ENOMEM, "shm: %s; lower config.max_in_flight", word);
     epic_fit_text(all[2].sentence, sizeof all[2].sentence, epic_error(NULL));
@@ -160,16 +160,16 @@ static void check_verdict(void)
     all[1].refused = EPIC_ETIMEOUT;
     snprintf(all[0].sentence, sizeof all[0].sentence, "shm: rank 1 left");
     snprintf(all[1].sentence, sizeof all[1].sentence, "shm: rank 0 did not answer");
-    CHECK(hello_compare(all, 3) == EPIC_ENOMEM);
+    CHECK(rank_info_compare(all, 3) == EPIC_ENOMEM);
     CHECK_SAY(strncmp(epic_error(NULL), "open: rank 2: shm: ", 19) == 0, "%s",
               epic_error(NULL));
     ends(epic_error(NULL), "; lower config.max_in_flight");
     all[2].refused = EPIC_OK;
-    CHECK(hello_compare(all, 3) == EPIC_EPEER);
+    CHECK(rank_info_compare(all, 3) == EPIC_EPEER);
     CHECK(strncmp(epic_error(NULL), "open: rank 0: shm: ", 19) == 0);
     /* all ranks return it */
     snprintf(all[0].sentence, sizeof all[0].sentence, "rank 2: no memory");
-    CHECK(hello_compare(all, 3) == EPIC_EPEER);
+    CHECK(rank_info_compare(all, 3) == EPIC_EPEER);
     CHECK(strcmp(epic_error(NULL), "open: rank 2: no memory") == 0);
     free(word);
 }

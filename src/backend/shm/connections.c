@@ -79,22 +79,22 @@ static struct sockaddr_un address_of(const handle *c, socklen_t *length)
 
 static epic_result send_handshake(const connect_state *o, int fd, int to, int memory)
 {
-    handshake hello = {.group_id = o->join->group_id, .rank = o->connections->rank};
-    memcpy(hello.secret, o->handles[to].secret, sizeof hello.secret);
-    return handshake_send(fd, &hello, to, memory);
+    handshake message = {.group_id = o->join->group_id, .rank = o->connections->rank};
+    memcpy(message.secret, o->handles[to].secret, sizeof message.secret);
+    return handshake_send(fd, &message, to, memory);
 }
 
 /* Receives a handshake. Returns the rank that sent it, or -1 if the sender is not a rank of
  * this group. */
 static int receive_handshake(const connect_state *o, int fd, int *memory)
 {
-    handshake hello;
+    handshake message;
     const handle *mine = &o->handles[o->connections->rank];
-    if (!handshake_receive(fd, &hello, memory) || hello.group_id != o->join->group_id ||
-        memcmp(hello.secret, mine->secret, sizeof hello.secret) != 0 || hello.rank < 0 ||
-        hello.rank >= o->connections->num_ranks)
+    if (!handshake_receive(fd, &message, memory) || message.group_id != o->join->group_id ||
+        memcmp(message.secret, mine->secret, sizeof message.secret) != 0 || message.rank < 0 ||
+        message.rank >= o->connections->num_ranks)
         return -1;
-    return (int)hello.rank;
+    return (int)message.rank;
 }
 
 /* ----------------------------------------------------------------------------- waiting ---- */

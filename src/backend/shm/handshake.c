@@ -72,17 +72,17 @@ bool shm_receive_message(int fd, void *bytes, size_t size, int *memory)
     return got == (ssize_t)size && !(message.msg_flags & MSG_TRUNC);
 }
 
-epic_result handshake_send(int fd, const handshake *hello, int to, int memory)
+epic_result handshake_send(int fd, const handshake *message, int to, int memory)
 {
-    if (shm_send_message(fd, hello, sizeof *hello, memory) == (ssize_t)sizeof *hello)
+    if (shm_send_message(fd, message, sizeof *message, memory) == (ssize_t)sizeof *message)
         return EPIC_OK;
     return errno == EPIPE || errno == ECONNRESET ? shm_fail_with_left(to)
                                                  : shm_fail_with_errno("sendmsg");
 }
 
-bool handshake_receive(int fd, handshake *hello, int *memory)
+bool handshake_receive(int fd, handshake *message, int *memory)
 {
-    return shm_receive_message(fd, hello, sizeof *hello, memory);
+    return shm_receive_message(fd, message, sizeof *message, memory);
 }
 
 bool handshake_is_same_user(int fd)

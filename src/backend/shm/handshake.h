@@ -29,14 +29,14 @@ bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
 /* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,
  * or -1. Returns EPIC_EPEER if the rank has closed its connection, EPIC_EDEVICE or EPIC_ENOMEM
  * if the system refuses. */
-epic_result handshake_send(int fd, const handshake *hello, int to, int memory);
+epic_result handshake_send(int fd, const handshake *message, int to, int memory);
 
 /* the message had a descriptor, but this process has too many open files to receive it */
 #define HANDSHAKE_NO_ROOM (-2)
 
 /* Receives a handshake without waiting, like shm_receive_message(). Returns false if no message
  * has arrived, or if the message is not a handshake. */
-bool handshake_receive(int fd, handshake *hello, int *memory);
+bool handshake_receive(int fd, handshake *message, int *memory);
 
 /* Returns whether the process at the other end belongs to the same user. */
 bool handshake_is_same_user(int fd);

@@ -11,7 +11,7 @@
 #include "epic/epic.h"
 #include "scaled_cases.h"
 
-enum { RANKS = 3, HELLO_BYTES = 512 /* at least as large as the data of a backend */ };
+enum { RANKS = 3, MAX_BYTES = 512 /* backends gather less; a rank_info is larger */ };
 
 typedef struct seat {
     epic_bootstrap inner;
@@ -51,7 +51,7 @@ static epic_result gather_lies(void *self, const void *mine, void *all, int64_t 
 {
     seat *s = self;
     const epic_result result = s->inner.gather(s->inner.self, mine, all, bytes);
-    if (result != EPIC_OK || !s->lies || bytes >= HELLO_BYTES) return result;
+    if (result != EPIC_OK || !s->lies || bytes >= MAX_BYTES) return result;
     const int rank = (int)(next_random(s) % RANKS);
     if (rank != s->inner.rank) make_lie(s, (unsigned char *)all + (size_t)rank * bytes, bytes);
     return EPIC_OK;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Fills in this rank's hello, which identifies its host and process, and compares the hellos of
- * all ranks. */
-#include "api/hello.h"
+/* Fills in the rank_info of this rank, which identifies its host and process, and compares
+ * those of all ranks. */
+#include "api/rank_info.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -17,7 +17,7 @@
 #include "base/error.h"
 #include "base/hash.h"
 
-#define HELLO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
+#define RANK_INFO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
 /* Returns a random number from the kernel. If the kernel provides none, returns a hash of pid
  * and time. */
@@ -127,10 +127,11 @@ static uint64_t identify_library(void)
     return current;
 }
 
-epic_result hello_fill(hello *mine, const epic_bootstrap *bootstrap, const epic_config *config)
+epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
+                           const epic_config *config)
 {
     memset(mine, 0, sizeof *mine);
-    mine->magic = HELLO_MAGIC;
+    mine->magic = RANK_INFO_MAGIC;
     mine->version = EPIC_VERSION;
     mine->bytes = sizeof *mine;
     mine->rank = bootstrap->rank;
@@ -169,14 +170,14 @@ static epic_result fail_mismatch_text(const char *field, const char *first, int 
                      field, first, rank, other);
 }
 
-/* Compares the hello of rank 0 with that of another rank, field by field. */
-static epic_result compare_hellos(const hello *a, const hello *b, int rank)
+/* Compares the rank_info of rank 0 with that of another rank, field by field. */
+static epic_result compare_rank_infos(const rank_info *a, const rank_info *b, int rank)
 {
-    if (b->magic != HELLO_MAGIC || b->version != a->version || b->bytes != a->bytes)
+    if (b->magic != RANK_INFO_MAGIC || b->version != a->version || b->bytes != a->bytes)
         return epic_fail(EPIC_EMISMATCH,
                          "open: rank 0 is EPIC version %u, rank %d is version %u; install the "
                          "same on every rank",
-                         a->version, rank, b->magic == HELLO_MAGIC ? b->version : 0);
+                         a->version, rank, b->magic == RANK_INFO_MAGIC ? b->version : 0);
     if (b->rank != rank)
         return epic_fail(EPIC_EMISMATCH,
                          "open: the bootstrap has rank %lld in the place of rank %d",
@@ -210,22 +211,22 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns true if a rank with the same version of EPIC wrote the hello. If not, the fields
- * after `bytes` have no defined meaning, and compare_hellos() returns the error. */
-static bool is_same_version(const hello *h)
+/* Returns true if a rank with the same version of EPIC wrote the rank_info. If not, the fields
+ * after `bytes` have no defined meaning, and compare_rank_infos() returns the error. */
+static bool is_same_version(const rank_info *info)
 {
-    return h->magic == HELLO_MAGIC && h->version == EPIC_VERSION;
+    return info->magic == RANK_INFO_MAGIC && info->version == EPIC_VERSION;
 }
 
-/* Checks the result and the texts of a hello. They may be invalid, because any program that can
- * connect to the bootstrap may have written the hello. */
-static epic_result check_texts(const hello *h, int rank)
+/* Checks the result and the texts of a rank_info. They may be invalid, because any program that
+ * can connect to the bootstrap may have written it. */
+static epic_result check_texts(const rank_info *info, int rank)
 {
-    const char *what = h->refused < EPIC_OK || h->refused > EPIC_ECLOSED ? "result"
-                       : !is_terminated(h->backend, sizeof h->backend)   ? "backend"
-                       : !is_terminated(h->name, sizeof h->name)         ? "name"
-                       : !is_terminated(h->sentence, sizeof h->sentence) ? "sentence"
-                                                                         : NULL;
+    const char *what = info->refused < EPIC_OK || info->refused > EPIC_ECLOSED ? "result"
+                       : !is_terminated(info->backend, sizeof info->backend)   ? "backend"
+                       : !is_terminated(info->name, sizeof info->name)         ? "name"
+                       : !is_terminated(info->sentence, sizeof info->sentence) ? "sentence"
+                                                                               : NULL;
     if (!what) return EPIC_OK;
     return epic_fail(EPIC_EPEER,
                      "open: EPIC did not write what the bootstrap received from rank %d (its "
@@ -240,14 +241,15 @@ static bool is_second_hand(int64_t refused)
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the hello of the lowest rank with an error, or NULL. If second_hand is true,
+/* Returns the rank_info of the lowest rank with an error, or NULL. If second_hand is true,
  * considers only errors that another rank caused (is_second_hand()). If second_hand is false,
  * considers only the other errors. */
-static const hello *find_refusal(const hello *all, int num_ranks, bool second_hand)
+static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool second_hand)
 {
-    for (const hello *h = all; h < all + num_ranks; h++)
-        if (is_same_version(h) && h->refused && is_second_hand(h->refused) == second_hand)
-            return h;
+    for (const rank_info *info = all; info < all + num_ranks; info++)
+        if (is_same_version(info) && info->refused &&
+            is_second_hand(info->refused) == second_hand)
+            return info;
     return NULL;
 }
 
@@ -261,7 +263,7 @@ static bool begins_with_rank(const char *sentence)
 }
 
 /* Returns the error with which rank `rank` failed, as the error of this call. */
-static epic_result report_refusal(const hello *refusal, int rank)
+static epic_result report_refusal(const rank_info *refusal, int rank)
 {
     const epic_result result = (epic_result)refusal->refused;
     if (begins_with_rank(refusal->sentence))
@@ -269,13 +271,13 @@ static epic_result report_refusal(const hello *refusal, int rank)
     return epic_fail(result, "open: rank %d: %s", rank, refusal->sentence);
 }
 
-epic_result hello_compare(hello *all, int num_ranks)
+epic_result rank_info_compare(rank_info *all, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++)
         if (is_same_version(&all[r])) TRY(check_texts(&all[r], r));
-    const hello *refusal = find_refusal(all, num_ranks, false);
+    const rank_info *refusal = find_refusal(all, num_ranks, false);
     if (!refusal) refusal = find_refusal(all, num_ranks, true);
     if (refusal) return report_refusal(refusal, (int)(refusal - all));
-    for (int r = 0; r < num_ranks; r++) TRY(compare_hellos(&all[0], &all[r], r));
+    for (int r = 0; r < num_ranks; r++) TRY(compare_rank_infos(&all[0], &all[r], r));
     return EPIC_OK;
 }

@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The struct rank_info, which every rank sends to all ranks when a group opens. It contains the
+ * rank's version, configuration, host and process. If opening has already failed on the rank,
+ * it also contains the error. */
+#ifndef EPIC_RANK_INFO_H
+#define EPIC_RANK_INFO_H
+
+#include "backend/backend.h"
+
+/* Size of an error sentence in a rank_info. Together with the prefix "open: rank 1023: " it
+ * fits into the 511 bytes of a failure's sentence. */
+#define RANK_INFO_SENTENCE 480
+
+/* What a rank tells all ranks about itself. All versions of EPIC with the same `magic` use this
+ * size and layout, so that ranks with two versions can notice that they differ. */
+typedef struct rank_info {
+    uint64_t magic;
+    uint32_t version;
+    uint32_t bytes; /* sizeof(rank_info) */
+    /* result of opening on this rank so far; if it is an error, `sentence` is its text */
+    int64_t refused;
+    int64_t rank, num_ranks;
+    int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
+        max_top_k;
+    char backend[16];
+    char name[64];
+    /* a new random number; the group id is a hash of the numbers of all ranks */
+    uint64_t random;
+    epic_peer peer; /* host and process of the rank */
+    char sentence[RANK_INFO_SENTENCE];
+} rank_info;
+
+/* Fills in the rank_info of this rank. Returns EPIC_EDEVICE if the operating system does not
+ * report the identity of the host or of the process. All other fields are filled in even
+ * then. */
+epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
+                           const epic_config *config);
+
+/* Compares what all ranks have sent. Returns the same result on every rank: EPIC_OK, the error
+ * with which a rank failed, EPIC_EMISMATCH with both values of a field that differs, or
+ * EPIC_EPEER for a rank_info that EPIC did not write. Any program that can connect to the
+ * bootstrap may have written the data. Therefore every field is checked. */
+epic_result rank_info_compare(rank_info *all, int num_ranks);
+
+#endif
