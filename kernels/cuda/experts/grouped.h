@@ -43,11 +43,10 @@ typedef struct p2p_slabs {
     int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
     /* [most_tiles]: the tiles; each has up to EXPERTS_TILE_ROWS rows of one slab */
     slab_tile *tiles;
-    /* [most_tiles]: the tiles, each of up to EXPERTS_TILE_ROWS rows of one expert */
-    slab_range *slabs;
+    slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
     int64_t num_slots;
     int32_t num_experts; /* number of local experts */
-    int32_t most_tiles;  /* upper bound of *num_tiles, which only the device knows */
+    int32_t most_tiles;  /* upper bound of *num_tiles; the host knows only this bound */
 } p2p_slabs;
 
 /* Arguments of a matrix product over slabs. `pass` selects one of the three products that

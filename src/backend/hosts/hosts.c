@@ -51,12 +51,13 @@ typedef struct hosts_part {
     uint8_t *outbox;        /* memory from which the net sends; it has the layout of a heap */
     uint8_t *outbox_on_gpu; /* the address at which kernels access the outbox */
     p2p_ring host_ring;     /* the proxy ring, at the addresses that the CPU uses */
-    char net_text[256];     /* the text that net_engine.describe() wrote after connecting */
+    char net_text[256];     /* describes the connected net, for epic-info and errors */
 } hosts_part;
 
 _Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
-/* description of the connected net, for epic-info and errors (net_engine.describe()) */
+/* Implements epic_backend.can_join. This process must find a GPU, the network engine must be
+ * available, and there must be at most NET_MAX_HOSTS ranks. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
