@@ -116,8 +116,8 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         return false;
     }
     if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
-        /* equal as far as they can be compared; op_header_data_error() reports the error
-         * later */
+        /* A rank with an error in its data does not fill in the other fields, so they cannot be
+         * compared. op_header_data_error() reports this error later. */
         return true;
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];

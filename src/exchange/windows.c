@@ -26,7 +26,7 @@ typedef struct window {
     unsigned char *data; /* this rank's memory; NULL if it has 0 bytes */
     int64_t bytes;
     bool is_allocated; /* true: EPIC has allocated the memory */
-    /* true: peers may store directly into this rank's outputs in the window */
+    /* true: peers may store rows into outputs of this rank that lie in the window */
     _Atomic bool is_usable;
     /* [num_ranks]: where each peer's memory of the window is mapped in this process; NULL: not
      * mapped */

@@ -341,15 +341,16 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
-/* Implements the callback is_sent of the scatter flow. Returns true if this rank's token has a
- * slot on rank `peer`. */
+/* Callback is_sent of the scatter (the rows that go from their home rank to other ranks).
+ * Returns true if this rank's token has a slot on rank `peer`, so that its row must be sent
+ * there. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
-/* Implements the callback is_received of the scatter flow. Returns true if a token of rank
- * `from` has a slot on this rank. */
+/* Callback is_received of the scatter. Returns true if a token of rank `from` has a slot on
+ * this rank, so that its row arrives here. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);

@@ -120,7 +120,8 @@ typedef struct moe_job {
 
     bool is_device; /* arrays are in device memory, which the host must not read */
     bool is_f64;    /* real is float64 */
-    /* EPIC_INVARIANT is set: products do not depend on the number of tokens */
+    /* true: EPIC_INVARIANT is set, so the bits of a token's result must not depend on the
+     * number of tokens */
     bool is_invariant;
     /* true: rows and weights of the experts are E4M3 in forward. Then experts.weight_type is
      * the type of the biases. It is also the type of the weights in backward, unless

@@ -83,8 +83,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Begins the next unit, if one is left: stores its data in an entry, and starts to copy the
-     * weights of its slots to shared memory. */
+    /* Begins the warp's next unit of work, if one is left: fills in an Entry for it, and starts
+     * to copy the weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;

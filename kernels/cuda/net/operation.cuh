@@ -201,8 +201,8 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like wait_announcements(self, op), for kernels that do not keep p2p_self in registers: reads
- * it from *op.self. */
+/* Like wait_announcements(self, op), for kernels that do not keep `self` (the group's p2p_self)
+ * in registers. They read it from memory, at op.self. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -226,8 +226,8 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like read_announcement(self, ...), for kernels that do not keep p2p_self in registers: reads
- * it from *op.self. */
+/* Like read_announcement(self, ...), for kernels that do not keep `self` (the group's p2p_self)
+ * in registers. They read it from memory, at op.self. */
 static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
 {
     return read_announcement(*op.self, op, which, value);

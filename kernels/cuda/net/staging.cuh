@@ -145,8 +145,8 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
  * many bytes after the farthest piece that has arrived from the same rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-/* In other pieces in host memory, a warp polls only once in this many spins (passes of its wait
- * loop). */
+/* A warp that waits for a piece in host memory that is not likely to arrive next polls it only
+ * once in this many spins (passes of its wait loop). */
 #define SPINS_PER_FAR_POLL 32u
 /* If all rows of a rank together have at most this many bytes, warps poll all pieces in host
  * memory at every spin. */

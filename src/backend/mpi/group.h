@@ -148,8 +148,8 @@ typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns; /* time at which wait() last returned */
-    /* time at which wait() last found a change for the op slot, or at which the exchange
-     * began */
+    /* Since when nothing has changed: the time at which wait() last found a change of the op
+     * slot, or at which the exchange began. */
     int64_t unchanged_since_ns;
     /* time at which this rank last requested the status of its peers for this op slot
      * (peer_status.c) */
@@ -169,7 +169,7 @@ typedef struct op_slot {
     /* how often room(), entry() or op_header() had no result since MPI was last polled */
     int num_misses;
     unsigned num_looks;  /* number of polls of MPI while wait() waited for rows */
-    bool waits_for_room; /* the thread waits until a ring has room */
+    bool waits_for_room; /* true: the thread waits until a ring has room for another entry */
     wait_state wait;
     /* number of flows in all exchanges of this op slot so far */
     int64_t num_flows;

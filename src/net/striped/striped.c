@@ -75,7 +75,8 @@ typedef struct peer {
     uint64_t posted, finished;
     /* stripe_of[i % MAX_IN_FLIGHT]: number of the stripe that sends put number i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
-    /* how many of the first `finished` puts each stripe has sent */
+    /* How many completed puts each stripe has sent. Counts only puts with numbers below
+     * `finished`. */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
