@@ -45,10 +45,11 @@ typedef struct experts_job {
     const int32_t *expert_rows;   /* [local]: number of slots of each expert, with padding */
     const int32_t *expert_tokens; /* [local]: number of slots of each expert, without padding */
     const void *slot_weights;     /* [slots], or NULL with EPIC_WEIGHT_LATE */
-    const void *w_gate_up;        /* [local, hidden, width] */
-    const void *w_down;           /* [local, inner, hidden] */
-    const void *b_gate_up;        /* [local, width] */
-    const void *b_down;           /* [local, hidden] */
+    /* [local, hidden, width]: weights of the first product, for each local expert */
+    const void *w_gate_up;
+    const void *w_down;    /* [local, inner, hidden]: weights of the second product */
+    const void *b_gate_up; /* [local, width]: bias of the first product */
+    const void *b_down;    /* [local, hidden]: bias of the second product */
 
     void *saved;          /* output of forward: the result of the first product */
     void *y;              /* output of forward: the result of the second product */

@@ -51,8 +51,9 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* Implements the callback fill_entry of the collect flow. Sends this rank's numbers of a block
- * to the block's owner. A block is one piece. */
+/* First half of the sum, callback collect.fill_entry (exchange.h): writes this rank's numbers
+ * of a block to a ring entry, for the rank that owns (adds up) the block. A block is one
+ * piece. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
@@ -85,8 +86,8 @@ static void sum_add_rows(const sum_call *s, float *out, const void *const *rows,
         s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
 }
 
-/* Implements the callback read_rows of the collect flow. Adds the numbers of all ranks for one
- * block that this rank owns. Stores the sum in the caller's array. */
+/* First half of the sum, callback collect.read_rows: adds the numbers of all ranks for one
+ * block that this rank owns, and stores the sum in the caller's array. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     sum_call *s = self;
@@ -98,16 +99,16 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* Implements the callbacks is_sent and is_received of both flows. Returns true, because every
- * rank sends and receives every item. */
+/* The callbacks is_sent and is_received of both halves of the sum, which ask whether a rank
+ * sends (receives) an item. Returns true, because every rank sends and receives every item. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
-/* Implements the callback fill_entry of the scatter flow. Sends the sum of one of this rank's
- * blocks to all ranks. */
+/* Second half of the sum, callback scatter.fill_entry: writes the sum of one of this rank's
+ * blocks to a ring entry, for all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     sum_call *s = self;
@@ -115,8 +116,8 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
     sum_copy_block(s, s->x->rank, item, entry);
 }
 
-/* Implements the callback read_entry of the scatter flow. Stores the sum of a block that rank
- * `from` owns. */
+/* Second half of the sum, callback scatter.read_entry: stores the sum of a block that rank
+ * `from` owns in the caller's array. */
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {
@@ -126,8 +127,8 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-/* Implements the callback read_own_item of the scatter flow. Does nothing, because the sum is
- * already in the array. */
+/* Second half of the sum, callback scatter.read_own_item, for this rank's own blocks. Does
+ * nothing, because their sums are already in the array. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

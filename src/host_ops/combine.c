@@ -230,10 +230,10 @@ static void combine_store_directly(combine_call *c, int home, int64_t token, int
     }
 }
 
-/* Implements the callback fill_entry of the collect flow. Writes one piece of a partial for
- * rank `home` into a ring entry. If the entry is written through the caches, computes the piece
- * in the entry. Otherwise computes the piece in a scratch row and copies it to the entry. The
- * trailer follows the first piece. */
+/* Callback collect.fill_entry (exchange.h): writes one piece of a partial (the sum of this
+ * rank's rows of a token) into a ring entry, for the token's home rank. If the entry is written
+ * through the caches, computes the piece in the entry. Otherwise computes the piece in a
+ * scratch row and copies it to the entry. The trailer follows the first piece. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combine_call *c = self;
@@ -339,8 +339,8 @@ static void add_partials_by_rank(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-/* Implements the callback read_rows of the collect flow. Writes one piece of a token's output
- * row: the sum of the partials of all ranks, including this rank's own. */
+/* Callback collect.read_rows, called when all partials have arrived: writes one piece of a
+ * token's output row: the sum of the partials of all ranks, including this rank's own. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combine_call *c = self;
@@ -367,15 +367,15 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     rows[rank] = NULL;
 }
 
-/* Implements the callback is_sent of the collect flow. Returns true if this rank has a slot of
- * a token of rank `home`. */
+/* Callback collect.is_sent: returns true if this rank has a slot of the token of rank `home`,
+ * so that it sends a partial. */
 static bool combine_is_sent(void *self, int home, int64_t token)
 {
     return plan_receives_token(&((combine_call *)self)->plan, home, token);
 }
 
-/* Implements the callback is_received of the collect flow. Returns true if rank `from` has a
- * slot of token number `token` of this rank. */
+/* Callback collect.is_received: returns true if rank `from` has a slot of this rank's token, so
+ * that its partial arrives here. */
 static bool combine_is_received(void *self, int from, int64_t token)
 {
     return plan_sends_token(&((combine_call *)self)->plan, from, token);

@@ -114,9 +114,8 @@ static bool store_for_peers(const combine_backward_call *s, int64_t token, int32
     return staged;
 }
 
-/* Implements the callback fill_entry of the scatter flow. Copies one piece of a gradient row
- * into a ring entry, unless store_for_peers() has stored the piece for all peers that need
- * it. */
+/* Callback scatter.fill_entry (exchange.h): copies one piece of a gradient row into a ring
+ * entry, unless store_for_peers() has stored the piece for all peers that need it. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     combine_backward_call *s = self;
@@ -131,7 +130,7 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
     ring_write_row(x, x->rank, path, entry, from, size, s->kernels->copy);
 }
 
-/* Implements the callback read_entry of the scatter flow. Handles one piece of a token of rank
+/* Callback scatter.read_entry: handles one piece of a gradient row that has arrived from rank
  * `from`. */
 static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
                                         const void *entry)
@@ -145,8 +144,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Implements the callback read_own_item of the scatter flow. Handles the whole row of a token
- * of this rank that has slots on this rank itself. */
+/* Callback scatter.read_own_item: handles the whole gradient row of one of this rank's own
+ * tokens that has slots on this rank itself. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     combine_backward_call *s = self;
@@ -154,15 +153,15 @@ static void combine_backward_read_own(void *self, int64_t token)
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
-/* Implements the callback is_sent of the scatter flow. Returns true if this rank's token has a
- * slot on rank `peer`. */
+/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`, so
+ * that its gradient row must be sent there. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((combine_backward_call *)self)->plan, peer, token);
 }
 
-/* Implements the callback is_received of the scatter flow. Returns true if a token of rank
- * `from` has a slot on this rank. */
+/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank,
+ * so that its gradient row arrives here. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);

@@ -193,11 +193,11 @@ static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wa
     return bytes;
 }
 
-/* Implements the callback fill_entry of the scatter flow. Copies one piece of a token's message
- * into a ring entry. Leaves out the parts that it has stored into windows for all peers that
- * need them. ring_choose_path() decides whether the copy goes through the caches or past them,
- * and whether it is timed. Before a timed copy, the parts of the piece are first joined in
- * x->scratch_rows. So the measured time is that of one copy. */
+/* Callback scatter.fill_entry (exchange.h): copies one piece of a token's message (row, scales
+ * and weights) into a ring entry. Leaves out the parts that it has stored into windows for all
+ * peers that need them. ring_choose_path() decides whether the copy goes through the caches or
+ * past them, and whether it is timed. Before a timed copy, the parts of the piece are first
+ * joined in x->scratch_rows. So the measured time is that of one copy. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatch_call *d = self;
@@ -309,9 +309,9 @@ static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
            plan_has_only_slot(&d->plan, from, token);
 }
 
-/* Implements the callback read_entry of the scatter flow. Writes one piece of a token of rank
- * `from` to the token's slots. Skips the parts that rank `from` has already stored in windows
- * of this rank. */
+/* Callback scatter.read_entry: writes one piece of a token that has arrived from rank `from` to
+ * the token's slots. Skips the parts that rank `from` has already stored in windows of this
+ * rank. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -327,8 +327,8 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Implements the callback read_own_item of the scatter flow. Writes one of this rank's tokens
- * to its slots on this rank. */
+/* Callback scatter.read_own_item: writes one of this rank's tokens to its slots on this
+ * rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatch_call *d = self;
@@ -341,16 +341,15 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
-/* Callback is_sent of the scatter (the rows that go from their home rank to other ranks).
- * Returns true if this rank's token has a slot on rank `peer`, so that its row must be sent
- * there. */
+/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`, so
+ * that its row must be sent there. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
-/* Callback is_received of the scatter. Returns true if a token of rank `from` has a slot on
- * this rank, so that its row arrives here. */
+/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank,
+ * so that its row arrives here. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);

@@ -133,16 +133,17 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* Implements the callbacks is_sent and is_received of the scatter flow. Returns true, because
- * every rank sends its ids to all ranks. */
+/* The callbacks scatter.is_sent and scatter.is_received (exchange.h), which ask whether a rank
+ * sends (receives) the ids of a token. Returns true, because every rank sends its ids to all
+ * ranks. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
     return true;
 }
 
-/* Implements the callback fill_entry of the scatter flow. Copies the ids of one of this rank's
- * tokens into a ring entry. */
+/* Callback scatter.fill_entry: copies the ids of one of this rank's tokens into a ring
+ * entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
@@ -150,8 +151,7 @@ static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
     memcpy(entry, ids_of_token(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
 }
 
-/* Implements the callback read_entry of the scatter flow. Stores the ids of a token of rank
- * `from`. */
+/* Callback scatter.read_entry: stores the ids of a token of rank `from`. */
 static void read_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
 {
     planning *p = self;
@@ -159,7 +159,8 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-/* Implements the callback read_own_item of the scatter flow. Does nothing. */
+/* Callback scatter.read_own_item, for the ids of this rank's own tokens. Does nothing, because
+ * they are already in place. */
 static void skip_own_ids(void *self, int64_t item)
 {
     /* nothing to do: exchange_ids() has already copied the ids of this rank */

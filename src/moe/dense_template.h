@@ -123,7 +123,8 @@ static void add_zero_experts(const token_block *b, int64_t token, const REAL *ro
     }
 }
 
-/* Implements dense_ops.add_local_experts. Handles one token at a time. */
+/* Implements dense_ops.add_local_experts: adds the outputs of the zero-experts and of the
+ * shared expert to the rows of `out`, one token at a time. */
 static void add_local_experts(const token_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;

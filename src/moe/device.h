@@ -43,9 +43,11 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
 /* Implements epic_moe_plan: waits for the plan, and writes the number of slots of this rank to
  * *slots. Collective. */
 epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Implements epic_moe_forward. The arguments have been checked. Collective. */
+/* Implements epic_moe_forward on a device context. The caller has checked the arguments.
+ * Collective: all ranks call it. */
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
-/* Implements epic_moe_backward. The arguments have been checked. Collective. */
+/* Implements epic_moe_backward on a device context. The caller has checked the arguments.
+ * Collective: all ranks call it. */
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 

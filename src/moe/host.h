@@ -7,11 +7,12 @@
 
 #include "moe/stages.h"
 
-/* Implements epic_moe_forward. Collective. */
+/* Implements epic_moe_forward on a host context. Collective: all ranks call it. */
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a);
-/* Implements epic_moe_plan. Sets *slots to the number of slots of this rank. Collective. */
+/* Implements epic_moe_plan on a host context. Sets *slots to the number of slots of this rank.
+ * Collective: all ranks call it. */
 epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Implements epic_moe_backward. Collective. */
+/* Implements epic_moe_backward on a host context. Collective: all ranks call it. */
 epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g);
 

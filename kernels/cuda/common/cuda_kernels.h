@@ -419,7 +419,9 @@ typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    float *data;   /* [num_rows, count] */
+    /* [num_rows, count]: the floats of this rank's experts; each sum replaces the floats that
+     * were added */
+    float *data;
     int64_t count; /* number of floats in `data` per expert of this rank */
     int32_t num_rows;
     uint32_t pad;

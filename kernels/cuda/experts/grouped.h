@@ -267,7 +267,7 @@ typedef struct p2p_gate_blocks_job {
  * term_stride + row * row_stride + column]. */
 typedef struct p2p_leaves_job {
     const float *from;
-    float *to; /* [rows, columns] */
+    float *to; /* [rows, columns]: the sum */
     int64_t rows, columns, leaf_stride, term_stride, row_stride;
     int32_t leaves, terms; /* leaves: a power of two */
     int32_t accumulate;    /* 1: add the result to `to`; 0: overwrite `to` */

@@ -24,7 +24,7 @@
 #define ROLL_TAG 32767 /* MPI tag of roll calls: the largest that every MPI allows */
 #define NAP_NS 100000
 
-/* The state of a bootstrap, to which epic_bootstrap.self points. */
+/* What a bootstrap made from a communicator stores; epic_bootstrap.self points to it. */
 typedef struct bootstrap {
     MPI_Comm comm;
     int rank, num_ranks;
@@ -38,9 +38,9 @@ typedef struct bootstrap {
  * `indices`. missing[r] is true while no message has arrived from rank r. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size]: the bytes of each rank */
-    MPI_Request *requests; /* [2, num_ranks] */
-    MPI_Status *statuses;  /* [2, num_ranks] */
-    int *indices;          /* [2, num_ranks] */
+    MPI_Request *requests; /* [2, num_ranks]: a receive from, and a send to, each rank */
+    MPI_Status *statuses;  /* [2, num_ranks]: output of MPI_Testsome */
+    int *indices;          /* [2, num_ranks]: output of MPI_Testsome */
     bool *missing;         /* [num_ranks]: ranks of which no message has arrived */
     size_t size;
 } gather_round;

@@ -184,10 +184,11 @@ typedef struct op_slot {
     int32_t *peer_slots;
     staging_ring *send_rings, *receive_rings;
     peer_status *statuses;
-    MPI_Request *requests; /* [num_ranks, NUM_REQUESTS] */
+    MPI_Request *requests; /* [num_ranks, NUM_REQUESTS]: requests for each peer */
 } op_slot;
 
-/* One rank's view of the group. */
+/* What one rank stores about the group: its op slots, the state of its peers, and its
+ * messages. */
 struct epic_group {
     int rank, num_ranks, num_slots;
     MPI_Comm comm;
@@ -203,14 +204,14 @@ struct epic_group {
     struct pollfd *pidfds;
     int64_t liveness_checked_ns; /* time at which the pidfds were last polled */
     send_buffer *send_buffers;
-    control_message *receive_buffers; /* [NUM_RECEIVE_BUFFERS] */
+    control_message *receive_buffers; /* [NUM_RECEIVE_BUFFERS]: control messages arrive here */
     MPI_Request receive_requests[NUM_RECEIVE_BUFFERS];
     uint32_t max_early;
     /* tag and sequence number of the operation that this rank announced last */
     uint64_t last_tag, last_sequence;
     uint32_t last_operation;
     wait_state wait; /* the wait of the threads that wait for a free op slot */
-    int *indices;    /* [num_ranks * NUM_REQUESTS] for MPI_Testsome */
+    int *indices;    /* [num_ranks * NUM_REQUESTS]: output of MPI_Testsome */
 
     atomic_bool broken;
     epic_failure_info failure;  /* written once, before `broken` */

@@ -7,7 +7,8 @@
 
 #define RECENT_NS 1000000
 
-/* Implements epic_transport.claim. */
+/* Implements epic_transport.claim: reserves a free op slot for an operation, and returns its
+ * index or -1. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);

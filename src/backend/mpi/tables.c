@@ -194,7 +194,8 @@ void tables_free(epic_group *group)
     free(group);
 }
 
-/* Implements epic_backend.memory. */
+/* Implements epic_backend.memory: computes, before a context is opened, how much memory it will
+ * use. */
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};

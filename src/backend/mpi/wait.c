@@ -101,7 +101,7 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
     slot->wait.unchanged_since_ns = clock_ns();
 }
 
-/* Implements epic_transport.wait. */
+/* Implements epic_transport.wait: polls MPI until something has changed for the op slot. */
 void mpi_wait(epic_group *group, int index, uint32_t phase, const uint64_t *waits_for,
               uint32_t ms)
 {

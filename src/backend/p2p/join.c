@@ -193,7 +193,8 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-/* Implements epic_backend.memory. */
+/* Implements epic_backend.memory: computes, before a context is opened, how much memory it will
+ * use. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

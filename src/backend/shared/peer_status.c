@@ -61,7 +61,8 @@ static void add_last_operation(const epic_group *g, int peer, epic_peer_status *
     }
 }
 
-/* Implements epic_transport.look. */
+/* Implements epic_transport.look: reads from shared memory what a peer is doing, so that an
+ * error can name the rank that caused a delay. */
 void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                          epic_peer_status *out)
 {

@@ -69,7 +69,7 @@ typedef struct shared_op_slot {
     shared_peer_counters peers[]; /* [num_ranks]: the counters for each peer */
 } shared_op_slot;
 
-/* The state of one rank. */
+/* The state of one rank, which all ranks of the group can read. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed; /* 1: the rank has closed its context */
     _Atomic uint32_t ended; /* 1: a peer has found that the rank's process has ended */

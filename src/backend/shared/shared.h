@@ -40,7 +40,7 @@ typedef struct ring_end {
     char *ring; /* the memory of the ring */
 } ring_end;
 
-/* This rank's view of one peer in one exchange. */
+/* What this rank stores about one peer during one exchange (one operation). */
 typedef struct peer_link {
     shared_op_slot *slot; /* the peer's op slot for this exchange; NULL: not found yet */
     int index;            /* index of that op slot */
@@ -65,10 +65,10 @@ typedef struct shared_exchange {
     ring_end broadcast_out;
     int64_t broadcast_sent; /* number of entries sent through the broadcast ring in this flow */
     int slowest_peer;       /* the peer that last kept the broadcast ring full */
-    peer_link *links;       /* [num_ranks]: the view of each peer */
+    peer_link *links;       /* [num_ranks]: one peer_link for each peer */
 } shared_exchange;
 
-/* One rank's view of the group. */
+/* What one rank stores privately about the group, outside of the shared segment. */
 struct epic_group {
     char *segment;
     shared_segment_header *header;
@@ -105,9 +105,9 @@ struct epic_group {
         .failure = shared_failure, .bytes_sent = shared_bytes_sent                         \
     }
 
-/* Creates this rank's view of a group. `segment` is the shared memory, which the backend unmaps
- * later. is_shared_by_processes: true if the ranks are processes, so that futexes must work
- * between processes. Errors: EPIC_ENOMEM. */
+/* Creates what this rank stores about a group (epic_group). `segment` is the shared memory,
+ * which the backend unmaps later. is_shared_by_processes: true if the ranks are processes, so
+ * that futexes must work between processes. Errors: EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);

@@ -129,7 +129,8 @@ static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
     return EPIC_OK;
 }
 
-/* Implements epic_window_transport.offer. */
+/* Implements epic_window_transport.offer: makes this rank's memory of a window available to the
+ * peers, as a file descriptor. */
 static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned char *handle)
 {
     const bool allocates = memory->data == NULL;
@@ -164,7 +165,7 @@ static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
     return last;
 }
 
-/* Implements epic_window_transport.map. */
+/* Implements epic_window_transport.map: maps the memory that a peer offers for a window. */
 static epic_result shm_map(epic_group *g, int peer, uint64_t attempt,
                            const unsigned char *handle, int64_t bytes, void **at)
 {

@@ -430,7 +430,8 @@ int striped_progress(net *n)
     return moved;
 }
 
-/* Implements net_engine.is_done. */
+/* Implements net_engine.is_done: returns true if the sources of the first `count` puts to the
+ * host may be overwritten. */
 bool striped_is_done(const net *n, int host, uint64_t count)
 {
     return n->peers[host].finished >= count;
