@@ -13,7 +13,8 @@
 
 typedef struct hub hub;
 
-/* One rank's entry in the hub. It is the `self` of that rank's epic_bootstrap. */
+/* One rank's entry in the hub, the memory through which the ranks (threads) of a group exchange
+ * bytes. It is the `self` of that rank's epic_bootstrap. */
 typedef struct member {
     hub *hub;
     int32_t rank;

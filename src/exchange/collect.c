@@ -15,7 +15,8 @@
 /* At most this many bytes are sent to one home rank before the next one has its turn. */
 #define BATCH_BYTES (256 * 1024)
 
-/* The state of one collect flow. */
+/* State of one collect flow, in which rows of all ranks are summed at the home rank of each
+ * item. */
 typedef struct collect_state {
     exchange *x;
     const collect *c;

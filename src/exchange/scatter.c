@@ -15,7 +15,7 @@
 /* At most this many bytes are moved through one ring before the next ring has its turn. */
 #define BATCH_BYTES (256 * 1024)
 
-/* The state of one scatter flow. */
+/* State of one scatter flow, in which items are sent from their home rank to other ranks. */
 typedef struct scatter_state {
     exchange *x;
     const scatter *s;

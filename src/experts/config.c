@@ -78,7 +78,8 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     const bool silu = ex->activation == EPIC_CLAMPED_SILU;
     if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
-    /* With alpha 1, the formula of clamped SwiGLU also computes clamped SiLU. */
+    /* With alpha 1, swish(x) is SiLU. So the code for clamped SwiGLU also computes clamped
+     * SiLU. */
     if (silu) ex->alpha = 1;
     TRY(check_range("num_local_experts", ex->num_local_experts, 1, MAX_EXPERTS));
     TRY(check_range("hidden", ex->hidden, 1, MAX_ROW_NUMBERS));

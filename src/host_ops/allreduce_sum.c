@@ -16,7 +16,7 @@
 
 #define BLOCK 2048 /* number of elements of a block */
 
-/* One call of epic_allreduce_sum. */
+/* State of one call of epic_allreduce_sum. */
 typedef struct sum_call {
     const epic_allreduce_sum_args *args;
     const host_kernels *kernels;

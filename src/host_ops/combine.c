@@ -16,7 +16,7 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* One call of combine or dispatch_backward. */
+/* State of one call of combine or dispatch_backward. */
 typedef struct combine_call {
     const host_kernels *kernels;
     exchange *x;

@@ -14,7 +14,7 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* One call of combine_backward. */
+/* State of one call of combine_backward. */
 typedef struct combine_backward_call {
     const epic_combine_backward_args *args;
     const host_kernels *kernels;

@@ -18,7 +18,7 @@
  * stays in the caches until the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
-/* One call of dispatch. */
+/* State of one call of dispatch. */
 typedef struct dispatch_call {
     const epic_dispatch_args *args;
     const host_kernels *kernels;

@@ -11,7 +11,7 @@
 #include "base/hash.h"
 #include "host_ops/host_ops.h"
 
-/* One call of epic_plan. */
+/* State of one call of epic_plan. */
 typedef struct planning {
     const epic_plan_args *args;
     epic_layer layer;

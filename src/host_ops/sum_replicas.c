@@ -19,7 +19,7 @@
 #define CHUNK 256
 #define MOST_LEVELS 18 /* a tree over MAX_EXPERTS leaves has 17 levels; one more is spare */
 
-/* One call of epic_sum_replicas. */
+/* State of one call of epic_sum_replicas. */
 typedef struct replica_sum {
     const epic_sum_replicas_args *args;
     const plan_view *plan;

@@ -221,7 +221,8 @@ typedef struct dense_grad_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_grad_offsets;
 
-/* Returns the offsets for the shapes of this layer. */
+/* Returns where each gradient of the gate and the shared expert is in a row of such gradients,
+ * for the shapes of this layer. */
 dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 
 /* One block of tokens: its rows of x, and the addresses of its rows in the arrays of

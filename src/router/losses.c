@@ -184,13 +184,15 @@ static void zero_runs(const loss_job *job)
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
 }
 
-/* Returns the run to which a token belongs. */
+/* Returns the address of the partial sum to which a token's loss is added. There is one partial
+ * sum for each run (range of consecutive tokens). */
 static double *run_at(const loss_job *job, int64_t token)
 {
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
 }
 
-/* Adds the runs in a tree and returns the sum. */
+/* Adds the partial sums of all runs (ranges of tokens) in a binary tree, and returns the
+ * total. */
 static double sum_runs(const loss_job *job)
 {
     double *runs = job->router.runs;

@@ -62,7 +62,8 @@ static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
-/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER. */
+/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER. A part is a weight before it
+ * is divided by the divisor and multiplied by the scales. */
 static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;
@@ -91,7 +92,8 @@ static void sparsemixer_backward(const router_job *job, const REAL *parts,
     }
 }
 
-/* Computes the parts of all choices, by the weight rule of the router. */
+/* Computes the parts of all choices (their weights before division and scaling), by the weight
+ * rule of the router. */
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {

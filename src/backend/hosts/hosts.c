@@ -20,7 +20,7 @@
 
 #define LEAVE_NAP_NS 200000
 
-/* The data that a rank sends to all ranks through the bootstrap while joining. */
+/* What each rank sends to all ranks, through the bootstrap, while the group is joined. */
 typedef struct peer_info {
     uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
     p2p_gpu gpu;

@@ -272,13 +272,13 @@ void tables_free(epic_group *group);
 void tables_release_rings(epic_group *group, bool in_use);
 void mpi_memory(const epic_config *config, epic_memory_info *out);
 
-/* liveness.c. The caller holds the mutex. */
+/* liveness.c: notices the end of processes on this host. The caller holds the mutex. */
 void liveness_watch(epic_group *group, const epic_peer *peers);
 void liveness_check(epic_group *group, int64_t now);      /* polls at most every 5 ms */
 bool liveness_is_gone(const epic_group *group, int peer); /* closed, or its process ended */
 void liveness_unwatch(epic_group *group);
 
-/* control.c. The caller holds the mutex. */
+/* control.c: sends and receives control messages. The caller holds the mutex. */
 epic_result control_start(epic_group *group);
 void control_stop(epic_group *group);
 void control_close(epic_group *group); /* sends the close message to all peers */
@@ -289,14 +289,15 @@ void control_notify_all(epic_group *group); /* ends the waits of all threads of 
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast);
 void control_fail(epic_group *group, int code, const char *what);
 
-/* op_slots.c. The caller holds the mutex, except for mpi_announce(). */
+/* op_slots.c: begins and ends exchanges. The caller holds the mutex, except for
+ * mpi_announce(). */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence);
 op_slot *op_slots_find_free(epic_group *group);
 void op_slots_add_header(epic_group *group, const control_message *message, int from);
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_op_header *header);
 
-/* peer_status.c. The caller holds the mutex. */
+/* peer_status.c: asks peers what they wait for. The caller holds the mutex. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now);
 void peer_status_reply(epic_group *group, const control_message *question, int from);
 void peer_status_store(epic_group *group, const control_message *reply, int from);
@@ -314,7 +315,7 @@ void mpi_send(epic_group *group, int index, int to, int64_t upto);
 void mpi_drop(epic_group *group, int index, int from, int64_t upto);
 uint64_t mpi_bytes_sent(const epic_group *group);
 
-/* progress.c. The caller holds the mutex, except for the last two. */
+/* progress.c: polls MPI. The caller holds the mutex, except for the last two functions. */
 /* polls control messages; returns whether any arrived */
 bool progress_control(epic_group *group);
 /* frees finished op slots whose messages have been sent */
@@ -341,7 +342,7 @@ void lifecycle_add_open(void);
 void lifecycle_mark_broken(void);         /* this process must not call MPI_Finalize */
 void lifecycle_retire(epic_group *group); /* takes over a group that this rank has left */
 
-/* create.c. Sets group->comm, except on an error. */
+/* create.c: makes the communicator of the group. Sets group->comm, except on an error. */
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);
 
 /* bootstrap.c */
