@@ -130,12 +130,12 @@ typedef struct epic_ops {
                                         float *gradient, bool accumulate, void *workspace);
 
     /* Writes layer_tokens.d_weights, the gradients of the router's weights, for choices that
-     * are zero-experts. The rows of these choices are not sent, so no other operation computes
-     * the gradients of their weights. */
+     * are zero-experts (experts whose output is their input). The rows of these choices are not
+     * sent, so no other operation computes the gradients of their weights. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Adds to the output the rows that never leave this rank: the outputs of the shared expert
-     * and of zero-experts. */
+     * and of zero-experts (whose output is their input). */
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 

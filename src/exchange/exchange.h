@@ -227,7 +227,7 @@ typedef struct collect {
     void *self;
     const int64_t *items; /* [num_ranks] number of items of each home */
     row_split split;
-    /* size of the trailer, which follows the first piece of a row in its entry; 0: no
+    /* size of the trailer (floats that follow the first piece of a row in its entry); 0: no
      * trailer */
     int64_t trailer;
 

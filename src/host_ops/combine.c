@@ -30,8 +30,9 @@ typedef struct combine_call {
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
-    row_split split;  /* how a partial is split into pieces */
-    int64_t trailer;  /* size of the trailer in bytes; 0 in combine */
+    row_split split; /* how a partial is split into pieces */
+    /* size in bytes of the trailer, the weight gradients that follow a partial; 0 in combine */
+    int64_t trailer;
     bool has_windows; /* true: an output of this rank lies in a window */
     /* Position of the current piece in its row: the number of its first element, and its number
      * of elements. */
@@ -254,8 +255,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Copies floats from the trailer of rank `from` to d_weights: those of the choices that have
- * slots on that rank. */
+/* Copies floats from the trailer (weight gradients) of rank `from` to d_weights: those of the
+ * choices that have slots on that rank. */
 static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;

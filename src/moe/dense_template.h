@@ -105,14 +105,15 @@ static void gate_forward(const token_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if choice number `choice` of the block is a zero-expert. Ids of zero-experts
- * follow those of the experts. */
+/* Returns true if choice number `choice` of the block is a zero-expert (an expert whose output
+ * is its input). Ids of zero-experts follow those of the experts. */
 static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* Adds weight * row to acc for each zero-expert that the token chose. */
+/* Adds the outputs of the zero-experts that the token chose to acc. The output of a zero-expert
+ * is its input, so this adds weight * row for each of them. */
 static void add_zero_experts(const token_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -123,8 +124,8 @@ static void add_zero_experts(const token_block *b, int64_t token, const REAL *ro
     }
 }
 
-/* Implements dense_ops.add_local_experts: adds the outputs of the zero-experts and of the
- * shared expert to the rows of `out`, one token at a time. */
+/* Implements dense_ops.add_local_experts: adds the outputs of the zero-experts (whose output is
+ * their input) and of the shared expert to the rows of `out`, one token at a time. */
 static void add_local_experts(const token_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;

@@ -14,8 +14,8 @@
  * gradient of the logits. */
 epic_gate_args moe_device_gate_args(const moe_job *j, const token_block *block, void *logits);
 
-/* Returns the arguments of two sets of kernels for one block: those for zero-experts, and those
- * for the gate of the shared expert. */
+/* Returns the arguments of two sets of kernels for one block: those for zero-experts (whose
+ * output is their input), and those for the gate of the shared expert. */
 layer_tokens moe_device_token_args(const moe_job *j, const token_block *block);
 
 /* Computes the gate of the shared expert, sigmoid(x w_shared_gate), for one block. Does nothing
@@ -31,7 +31,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 /* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), dispatches the rows and
  * copies the loads to the caller's arrays. Collective. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
-/* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
+/* Adds to the combined rows `out` what this rank computes without dispatch: the outputs of the
+ * zero-experts (whose output is their input) and of the shared expert. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 /* Runs the second half of backward, after the gradient rows have returned to their tokens.
  * Computes the gradients of the router, the losses, the shared expert and the gate. Sums the

@@ -97,8 +97,8 @@ typedef struct block_range {
     int64_t first, count, level;
 } block_range;
 
-/* Returns the arguments of the kernels for zero-experts and for the shared expert's gate, with
- * the arrays for gradients. */
+/* Returns the arguments of the kernels for zero-experts (whose output is their input) and for
+ * the shared expert's gate, with the arrays for gradients. */
 static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backward_args *a,
                                         const token_block *block)
 {
@@ -251,8 +251,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
 }
 
 /* Adds two parts of d_x to `rows`, which are rows of work.shared_y: those that come from the
- * zero-experts and from the shared expert's gate. If the layer has a shared expert, `rows`
- * already contain the part that comes from that expert. */
+ * zero-experts (whose output is their input) and from the shared expert's gate. If the layer
+ * has a shared expert, `rows` already contain the part that comes from that expert. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
     const layer_rows sum = {rows, j->has_shared ? rows : NULL, NULL};

@@ -153,7 +153,8 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
     return epic_experts_forward(NULL, &how);
 }
 
-/* Adds the outputs of the shared expert and the zero-experts to the combined rows `out`. */
+/* Adds to the combined rows `out` what this rank computes without dispatch: the outputs of the
+ * shared expert and of the zero-experts (whose output is their input). */
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; b < j->blocks; b++) {

@@ -60,8 +60,9 @@ typedef struct moe_work {
     /* [capacity, experts_blocks(hidden)]: scales of the rows in the slots; only in forward of
      * E4M3 layers */
     float *recv_scales;
-    /* [tokens, top_k], only in forward: a copy of topk_idx in which zero-experts are replaced
-     * by -1. Exists on devices only if the layer has zero-experts. */
+    /* [tokens, top_k], only in forward: a copy of topk_idx in which zero-experts (whose output
+     * is their input) are replaced by -1, so that no rows are sent to them. Exists on devices
+     * only if the layer has zero-experts. */
     int32_t *plan_idx;
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
     /* memory of the gate's products; only on the host with EPIC_INVARIANT */
@@ -242,8 +243,9 @@ token_block moe_get_block(const moe_job *j, int64_t b);
 token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
 
 /* Functions that compute on the host the parts of the layer that every rank computes for its
- * own tokens: the gate, the zero-experts and the shared expert's gate. Each call handles one
- * block of tokens. dense_f32.c and dense_f64.c each define a table. */
+ * own tokens: the gate, the zero-experts (whose output is their input) and the shared expert's
+ * gate. Each call handles one block of tokens. dense_f32.c and dense_f64.c each define a
+ * table. */
 typedef struct dense_ops {
     /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
     void (*gate_forward)(const token_block *b, void *logits);
@@ -254,8 +256,8 @@ typedef struct dense_ops {
     /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */
     void (*shared_gate_forward)(const token_block *b, void *weights);
-    /* Writes to d_weights the gradients of the weights of zero-experts: dot(d_out, x). Other
-     * elements of d_weights keep their values. */
+    /* Writes to d_weights the gradients of the weights of zero-experts (whose output is weight
+     * * x): dot(d_out, x). Other elements of d_weights keep their values. */
     void (*zero_expert_d_weights)(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
     /* Writes to `dense_grads` the gradients of the gate, its bias and the shared expert's gate.

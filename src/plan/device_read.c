@@ -5,7 +5,9 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-#define CHUNK 1024 /* number of fates that are copied to the host at a time */
+/* number of fates (slots of choices, or why they were dropped) that are copied to the host at a
+ * time */
+#define CHUNK 1024
 
 /* Returns true if the header's checksum, ranges and sizes are valid. */
 static bool is_header_valid(const device_plan_header *h)
@@ -21,8 +23,8 @@ static bool is_header_valid(const device_plan_header *h)
     return h->bytes == device_plan_end(&at, h->layout, h->num_logical);
 }
 
-/* Counts `count` fates: adds 1 to the count in *out that belongs to each fate. Returns false if
- * a fate is out of range. */
+/* Counts `count` fates (slots of choices, or the reasons why they were dropped): adds 1 to the
+ * count in *out that belongs to each fate. Returns false if a fate is out of range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -35,7 +37,8 @@ static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out
     return true;
 }
 
-/* Copies the fates of all choices from the plan, chunk by chunk, and counts them in *out. */
+/* Copies the fates of all choices (their slots, or why they were dropped) from the plan, chunk
+ * by chunk, and counts them in *out. */
 static epic_result read_fates(const unsigned char *from, int64_t choices, device_fetch fetch,
                               epic_plan_info *out)
 {

@@ -48,7 +48,8 @@ typedef struct plan_header {
      * this rank's receive buffer. demand: number of slots that this rank would need if no
      * choice were dropped. */
     int64_t num_slots, capacity, demand;
-    /* How many of this rank's own choices have each fate. */
+    /* How many of this rank's own choices have a slot, have no expert, or were dropped, by the
+     * reason. */
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
     /* The offsets of the arrays in bytes from the header. */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;

@@ -280,7 +280,8 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-/* Stores the fates of one of this rank's own tokens, and counts them. */
+/* Stores the fate of each choice of one of this rank's own tokens: its slot, or the reason why
+ * it was dropped. Counts the fates. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
@@ -369,7 +370,8 @@ static void place_all_kept(planner *p)
 }
 
 /* Places all choices in the order (rank, token, k). Replaces p->ids by slots on this rank
- * (FLAT: by local experts), and fills in the fates of this rank's own tokens. */
+ * (FLAT: by local experts), and stores for this rank's own tokens the slot of each choice, or
+ * why it was dropped. */
 static void place_choices(planner *p)
 {
     plan_header *h = p->header;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments of the device kernels for the parts of a layer that each token computes without
- * dispatch: the gate of the shared expert, and the zero-experts. The ids of zero-experts start
- * at num_experts. */
+ * dispatch: the gate of the shared expert, and the zero-experts, whose output is their input.
+ * The ids of zero-experts start at num_experts. */
 #ifndef EPIC_LAYER_TOKENS_H
 #define EPIC_LAYER_TOKENS_H
 

@@ -138,7 +138,8 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
-    /* number of peers that are not this rank's mates */
+    /* number of peers that are not this rank's mates (ranks with the same index on other
+     * hosts) */
     const int others = adds_by_host(c) ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;

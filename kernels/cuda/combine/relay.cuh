@@ -122,10 +122,10 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
 }
 
 /* Sends this rank's partial sum for a token of `rank`, a rank of another host, by way of a
- * relay. If this rank is the mate of `rank`, it adds the partial sums of its host and puts the
- * sum to `rank`. Otherwise it sends its own partial sum to the mate. `node` is this rank's
- * partial sum; it is valid only if `has_partial` is true. Called by a whole warp. Returns false
- * if the group of ranks has failed. */
+ * relay (a rank of this host that adds first). If this rank is the mate of `rank`, it adds the
+ * partial sums of its host and puts the sum to `rank`. Otherwise it sends its own partial sum
+ * to the mate. `node` is this rank's partial sum; it is valid only if `has_partial` is true.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

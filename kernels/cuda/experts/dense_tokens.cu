@@ -47,8 +47,8 @@ static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
-/* Returns, on every lane, by which factor zero-experts multiply a token: the sum of the weights
- * of its choices that are zero-experts. */
+/* Returns, on every lane, by which factor zero-experts (whose output is their input) multiply a
+ * token: the sum of the weights of its choices that are zero-experts. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -58,8 +58,9 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
     return add_lanes(w);
 }
 
-/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert.
- * Dispatch reads `choices`, so it sends no rows to zero-experts. */
+/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert
+ * (an expert whose output is its input). Dispatch reads `choices`, so it sends no rows to
+ * zero-experts. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -97,8 +98,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Computes the gradient of the weight of each choice that is a zero-expert: writes dot(d_out,
- * x) of the token to d_weights. The other elements of d_weights stay unchanged. */
+/* Computes the gradient of the weight of each choice that is a zero-expert. The output of a
+ * zero-expert is weight * x, so the function writes dot(d_out, x) of the token to d_weights.
+ * The other elements of d_weights stay unchanged. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {

@@ -13,8 +13,9 @@
 extern "C" {
 #endif
 
-/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert.
- * Dispatch reads `choices`, so it sends no rows to zero-experts. */
+/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert
+ * (an expert whose output is its input). Dispatch reads `choices`, so it sends no rows to
+ * zero-experts. */
 cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
                             cudaStream_t stream);
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
@@ -24,8 +25,8 @@ cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t 
  * it contains the gradient of shared_weights, on return the gradient of dot(x,
  * w_shared_gate). */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Computes the gradients of the weights of zero-experts: d_weights = dot(d_out, x). Other
- * elements of d_weights stay unchanged. */
+/* Computes the gradients of the weights of zero-experts (whose output is weight * x): d_weights
+ * = dot(d_out, x). Other elements of d_weights stay unchanged. */
 cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Adds the outputs of the zero-experts and of the shared expert to the rows [num_tokens,
  * hidden] that combine returned. In backward, adds the gradients of their inputs to the

@@ -72,7 +72,8 @@ typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* Returns the names of the array of tokens and of the array of slots for an epic_operation. */
+/* Returns the argument names that an error uses for two arrays of an operation: the rows by
+ * token and the rows by slot. */
 static names row_names_of(long long operation)
 {
     switch (operation) {

@@ -247,8 +247,8 @@ epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
 /* Computes the gradients of the weights of those choices that are zero-experts (experts whose
  * output is their input). */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* Adds the outputs of the shared expert and of the zero-experts to the rows that combine has
- * written. The sums are the rows of the layer's output. */
+/* Adds the outputs of the shared expert and of the zero-experts (whose output is their input)
+ * to the rows that combine has written. The sums are the rows of the layer's output. */
 epic_result p2p_add_local_rows(epic_group *group, epic_stream stream,
                                const layer_tokens *tokens, const layer_rows *rows);
 /* Launches a kernel that checks that the plan has at most num_local local experts on each rank.

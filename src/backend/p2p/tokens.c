@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of a layer that are computed for each token: zero-experts, the shared expert's
- * gate, and the sum of the output. Also the check that a plan fits its layer. */
+/* The parts of a layer that are computed for each token: zero-experts (whose output is their
+ * input), the shared expert's gate, and the sum of the output. Also the check that a plan fits
+ * its layer. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"

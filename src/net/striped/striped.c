@@ -326,8 +326,8 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects the stripes that all peers have too. Starts the threads of all stripes except the
- * first. */
+/* Connects those stripes (nets of the same engine, over which puts are spread) that all peers
+ * have too. Starts the threads of all stripes except the first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
