@@ -44,8 +44,8 @@ typedef struct epic_gate_args {
     int64_t tokens, hidden, columns;
     /* Largest number of tokens of a block. A layer in tree order divides its tokens into
      * blocks, whose size does not depend on the number of ranks. The gate cuts its sums into
-     * slices by `block` and not by `tokens`, so the result has the same bits for every number of
-     * ranks. */
+     * slices by `block` and not by `tokens`. So the result has the same bits for every number
+     * of ranks. */
     int64_t block;
     /* Number of tokens by which the gate chooses between products of float32 and of bfloat16
      * numbers (p2p/gate.c). It does not depend on the number of ranks either. 0 stands for

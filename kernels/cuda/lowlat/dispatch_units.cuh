@@ -169,7 +169,8 @@ struct WeightSender {
     uint64_t word;   /* where this lane's choice goes: the result of read_choice_ahead() */
     uint32_t weight; /* weight of this lane's choice */
 
-    /* Creates a sender without tokens. read_ahead() gives it tokens. */
+    /* Creates a sender that has no tokens yet: first_token is past the last one. read_ahead()
+     * then sets the warp's first tokens. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first_token(move.job.num_tokens)
     {

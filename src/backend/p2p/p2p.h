@@ -191,8 +191,8 @@ epic_result p2p_check_group(epic_group *group);
  * Returns EPIC_OK if there is none. */
 epic_result p2p_next_data_error(epic_group *group);
 
-/* Implements epic_backend.bootstrap: creates a bootstrap over the NCCL communicator `native`, in
- * nccl_bootstrap.c. */
+/* Implements epic_backend.bootstrap, in nccl_bootstrap.c: creates a bootstrap over the NCCL
+ * communicator `native`. */
 epic_result p2p_bootstrap_nccl(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 
 /* Breaks the group on all ranks. The other ranks return EPIC_EPEER with the text `why`. */
