@@ -14,8 +14,9 @@
 #define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {
-    uint64_t hash;         /* hash of the options; 0: unknown, not compared */
-    uint64_t weights_hash; /* hash of the words about the weights; 0: unknown, not compared */
+    uint64_t hash; /* hash of the options in `words`; 0: unknown, so it is not compared */
+    /* hash of the words for weights (layer_weight); 0: unknown, so it is not compared */
+    uint64_t weights_hash;
     uint32_t words[OPTION_WORDS];
 } layer_options;
 

@@ -128,14 +128,15 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Returns the offset of `locals` in the plan of a FLAT layer. */
+/* Returns the offset of the array `locals` in the plan of a FLAT layer. It has the local
+ * experts that each received token has chosen. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
 {
     return at->bytes;
 }
 
-/* Returns the offset of `logical` in the plan of a layer with replicas. expert_of follows
- * it. */
+/* Returns the offset of the array `logical` in the plan of a layer with replicas: the logical
+ * expert of each expert. The array expert_of follows it. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout *at,
                                                         uint32_t layout)
 {

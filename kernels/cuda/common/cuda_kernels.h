@@ -89,8 +89,8 @@ typedef struct p2p_status {
     uint32_t own_signature, peer_signature;
     uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t deadline_ms; /* time limit of the operation that failed, in milliseconds */
-    /* P2P_AWAKE(), which a host thread updates regularly while the process runs; 0 if there is
-     * no such thread */
+    /* A host thread updates this word (a P2P_AWAKE()) regularly, which shows kernels that the
+     * process is not suspended. 0: there is no such thread. */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;

@@ -126,9 +126,10 @@ typedef struct staging_ring {
     /* how many entries of the flow this rank has sent or, if it is the reader, has read and
      * dropped */
     int64_t moved;
-    /* number of the flow's first segment; segments are numbered over all flows */
+    /* number of the flow's first segment (entries that are sent as one MPI message); segments
+     * are numbered over all flows */
     uint64_t first;
-    /* how many segments were passed to MPI so far, in all flows together */
+    /* how many segments (MPI messages) were passed to MPI so far, in all flows together */
     uint64_t num_started;
     /* The flow's entries begin this many bytes after the beginning of each half of the ring.
      * Only rings from which this rank sends use it; staging.c explains the reason. */

@@ -214,8 +214,8 @@ static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args 
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that writes the gate's slab and tiles, which all products of the gate
- * read. */
+/* Launches the kernel that divides the tokens into tiles. All products of the gate read the
+ * list of tiles. To a product, all tokens are one slab, as if there were one expert. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));

@@ -85,7 +85,8 @@ static bool find_core_per_rank(const epic_group *g)
     return cores_count(&any) >= g->num_ranks;
 }
 
-/* Like find_core_per_rank(), but computes the result only once. */
+/* Returns whether there are at least as many cores as ranks. Computes the result only once,
+ * with find_core_per_rank(). */
 static bool has_core_per_rank(epic_group *g)
 {
     int core_per_rank = load_relaxed(&g->core_per_rank);
