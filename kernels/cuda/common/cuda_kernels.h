@@ -303,7 +303,8 @@ typedef struct p2p_dispatch_job {
     int32_t total_warps; /* how many warps of all CTAs move rows */
     /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh). A
      * packed row is a row together with its scales. scale_bytes is 0 if rows have no scales. */
-    /* [num_tokens, scale_bytes]; NULL if dispatch quantizes rows and computes the scales */
+    /* [num_tokens, scale_bytes]: the caller's scales of the rows; NULL if dispatch quantizes
+     * rows and computes the scales */
     const uint8_t *scales;
     uint8_t *recv_scales; /* output [recv_rows, scale_bytes] */
     int64_t scale_bytes;

@@ -182,8 +182,8 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Ends a group of asynchronous copies of this thread. A caller of wait_copies() gives a number
- * of such groups. */
+/* Closes a group: the asynchronous copies that this thread has started since the last call.
+ * wait_copies() waits for groups. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -162,7 +162,8 @@ struct IdOwnership {
     int groups_per_lane; /* number of groups per lane; 1 if lanes share groups */
     int ids_per_lane;    /* largest number of ids that any lane owns */
 
-    /* Returns the number of lanes that share a group. */
+    /* Returns how many lanes together handle the experts of one group (of group-limited
+     * routing). */
     __device__ __forceinline__ int lanes() const
     {
         return 1 << lane_bits;

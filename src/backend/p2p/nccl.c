@@ -32,7 +32,8 @@ static int note_file(struct dl_phdr_info *file, size_t size, void *arguments)
     return 0;
 }
 
-/* Sets *handle to the handle of NCCL, and `name` (256 bytes) to the text that errors call it. */
+/* Finds NCCL among the loaded libraries. Sets *handle to its handle, and `name` (256 bytes) to
+ * its name for errors. */
 static epic_result find_library(void **handle, char *name)
 {
     loaded_files files = {0};
