@@ -87,8 +87,8 @@ def check_layers(rank: int, group: Any, is_busy: bool, is_used: bool) -> None:
     x, ct = (v if is_busy else v[:0] for v in (x, ct))
     local = layers.EXPERTS // group.num_ranks
     mine = slice(rank * local, (rank + 1) * local)
-    of_experts = ("w_gate_up", "w_down")
-    weights = {n: w[mine] if n in of_experts else w for n, w in layers.weights(case).items()}
+    expert_weights = ("w_gate_up", "w_down")
+    weights = {n: w[mine] if n in expert_weights else w for n, w in layers.weights(case).items()}
     options = layers.options(case, group.num_ranks)
     true = layers.true_step(case, 1)
     for gemm in (None,) if QUICK else (None, jax.lax.ragged_dot):
@@ -105,7 +105,7 @@ def check_layers(rank: int, group: Any, is_busy: bool, is_used: bool) -> None:
         if not is_used:
             continue
         (_, out), (d_x, d_w) = found
-        for name in of_experts:
+        for name in expert_weights:
             assert reference.relative(d_w[name], true[3][name][mine]) < 5e-6, name
         if is_busy:
             assert reference.relative(out, true[0].reshape(out.shape)) < 5e-6
@@ -182,8 +182,10 @@ def run_options(rank: int, ranks: int, port: int, kind: str) -> None:
         options = base if rank == 0 else change_options(base, change)
         weights = local_weights(options, ranks)
         if name == "dtype" and rank > 0:
-            of_experts = {n: w.astype(jnp.bfloat16) for n, w in weights.items() if n != "w_gate"}
-            weights |= of_experts
+            expert_weights = {
+                n: w.astype(jnp.bfloat16) for n, w in weights.items() if n != "w_gate"
+            }
+            weights |= expert_weights
         try:
             with open_group(rank, ranks, port) as group:
                 jax.block_until_ready(call_layer(group, options, x, weights, more))

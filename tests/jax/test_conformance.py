@@ -208,7 +208,7 @@ def test_same_bits_as_the_core(case: str, mesh: Any, opened: Any) -> None:
     config = group.config()
     config.timeout_ms = 60000
     local = layers.EXPERTS // ep
-    of_experts = ("w_gate_up", "w_down", "b_gate_up", "b_down")
+    expert_weights = ("w_gate_up", "w_down", "b_gate_up", "b_down")
     flat = [a.reshape(dp, ep, -1, layers.HIDDEN) for a in (x, ct)]
     parts = []
     for g in range(dp):
@@ -216,7 +216,7 @@ def test_same_bits_as_the_core(case: str, mesh: Any, opened: Any) -> None:
             (
                 flat[0][g, r],
                 {
-                    n: v[local * r : local * (r + 1)] if n in of_experts else v
+                    n: v[local * r : local * (r + 1)] if n in expert_weights else v
                     for n, v in weights.items()
                 },
                 flat[1][g, r],
@@ -227,7 +227,7 @@ def test_same_bits_as_the_core(case: str, mesh: Any, opened: Any) -> None:
     out, d_x = (np.concatenate([p[i] for part in parts for p in part]) for i in (0, 1))
     assert np.array_equal(got[0], out.reshape(x.shape))
     assert np.array_equal(got[2], d_x.reshape(x.shape))
-    for name in set(of_experts) & set(weights):
+    for name in set(expert_weights) & set(weights):
         summed = [np.concatenate([p[2][name] for p in part]) for part in parts]
         total = summed[0] if dp == 1 else np.sum(summed, axis=0, dtype=np.float64)
         if dp == 1:

@@ -141,8 +141,8 @@ def step_on(opened: Any, ranks: int, forced: Any, bias: Any) -> tuple[Any, Any]:
 
     run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
     (_, moe), (d_x, d_w) = run(x, weights_of())
-    of_experts = {n: d_w[n] for n in ("w_gate_up", "w_down")}
-    return jax.tree.map(np.asarray, (moe.out, d_x, of_experts)), moe.routing
+    d_experts = {n: d_w[n] for n in ("w_gate_up", "w_down")}
+    return jax.tree.map(np.asarray, (moe.out, d_x, d_experts)), moe.routing
 
 
 def test_record_on_one_rank_and_replay_on_more(opened: Any) -> None:

@@ -189,7 +189,7 @@ def case_layers(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
                 got = layer_of(on_gpu, name, masked)
             whole = name != "quantized" and not masked
             assert seen.calls == (2 if whole else 0), name
-            assert seen.of_experts == (set() if whole else {on_gpu.number}), name
+            assert seen.expert_groups == (set() if whole else {on_gpu.number}), name
             agree(got, layer_of(on_host, name, masked), 2e-5)
 
 
@@ -198,7 +198,7 @@ def case_narrow(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     for masked in (False, True):
         with Counted() as seen:
             got = layer_of(on_gpu, "shared", masked, torch.bfloat16)
-        assert seen.of_weights == {torch.bfloat16}, seen.of_weights
+        assert seen.weight_dtypes == {torch.bfloat16}, seen.weight_dtypes
         agree(got, layer_of(on_host, "shared", masked, torch.bfloat16), 3e-2)
 
 
@@ -209,17 +209,17 @@ class Counted(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
-        self.of_experts: set[int] = set()
-        self.of_weights: set[torch.dtype] = set()
+        self.expert_groups: set[int] = set()
+        self.weight_dtypes: set[torch.dtype] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls += func in (torch.ops.epic.moe.default, torch.ops.epic.moe_backward.default)
         if func == torch.ops.epic.experts.default:
-            self.of_experts.add(args[argument_names("experts").index("group")])
+            self.expert_groups.add(args[argument_names("experts").index("group")])
         found = func(*args, **(kwargs or {}))
         if func in (torch.ops.epic.moe_backward.default, torch.ops.epic.experts_backward.default):
             names = [r.name for r in func._schema.returns]
-            self.of_weights.add(found[names.index("d_w_gate_up")].dtype)
+            self.weight_dtypes.add(found[names.index("d_w_gate_up")].dtype)
         return found
 
 

@@ -214,9 +214,9 @@ def step_on(ranks: int, record: Any, *, weights: bool = False, dtype: Any = torc
     grads = {}
     for name, first in parts[0][2].items():
         every = [p[2][name] for p in parts]
-        of_experts = name in ("w_gate_up", "w_down")
-        grads[name] = torch.cat(every) if of_experts else first
-        assert of_experts or all(torch.equal(g, first) for g in every)
+        is_expert = name in ("w_gate_up", "w_down")
+        grads[name] = torch.cat(every) if is_expert else first
+        assert is_expert or all(torch.equal(g, first) for g in every)
     routing = [torch.cat([p[3][i] for p in parts]) for i in (0, 1)]
     return (*whole, grads, routing)
 

@@ -84,7 +84,7 @@ static inline int64_t numbers_here(const part *t, int which)
     if (which == X) return t->tokens * t->p->experts.hidden;
     if (which == TOPK_WEIGHTS)
         return numbers_of(t->p, which) ? t->tokens * t->p->layer.top_k : 0;
-    return numbers_of(t->p, which) * (of_experts(which) ? t->experts.num_local_experts : 1);
+    return numbers_of(t->p, which) * (is_per_expert(which) ? t->experts.num_local_experts : 1);
 }
 
 /* Copies this rank's tokens of an array with `row` bytes per token. */
@@ -129,7 +129,7 @@ static inline void make_buffers(part *t)
             continue;
         }
         t->given[i] = poisoned((size_t)(n * convert_bytes(p->given[i].type)));
-        if (of_experts(i))
+        if (is_per_expert(i))
             move_experts(t, (array *)&p->given[i], t->given[i], i, false);
         else
             memcpy(t->given[i], p->given[i].data, array_bytes(&p->given[i]));
@@ -404,7 +404,7 @@ static inline void part_tell(const part *t)
     for (int i = 0; i < X; i++) {
         const size_t bytes = (size_t)(numbers_of(p, i) * convert_bytes(real_type(p)));
         if (!bytes) continue;
-        if (of_experts(i))
+        if (is_per_expert(i))
             move_experts(t, (array *)&p->gradient[i], t->gradient[i], i, true);
         else
             memcpy((char *)p->gradient[i].data + (size_t)t->rank * bytes, t->gradient[i],

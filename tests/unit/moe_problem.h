@@ -142,14 +142,14 @@ static const char *const given_names[NUM_GIVEN] = {
     "shared_down", "shared_b_gate_up", "shared_b_down",   "w_shared_gate",
     "x",           "topk_weights_in"};
 
-static inline bool of_experts(int which)
+static inline bool is_per_expert(int which)
 {
     return which >= W_GATE_UP && which <= B_DOWN;
 }
 
 static inline bool is_dense(int which)
 {
-    return which < X && !of_experts(which);
+    return which < X && !is_per_expert(which);
 }
 
 typedef struct problem {
@@ -220,13 +220,13 @@ static inline uint32_t type_given(const problem *p, int which)
     if (which == X) return row_type(p);
     if (which <= SCALE_OF_EXPERT || which == W_SHARED_GATE || which == TOPK_WEIGHTS)
         return real_type(p);
-    const epic_experts *e = of_experts(which) ? &p->experts : &p->shared;
+    const epic_experts *e = is_per_expert(which) ? &p->experts : &p->shared;
     return e->weight_type ? e->weight_type : row_type(p);
 }
 
 static inline uint32_t gradient_type(const problem *p, int which)
 {
-    const bool narrow = p->narrow_gradients && of_experts(which);
+    const bool narrow = p->narrow_gradients && is_per_expert(which);
     return which == X || narrow ? row_type(p) : real_type(p);
 }
 
@@ -268,7 +268,7 @@ static inline int64_t numbers_of(const problem *p, int which)
 
 static inline int64_t numbers_in_all(const problem *p, int which)
 {
-    return numbers_of(p, which) * (of_experts(which) ? p->layer.num_experts : 1);
+    return numbers_of(p, which) * (is_per_expert(which) ? p->layer.num_experts : 1);
 }
 
 /* Draws random parameters and rows. Sizes must be set. */

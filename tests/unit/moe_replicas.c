@@ -95,7 +95,7 @@ static void compare(const problem *p, const char *what, double got, double want)
 static void compare_gradient(const problem *one, const problem *many, int which)
 {
     const int64_t each = numbers_of(one, which);
-    if (!of_experts(which)) {
+    if (!is_per_expert(which)) {
         for (int64_t i = 0; i < numbers_in_all(one, which); i++)
             compare(many, given_names[which], gradient_of(many, which, i),
                     gradient_of(one, which, i));
