@@ -172,7 +172,8 @@ struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
 
-/* Prepares divisions by s. */
+/* Prepares divisions by s: computes the reciprocals of s that divide_rounded() multiplies
+ * by. */
 __device__ __forceinline__ Divisor divisor_of(float s)
 {
     const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
