@@ -331,8 +331,8 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 in low-latency kernels. They poll more often than other kernels, because few rows compete
- * with their polls for memory bandwidth. */
+/* 1 if the file that includes this header has low-latency kernels. They poll more often than
+ * other kernels, because few rows compete with their polls for memory bandwidth. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
@@ -357,7 +357,8 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
     return true;
 }
 
-/* Like wait_warp(), but called by one thread. */
+/* Polls ready() until it returns true, like wait_warp(), but for one thread instead of a warp.
+ * Returns false if the wait was given up, because the group of ranks has failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
                                             Ready ready)
