@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Names of one variant of the host kernels. CMake compiles rows.c and product.c once per kind of
- * processor; VARIANT is the name of the kind. */
+/* Names of one variant of the host kernels. CMake compiles rows.c and product.c once per kind
+ * of processor; VARIANT is the name of the kind. */
 #ifndef EPIC_HOST_VARIANT_H
 #define EPIC_HOST_VARIANT_H
 

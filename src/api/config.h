@@ -16,9 +16,10 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
 /* Writes to *out the configuration for a function that returns how much memory a call needs:
- * the config of ctx, or the caller's config if ctx is NULL. Sets *on_device to true if a context with this config computes in
- * device memory. If the caller's num_ranks is 0, out->num_ranks stays 0. Loads no plugin.
- * Errors: EPIC_EINVAL, EPIC_ECLOSED, and the error with which the group of ctx failed. */
+ * the config of ctx, or the caller's config if ctx is NULL. Sets *on_device to true if a context
+ * with this config computes in device memory. If the caller's num_ranks is 0, out->num_ranks
+ * stays 0. Loads no plugin. Errors: EPIC_EINVAL, EPIC_ECLOSED, and the error with which the
+ * group of ctx failed. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 

@@ -189,10 +189,10 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends to the peer `rank` the floats of one of its tokens. The floats
- * are gradients of weights, from the caller's array slot_floats. There is one float for each
- * choice of this token that was sent to this rank. `to`: the array in the heap of `rank` into
- * which this rank stores floats. Called by a whole warp. */
+/* Only in dispatch_backward: sends to the peer `rank` the floats of one of its tokens. The
+ * floats are gradients of weights, from the caller's array slot_floats. There is one float for
+ * each choice of this token that was sent to this rank. `to`: the array in the heap of `rank`
+ * into which this rank stores floats. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {

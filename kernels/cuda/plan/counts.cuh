@@ -122,13 +122,13 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
  * choice.
  *
  *   read(choice)  returns the expert id of this rank's choice with this number
- *   use(choice, id, k, first_id, i)  handles one choice per lane; called by all lanes. Its result
- *                 matters only if tokens have more than 32 choices (see first_id)
+ *   use(choice, id, k, first_id, i)  handles one choice per lane; called by all lanes. Its
+ *                 result matters only if tokens have more than 32 choices (see first_id)
  *     choice      number of this lane's choice, or -1 if the lane has none
  *     id          expert id of the choice, or -1 if the lane has no choice
  *     k           position of the choice among the top_k choices of its token
- *     first_id    -1 if tokens have at most 32 choices. Otherwise use() is called twice for each
- *                 token: first with first_id -1, then with the result of the first call
+ *     first_id    -1 if tokens have at most 32 choices. Otherwise use() is called twice for
+ *                 each token: first with first_id -1, then with the result of the first call
  *     i           0 to 3: position of this call in its group of four calls
  *
  * The ids for a group of four calls are loaded together, so that the loads overlap. */
