@@ -9,7 +9,6 @@ from typing import Any
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, which takes time
 
 import torch
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
 
@@ -21,36 +20,6 @@ def use_cpu() -> None:
     torch.cuda.synchronize = lambda *_: None
     same = contextlib.nullcontext
     random.CudaRNGStatesTracker.fork = lambda *_, **__: same()  # type: ignore[method-assign]
-
-
-def fix_optimizer() -> None:
-    """Let the distributed optimizer load a checkpoint with torch's Adam.
-
-    Its own code only works with the Adam of Transformer Engine, which has one step for all
-    parameters.  torch's Adam has a tensor with the step for each parameter.
-    """
-    kind: Any = DistributedOptimizer
-    sharded, load, write = (
-        kind.sharded_state_dict,
-        kind.load_state_dict,
-        kind._set_main_param_and_optimizer_states,
-    )
-
-    def sharded_state_dict(self: Any, *args: Any, **more: Any) -> Any:
-        if not self.optimizer.state:  # "assert len(steps) == 1"
-            self._init_optimizer_states_with_dummy_values()
-        return sharded(self, *args, **more)
-
-    def load_state_dict(self: Any, state: Any) -> None:
-        load(self, state)
-        for each in self.optimizer.state.values():  # all have the same tensor, so each adds to it
-            each["step"] = each["step"].clone()
-
-    def set_states(self: Any, parameter: Any, tensors: Any) -> None:
-        write(self, parameter, {"step": None, **tensors})  # "KeyError: 'step'"
-
-    kind.sharded_state_dict, kind.load_state_dict = sharded_state_dict, load_state_dict
-    kind._set_main_param_and_optimizer_states = set_states
 
 
 class OnCpu(TorchFunctionMode):

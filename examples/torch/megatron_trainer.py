@@ -39,6 +39,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+import megatron_adam
 from epic.torch.megatron import use_epic
 
 SEQUENCES, LENGTH, WORDS = 16, 16, 64  # sequences of all ranks in a step
@@ -275,7 +276,7 @@ def main() -> None:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
     else:
         megatron_cpu.use_cpu()
-        megatron_cpu.fix_optimizer()
+    megatron_adam.fix_optimizer()
     with contextlib.nullcontext() if with_gpu else megatron_cpu.OnCpu():
         run = Run(args)
         run.train(args.steps)
