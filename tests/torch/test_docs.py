@@ -4,8 +4,6 @@
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +14,10 @@ import torch
 import epic.torch
 import reference
 from epic.torch.module import EXPERT_WEIGHTS
-from forked import finish, server, start_ranks
+from forked import finish, start_ranks
 from pages import ROOT, Program, find_block, list_pages, list_programs
 from ports import free_port
+from world import torch_server
 
 GUIDE = ROOT / "docs/guide/torch.md"
 LAYER = find_block(GUIDE, "# torchrun --nproc-per-node 4 layer.py")
@@ -40,19 +39,9 @@ def run_program(folder: Path, text: str, processes: int) -> None:
     """Run a program with the variables that torchrun sets."""
     script = folder / "this.py"
     script.write_text(text)
-    modules = ["epic.torch"]
-    if "transformers" in text:
-        modules.append("transformers")
-    running = start_ranks(server(*modules), str(script), ranks=processes, port=free_port())
+    more = ["transformers"] if "transformers" in text else []
+    running = start_ranks(torch_server(*more), str(script), ranks=processes, port=free_port())
     finish(running, 200)
-
-
-def run_torchrun(folder: Path, text: str, processes: int) -> None:
-    """Run a program under torchrun."""
-    script = folder / "this.py"
-    script.write_text(text)
-    words = ["--nproc-per-node", str(processes), "--master-port", str(free_port()), str(script)]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
 
 
 PROGRAMS = [program for program in list_programs("torch") if program.text not in CHECKED]
@@ -60,10 +49,11 @@ PROGRAMS = [program for program in list_programs("torch") if program.text not in
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.page}-{p.number}")
 def test_programs(program: Program, tmp_path: Path) -> None:
-    """Run every whole program of the guide, with as many processes as its first line says; the
-    first one under torchrun."""
-    run = run_torchrun if program is PROGRAMS[0] else run_program
-    run(tmp_path, program.text, program.processes)
+    """Run every whole program of the guide, with as many processes as its first line says.
+
+    test_groups.py and test_launchers.py run programs under torchrun itself.
+    """
+    run_program(tmp_path, program.text, program.processes)
 
 
 KEEP_LAYER = """

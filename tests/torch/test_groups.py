@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import epic.torch
 from epic import _native, bootstrapping
 from epic.store import Attempts
-from forked import finish, server, start_ranks
+from forked import finish, start_ranks
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
 from test_errors import told
-from world import World
+from world import World, torch_server
 
 SHORT = {**SIZES, "timeout_ms": 1500}
 
@@ -231,7 +231,7 @@ def test_tcp(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(paths=PATHS, tcp=True))
     port = str(free_port())
-    finish(start_ranks(server("epic.torch"), str(script), ranks=2, port=0, PORT=port), 200)
+    finish(start_ranks(torch_server(), str(script), ranks=2, port=0, PORT=port), 200)
 
 
 def test_contexts_are_closed_where_no_thread_starts(monkeypatch: Any) -> None:
@@ -275,7 +275,7 @@ def test_the_end_of_processes_whose_threads_wait_for_each_other(tmp_path: Path) 
     script = tmp_path / "script.py"
     script.write_text(ENDS.format(paths=PATHS))
     port = str(free_port())
-    running = start_ranks(server("epic.torch"), str(script), ranks=2, port=0, PORT=port)
+    running = start_ranks(torch_server(), str(script), ranks=2, port=0, PORT=port)
     for process in running:
         process.wait_for_line("ends", 200)
     finish(running, 40)  # much less than the deadline of 120 s

@@ -2,8 +2,6 @@
 """Tests recording and replaying the routing of layers and models, and reading it from a trace."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +17,7 @@ import epic
 import epic.torch
 from epic.torch.experts import slab_mm
 from parts import numbers
+from world import torch_server
 
 EXPERTS, TOP_K, HIDDEN, INNER, TOKENS = 6, 3, 5, 4, 8
 ZERO = 2  # zero-experts
@@ -477,7 +476,7 @@ def test_traces(tmp_path: Path) -> None:
     """Check that read_trace returns the ids of each layer and step, as the layers returned them."""
     ids = tmp_path / "ids.pt"
     wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", TRACED, str(ids)], env=wishes, check=True, timeout=200)
+    torch_server().run(TRACED, str(ids), env=wishes, timeout=200)
     recorded = torch.load(ids)
     layers = epic.read_trace(tmp_path, num_layers=2)
     assert [len(steps) for steps in layers] == [3, 3]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from forked import server
+from world import torch_server
 
 PROGRAM = """
 import torch, epic.torch
@@ -19,7 +19,7 @@ with epic.torch.Group(num_ranks=1, name="traced", max_tokens=4, max_row_bytes=64
 def test_ids_are_recorded(tmp_path: Path) -> None:
     """Check that the variable alone records all ids (docs/guide/traces.md)."""
     wishes = {**os.environ, "EPIC_TRACE": str(tmp_path)}
-    server("epic.torch").run(PROGRAM, env=wishes, timeout=200)
+    torch_server().run(PROGRAM, env=wishes, timeout=200)
     (file,) = tmp_path.glob("traced-*-0.epictrace")
     data = file.read_bytes()
     tokens, top_k, experts = np.frombuffer(data[128 + 40 : 128 + 56], "<i8,<u4,<u4")[0]

@@ -11,10 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forked import Server, server
 from ports import free_port
 
 OTHERS = ("transformers.modeling_utils", "peft")  # modules of which not every test needs one
 LIMIT = 240  # time limit of one function in seconds
+
+
+def torch_server(*more: str) -> Server:
+    """Return the server of programs that use epic.torch and the modules `more`.
+
+    The first optimizer of a process imports torch._dynamo, which takes longer than most programs.
+    """
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # as in World.__enter__
+    return server("epic.torch", "torch._dynamo", *more)
 
 
 def serve(rank: int, size: int, port: int, pipe: Any) -> None:
