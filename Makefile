@@ -24,7 +24,8 @@ VALGRIND = valgrind -q --error-exitcode=1 --leak-check=full --trace-children=yes
 VALGRIND_TESTS = info bootstrap_env bootstrap_threads recorder sized
 
 .PHONY: all examples test demo format clean install uninstall setup-build setup-test setup-demo \
-    test-format test-build test-gcc-tests test-gcc test-asan test-tsan test-valgrind test-chroot
+    test-format test-build test-gcc-tests test-gcc test-compile asan-build tsan-build test-asan test-tsan \
+    test-valgrind test-chroot
 .NOTPARALLEL:
 
 all: setup-build
@@ -36,9 +37,9 @@ examples: setup-build
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target examples
 
-# The parts of later stages test what the first stage has built.  The longest parts start first.  The
-# emulated GPUs of gcc-tests poll, so only a part without tests runs at the same time.
-PARTS = "format build" "gcc-tests nvcc" "jax-quick asan torch tsan fuzz valgrind"
+# The parts of later stages test what earlier stages have built.  The longest parts start first.  The
+# emulated GPUs of gcc-tests poll, so only compilers run at the same time, with the lowest priority.
+PARTS = "format build" "gcc-tests compile" "torch jax-quick tsan asan fuzz valgrind"
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 
@@ -61,17 +62,25 @@ test-gcc-tests:
 
 test-gcc: test-build test-gcc-tests
 
+# Compiles the kernels with nvcc, and what the parts after gcc-tests test.
+test-compile:
+	@nice -n 19 $(MAKE) test-nvcc asan-build tsan-build fuzz-build-found
+
 # Builds with clang, if clang and its sanitizers are installed, so that two compilers check the code.
-test-asan:
-	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
+asan-build:
 	@{ $(call CMAKE,Debug,build/asan,-DEPIC_SANITIZE=address$(,)undefined $(HOST_ONLY) $(CLANG)); }
 	@$(call BUILD,build/asan) --target tested
-	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/asan) -LE slow
 
-test-tsan:
-	@echo "== ThreadSanitizer"
+tsan-build:
 	@$(call CMAKE,Debug,build/tsan,-DEPIC_SANITIZE=thread $(HOST_ONLY))
 	@$(call BUILD,build/tsan) --target threaded
+
+test-asan: asan-build
+	@echo "== AddressSanitizer and UndefinedBehaviorSanitizer"
+	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/asan) -LE slow
+
+test-tsan: tsan-build
+	@echo "== ThreadSanitizer"
 	@$(CASES_SANITIZED) $(STILL) $(call CTEST,build/tsan) -L threads -LE slow
 
 test-valgrind:

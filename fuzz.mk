@@ -36,7 +36,7 @@ $(FUZZ_TARGETS:%=$(FUZZ_OUT)/%): $(FUZZ_OUT)/%: $(FUZZ_OUT)/tests/fuzz/%.o $(FUZ
 	@$(FUZZ_CC) $(FUZZ_CFLAGS) -fsanitize=fuzzer $(filter-out %.a,$^) $(filter %.a,$^) -o $@ \
 	    -lpthread -ldl -lm
 
-.PHONY: fuzz fuzz-build test-fuzz
+.PHONY: fuzz fuzz-build fuzz-build-found test-fuzz
 .PRECIOUS: $(FUZZ_OUT)/%.o
 fuzz-build: $(FUZZ_TARGETS:%=$(FUZZ_OUT)/%)
 
@@ -52,11 +52,14 @@ FUZZ_RUN = for target in $(FUZZ_TARGETS); do mkdir -p $(1)/$$target; \
 	    echo "$$target: $$(sed -n 's/.*number_of_executed_units: //p' $(FUZZ_OUT)/$$target.log) inputs"; \
 	done
 
-test-fuzz:
+# Builds the targets if clang can link a fuzzer.
+fuzz-build-found:
+	@if $(FUZZ_FOUND); then $(MAKE) -f fuzz.mk -j $(JOBS) fuzz-build; fi
+
+test-fuzz: fuzz-build-found
 	@echo "== fuzzing, $(FUZZ_QUICK_SECONDS) s each ($(FUZZ_TARGETS))"
-	@if $(FUZZ_FOUND); then \
-	    $(MAKE) -f fuzz.mk -j $(JOBS) fuzz-build && rm -rf $(FUZZ_OUT)/quick && \
-	    { $(call FUZZ_RUN,$(FUZZ_OUT)/quick,$(FUZZ_QUICK_SECONDS),-seed=1); }; \
+	@if $(FUZZ_FOUND); then rm -rf $(FUZZ_OUT)/quick; \
+	    $(call FUZZ_RUN,$(FUZZ_OUT)/quick,$(FUZZ_QUICK_SECONDS),-seed=1); \
 	else echo "left out: there is no clang with libFuzzer (libclang-rt-dev)"; fi
 
 fuzz:
