@@ -12,7 +12,7 @@ CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 # The share of the random cases and injected faults of ctest that `make test` runs. With sanitizers, which
 # make programs several times slower, the share is smaller. `make test-night` runs ten times all cases.
-CASES = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.4}
+CASES = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.25}
 CASES_SANITIZED = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.1}
 # An option of CMake: the compiler clang, if it can build programs with AddressSanitizer.
 CLANG = $$(echo 'int main(void) { return 0; }' | clang -fsanitize=address,undefined -x c - -o /dev/null \

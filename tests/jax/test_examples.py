@@ -108,8 +108,8 @@ def children(process: int) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("how", ["ctrl_c", pytest.param("killed", marks=pytest.mark.night)])
+@pytest.mark.night
+@pytest.mark.parametrize("how", ["ctrl_c", "killed"])
 def test_how_it_ends(how: str, tmp_path: Path) -> None:
     """Check that Ctrl-C, and the death of one process, end every process with a status other than
     0."""
