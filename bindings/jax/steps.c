@@ -57,7 +57,8 @@ typedef struct step_call {
     {.flags = HANDLER_OPTIONAL, .name = "rank_of_expert", .types = FFI_SET_I32, \
      .sets_rows = DIM_COUNTED, .dims = {DIM_EXPERTS}, .data = AT(plan.rank_of_expert)}, \
     DATA(HANDLER_OPTIONAL, "logical_of_expert", FFI_SET_I32, plan.logical_of_expert, \
-         DIM_EXPERTS)
+         DIM_EXPERTS), \
+    DATA(HANDLER_OPTIONAL, "capacity_limit", FFI_SET_I32, plan.capacity_limit, DIM_ONE)
 #define PLAN_RESULTS \
     {.kind = HANDLER_NEW_PLAN, .flags = HANDLER_RESULT, .name = "plan", .types = FFI_SET_U8, \
      .dims = {DIM_ANY}, .data = AT(plan.plan), .count = AT(plan.plan_bytes)}, \

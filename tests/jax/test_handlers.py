@@ -57,9 +57,10 @@ def make_programs(group: Any) -> list[Callable[[], Any]]:
     copied = epic.jax.Layer(E, K, num_logical=4)
 
     def steps(x: Any, w: Any) -> Any:
-        plan = epic.jax.plan(group, LAYER, ids, capacity=SLOTS, rank_of_expert=owners)
+        limits = {"capacity": SLOTS, "capacity_limit": jnp.int32(SLOTS)}
+        plan = epic.jax.plan(group, LAYER, ids, rank_of_expert=owners, **limits)
         recv, slot = epic.jax.dispatch(plan, x, w)
-        _, again, slots = epic.jax.plan_dispatch(group, LAYER, ids, x, w, capacity=SLOTS)
+        _, again, slots = epic.jax.plan_dispatch(group, LAYER, ids, x, w, **limits)
         return (
             epic.jax.combine(plan, recv, slot).sum() + epic.jax.sum(group, again * slots[0]).sum()
         )

@@ -31,6 +31,7 @@ from epic.jax.steps import (
     PLAN_PARTS,
     Plan,
     PlanSpec,
+    as_capacity_limit,
     as_channel,
     as_tokens,
     as_weights,
@@ -467,10 +468,10 @@ def plan_dispatch_rows(
 ) -> tuple[Any, ...]:
     """Run plan_dispatch on checked arrays.
 
-    ints contains the choices, rank_of_expert, logical_of_expert, the channel, and the arrays to
-    wait for.
+    ints contains the choices, rank_of_expert, logical_of_expert, capacity_limit, the channel, and
+    the arrays to wait for.
     """
-    chosen, owners, logical, number, *after = ints
+    chosen, owners, logical, limit, number, *after = ints
     results = plan_results(spec, owners is not None, local) + dispatch_results(
         spec, tokens, weights
     )
@@ -478,6 +479,7 @@ def plan_dispatch_rows(
         chosen,
         owners,
         logical,
+        limit,
         tokens,
         weights,
         *site_and_rank(spec.group, chosen, tokens),
@@ -520,6 +522,7 @@ def plan_dispatch(
     weights: Any = None,
     *,
     capacity: int | None = None,
+    capacity_limit: Any = None,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
@@ -540,6 +543,7 @@ def plan_dispatch(
         tokens: [..., hidden] a float dtype.
         weights: [..., top_k] any float dtype, or None.
         capacity: see `plan`.
+        capacity_limit: see `plan`.
         rank_of_expert: see `plan`.
         logical_of_expert: see `plan`.
         num_local_experts: see `plan`.
@@ -569,6 +573,7 @@ def plan_dispatch(
         weights,
         chosen,
         *placed,
+        as_capacity_limit(capacity_limit),
         as_channel(channel),
         *ordering_deps(after),
         *previous_call(group),
@@ -576,4 +581,4 @@ def plan_dispatch(
     rows, weights, *ints = cast_all_varying(group, *arrays)
     out = plan_dispatch_rows(spec, local, tuple(ints), rows, weights)
     record_call(group, out[-1])
-    return make_plan(spec, local, out[:PLAN_PARTS]), *out[PLAN_PARTS:-1]
+    return make_plan(spec, local, out[:PLAN_PARTS], ints[3]), *out[PLAN_PARTS:-1]

@@ -71,7 +71,8 @@ def plan(
         logical_of_expert: see `epic.jax.plan`.
         num_local_experts: see `epic.jax.plan`.
         token_axes: see `moe`.
-        **more: other arguments of `epic.jax.plan`: capacity, channel, after, max_sms.
+        **more: other arguments of `epic.jax.plan`: capacity, capacity_limit, channel, after,
+            max_sms.  All devices have the same capacity_limit.
 
     Returns:
         The Plan of all devices.
@@ -128,7 +129,8 @@ def plan_dispatch(
         token_axes: see `moe`.
         hidden_axis: a mesh axis over which hidden is sharded.  Each device of this axis has a part
             of the columns of the tokens.
-        **more: other arguments of `epic.jax.plan_dispatch`: capacity, channel, after, max_sms.
+        **more: other arguments of `epic.jax.plan_dispatch`: capacity, capacity_limit, channel,
+            after, max_sms.  All devices have the same capacity_limit.
 
     Returns:
         The Plan, rows and slot_weights of all devices.

@@ -48,7 +48,15 @@ from epic.options import Layer, Moe, check_int
 
 PLAN_TAIL = 16  # bytes after the core's plan that contain the channel of the call site
 CALLERS_CHANNEL = 1 << 23  # bit of a channel that the caller chose; handler.c has the same constant
-PLAN_FIELDS = ("bytes", "expert_rows", "expert_tokens", "load", "demand", "logical_load")
+PLAN_FIELDS = (
+    "bytes",
+    "expert_rows",
+    "expert_tokens",
+    "load",
+    "demand",
+    "logical_load",
+    "capacity_limit",
+)
 PLAN_PARTS = 6  # the first results of plan_dispatch, which form the plan
 LOSS_BY_CALLER = 256  # the value of the flag EPIC_LOSS_BY_CALLER
 MOST_SLOTS = (1 << 31) - 1  # largest capacity, because numbers of slots are int32
@@ -110,6 +118,7 @@ class Plan:
             choice is dropped.
         demand: [1] int32: number of slots that all choices of this rank's experts would need.
         logical_load: [num_logical] int32: load of each logical expert; None without replicas.
+        capacity_limit: [1] int32: the argument capacity_limit; None without one.
         spec: static facts: group, layer, shape of the tokens, capacity.
 
     """
@@ -120,12 +129,15 @@ class Plan:
     load: Array
     demand: Array
     logical_load: Array | None
+    capacity_limit: Array | None
     spec: PlanSpec
 
     @property
     def has_overflow(self) -> Array:
         """[1] bool: whether all choices of this rank's experts need more slots than it has."""
-        return self.demand > self.spec.capacity
+        if self.capacity_limit is None:
+            return self.demand > self.spec.capacity
+        return self.demand > jnp.clip(self.capacity_limit, 1, self.spec.capacity)
 
     @property
     def load_of_ids(self) -> Array:
@@ -372,10 +384,17 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
     }
 
 
-def make_plan(spec: PlanSpec, local: int, parts: Sequence[Any]) -> Plan:
+def make_plan(spec: PlanSpec, local: int, parts: Sequence[Any], limit: Any) -> Plan:
     """Return the results of the handler as a Plan."""
     data, rows, tokens, load, demand, logical = parts
-    return Plan(data, rows[:local], tokens[:local], load, demand, logical, spec)
+    return Plan(data, rows[:local], tokens[:local], load, demand, logical, limit, spec)
+
+
+def as_capacity_limit(limit: Any) -> Any:
+    """Return the argument capacity_limit as [1] int32, after checking it; None stays None."""
+    if limit is None:
+        return None
+    return as_array("capacity_limit", limit, ("int32",), []).reshape(1)
 
 
 def as_channel(channel: Any) -> Any:
@@ -397,6 +416,7 @@ def plan(
     topk_idx: Any,
     *,
     capacity: int | None = None,
+    capacity_limit: Any = None,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
     num_local_experts: int | None = None,
@@ -416,6 +436,9 @@ def plan(
         topk_idx: [..., top_k] int32 or int64: the chosen experts of each token; negative: no
             expert.
         capacity: the number of slots of this device; None: as many as can ever be needed.
+        capacity_limit: an int32 array without dimensions.  This device then has
+            min(capacity, capacity_limit) slots, at least one.  It may be traced: a program with
+            another limit is not compiled again.
         rank_of_expert: [num_experts] integers: the rank that owns each expert.  None: each rank
             owns a contiguous block, and the sizes of blocks differ by at most one.
         logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert of
@@ -453,15 +476,18 @@ def plan(
     spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe, max_sms)
     local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
     placed = expert_tables(group, layer, rank_of_expert, logical_of_expert)
-    chosen, *placed, number = cast_all_varying(group, chosen, *placed, as_channel(channel))
+    limit = as_capacity_limit(capacity_limit)
+    ints = cast_all_varying(group, chosen, *placed, limit, as_channel(channel))
+    chosen, owners, logical, limit, number = ints
+    operands = [chosen, owners, logical, limit, *site_and_rank(group, chosen), number]
     parts = call_handler(
         "plan",
-        plan_results(spec, placed[0] is not None, local),
-        [chosen, *placed, *site_and_rank(group, chosen), number, *ordering_deps(after)],
+        plan_results(spec, owners is not None, local),
+        [*operands, *ordering_deps(after)],
         group,
         **plan_attributes(spec, local),
     )
-    return make_plan(spec, local, parts[:-1])
+    return make_plan(spec, local, parts[:-1], limit)
 
 
 # ------------------------------------------------------------------- calls on a plan ----
