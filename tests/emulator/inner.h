@@ -33,6 +33,10 @@ int current_device(void);
 /* memory.c: returns whether the address is in memory of this runtime. */
 bool is_known(const void *p);
 
+/* memory.c: sets bytes to a value. Gives pages of zeros back to the system, so that a large array
+ * that stays zero takes no memory. */
+void fill_memory(void *to, int value, size_t bytes);
+
 /* fences.c: performs the late stores of the CTA on this thread. waits: first waits for a
  * random time. */
 void finish_late_stores(bool waits);

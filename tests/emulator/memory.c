@@ -5,12 +5,15 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include "inner.h"
 
 #define PAGE 4096
+#define LEAST_REMOVED \
+    (1 << 20) /* smallest number of bytes of which fill_memory() removes pages */
 
 typedef struct block {
     uint8_t *begin;
@@ -81,6 +84,20 @@ static cudaError_t give_back(void *memory)
     close(b->fd);
     free(b);
     return cudaSuccess;
+}
+
+void fill_memory(void *to, int value, size_t bytes)
+{
+    uint8_t *begin = to, *end = begin + bytes;
+    uint8_t *first = begin + (PAGE - (uintptr_t)begin % PAGE) % PAGE,
+            *last = end - (uintptr_t)end % PAGE;
+    if (value != 0 || bytes < LEAST_REMOVED ||
+        madvise(first, (size_t)(last - first), MADV_REMOVE)) {
+        memset(to, value, bytes);
+        return;
+    }
+    memset(begin, 0, (size_t)(first - begin));
+    memset(last, 0, (size_t)(end - last));
 }
 
 uint64_t emulator_bytes(bool host)

@@ -57,7 +57,7 @@ static void run_task(const task *t, int device)
     else if (t->from)
         memcpy(t->to, t->from, t->bytes);
     else
-        memset(t->to, t->value, t->bytes);
+        fill_memory(t->to, t->value, t->bytes);
 }
 
 static void free_tasks(task *t)
