@@ -9,7 +9,7 @@
 
 #include "epic/epic.h"
 
-#define RUN_MAX_RANKS 32
+#define RUN_MAX_RANKS 256
 
 /* The code of one rank. */
 typedef void run_body(const epic_bootstrap *bootstrap, void *self);

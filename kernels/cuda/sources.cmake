@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sources of the libraries of backends p2p and hosts. Kernels in which ranks communicate, and the
 # files for the CPU, are compiled for each of the two; for hosts with EPIC_HOSTS (common/hosts.h).
+# They are compiled again, with EPIC_MANY_RANKS (rules/device_layout.h), for groups of many ranks.
 set(here ${CMAKE_CURRENT_LIST_DIR})
 set(src ${here}/../../src)
 file(GLOB epic_cuda_alone CONFIGURE_DEPENDS ${here}/router/*.cu ${here}/experts/*.cu)
-list(FILTER epic_cuda_alone EXCLUDE REGEX "/(dense_tokens|layer_fits)\\.cu$") # they read the group
+list(FILTER epic_cuda_alone EXCLUDE REGEX "/(dense_tokens|layer_fits|loss)\\.cu$") # they read the group or the plan
 file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
 set(epic_hosts_ranks ${epic_cuda_ranks})
 list(FILTER epic_hosts_ranks EXCLUDE REGEX "/dispatch/(bulk|windows)\\.cu$") # only p2p has these
+set(epic_many_ranks ${epic_hosts_ranks}) # with EPIC_MANY_RANKS, for p2p and for hosts
+list(FILTER epic_many_ranks EXCLUDE REGEX "/lowlat/")
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)
 set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c)
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)

@@ -38,10 +38,12 @@ const char *backend_resolve_name(const char *name, int num_hosts);
  * false if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
-/* Finds a backend by name. If the backend is in a plugin (libepic_mpi.so, libepic_cuda.so or
- * libepic_hosts.so), loads the plugin. Returns EPIC_EINVAL if no backend has that name, and
- * EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call it. */
-epic_result backend_find(const epic_backend **out, const char *name);
+/* Finds the backend of a group of num_ranks ranks by name. If the backend is in a plugin
+ * (libepic_mpi.so, libepic_cuda.so or libepic_hosts.so), loads the plugin. Groups of more than 32
+ * ranks have plugins of their own (libepic_cuda_many.so, libepic_hosts_many.so). Returns
+ * EPIC_EINVAL if no backend has that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any
+ * thread may call it. */
+epic_result backend_find(const epic_backend **out, const char *name, int num_ranks);
 
 /* Copies bytes to host memory. `from` is host memory, or device memory of a backend whose
  * plugin is loaded. Waits for the device. Returns false if the copy failed. */

@@ -70,7 +70,7 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
     char why[256] = "", reasons[1024] = "";
     const char *name = backend_resolve_name(config->backend, num_hosts);
     if (name) {
-        TRY(backend_find(out, name));
+        TRY(backend_find(out, name, (int)config->num_ranks));
         if ((*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
         return epic_fail(EPIC_ENOTSUP, "backend \"%s\" cannot join these ranks: %s", name, why);
     }
@@ -81,7 +81,7 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         snprintf(reasons + used, sizeof reasons - used, "%s%s: %s", used ? "; " : "",
                  epic_backends[i]->name, why);
     }
-    const bool loaded = backend_find(out, "mpi") == EPIC_OK;
+    const bool loaded = backend_find(out, "mpi", (int)config->num_ranks) == EPIC_OK;
     if (loaded && (*out)->can_join(peers, (int)config->num_ranks, config, why)) return EPIC_OK;
     if (!loaded) epic_fit_text(why, sizeof why, epic_sentence());
     return epic_fail(

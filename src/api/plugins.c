@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds backends by name. The backends mpi, p2p and hosts are plugins (libraries of their own),
- * which are loaded when a context first uses them. */
+ * which are loaded when a context first uses them. p2p and hosts have a second plugin each, for
+ * groups of many ranks (rules/device_layout.h). */
 #include <dlfcn.h>
 #include <stdatomic.h>
 #include <stdio.h>
@@ -9,9 +10,11 @@
 #include "api/config.h"
 #include "base/error.h"
 #include "base/library.h"
+#include "rules/device_layout.h"
 
 typedef struct plugin {
     const char *name; /* name of the backend, as in config.backend */
+    int max_ranks;    /* largest number of ranks of its groups */
     const char *library;
     const char *symbol;
     /* Second halves of the error sentence. when_absent: the library does not exist.
@@ -19,19 +22,28 @@ typedef struct plugin {
     const char *when_absent, *when_broken;
 } plugin;
 
-#define NUM_PLUGINS 3
+#define NUM_PLUGINS 5
+/* A backend may have several plugins. A group uses the first one that allows its number of ranks,
+ * or the last one, which then refuses the group. */
 static const plugin plugins[NUM_PLUGINS] = {
-    {"mpi", "libepic_mpi.so", "epic_backend_mpi",
+    {"mpi", EPIC_MAX_RANKS, "libepic_mpi.so", "epic_backend_mpi",
      "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "
      "libopenmpi-dev, openmpi-bin): build again",
      "install the MPI that it was built for (Debian, Ubuntu: openmpi-bin, or mpich)"},
-    {"p2p", "libepic_cuda.so", "epic_backend_p2p",
+    {"p2p", DEVICE_FEW_RANKS, "libepic_cuda.so", "epic_backend_p2p",
      "it is not next to libepic.so; a build has it where it finds nvcc (CUDA's toolkit): build "
      "again",
      "install the CUDA runtime that it was built for"},
-    {"hosts", "libepic_hosts.so", "epic_backend_hosts",
+    {"hosts", DEVICE_FEW_RANKS, "libepic_hosts.so", "epic_backend_hosts",
      "GPUs of several hosts need it: install CUDA's toolkit (nvcc) and UCX (Debian, Ubuntu: "
      "libucx-dev) and build libepic again",
+     "install the CUDA runtime that it was built for"},
+    {"p2p", DEVICE_MOST_RANKS, "libepic_cuda_many.so", "epic_backend_p2p",
+     "groups of more than 32 GPUs need it: build libepic again with EPIC_MANY=ON",
+     "install the CUDA runtime that it was built for"},
+    {"hosts", DEVICE_MOST_RANKS, "libepic_hosts_many.so", "epic_backend_hosts",
+     "groups of more than 32 GPUs need it: install UCX (Debian, Ubuntu: libucx-dev) and build "
+     "libepic again with EPIC_MANY=ON",
      "install the CUDA runtime that it was built for"},
 };
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* NULL until loaded; a plugin is never
@@ -85,15 +97,19 @@ epic_result backend_place(bool *on_device, const char *name)
     return is_known || *on_device ? EPIC_OK : fail_no_backend(name);
 }
 
-epic_result backend_find(const epic_backend **out, const char *name)
+epic_result backend_find(const epic_backend **out, const char *name, int num_ranks)
 {
+    const plugin *found = NULL;
     for (int i = 0; epic_backends[i]; i++) {
         *out = epic_backends[i];
         if (!strcmp((*out)->name, name)) return EPIC_OK;
     }
-    for (int i = 0; i < NUM_PLUGINS; i++)
-        if (!strcmp(plugins[i].name, name)) return load_plugin(out, &plugins[i]);
-    return fail_no_backend(name);
+    for (int i = 0; i < NUM_PLUGINS; i++) {
+        if (strcmp(plugins[i].name, name) != 0) continue;
+        found = &plugins[i];
+        if (num_ranks <= found->max_ranks) break;
+    }
+    return found ? load_plugin(out, found) : fail_no_backend(name);
 }
 
 bool backend_fetch(void *to, const void *from, size_t bytes)

@@ -37,6 +37,9 @@ typedef struct net_liveness_setup {
     uint64_t group_id;
     /* name of the network interface on which peers connect; NULL: any that is up */
     const char *interface;
+    /* by host; true: this rank's peer there gets no connection, because it is in this process. Its
+     * state is always NET_PEER_ALIVE. */
+    bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 
 /* Opens the listening socket, and writes to `handle` the data that peers need to connect. The

@@ -29,7 +29,7 @@
 
 #include "epic/epic.h"
 
-#define NET_MAX_HOSTS 32
+#define NET_MAX_HOSTS 256
 #define NET_HANDLE_BYTES 4096
 #define NET_WHY_BYTES 256            /* size of the buffer for an error text */
 #define NET_MAX_PUT_BYTES (1u << 20) /* largest size of one put */

@@ -2,6 +2,8 @@
 /* Reads the bytes of a plan of a CUDA context on the host. */
 #include "plan/device_read.h"
 
+#include <string.h>
+
 #include "base/error.h"
 #include "rules/device_layout.h"
 
@@ -9,18 +11,48 @@
  * time */
 #define CHUNK 1024
 
-/* Returns true if the header's checksum, ranges and sizes are valid. */
-static bool is_header_valid(const device_plan_header *h)
+/* The header of a plan, of either type. `few.num_ranks` shows which type it is, because both types
+ * begin with the same members. */
+typedef union header {
+    device_few_header few;
+    device_many_header many;
+} header;
+
+/* What this file reads of the members whose offsets differ between the two types. */
+typedef struct header_view {
+    const int32_t *tokens_of, *slots_of;
+    const uint8_t *rank_at;
+    int32_t capacity;
+    uint32_t layout, layer_leaves, num_logical;
+    bool is_intact; /* true: the checksum is correct */
+} header_view;
+
+#define VIEW_OF(h)                                                                         \
+    (header_view)                                                                          \
+    {                                                                                      \
+        (h)->tokens_of, (h)->slots_of, (h)->rank_at, (h)->capacity, (h)->layout,           \
+            (h)->layer_leaves, (h)->num_logical,                                           \
+            (h)->sum ==                                                                    \
+                device_words_sum(h, (size_t)((const char *)&(h)->sum - (const char *)(h))) \
+    }
+
+static header_view view_header(const header *h)
 {
-    if (h->sum != device_header_sum(h) || h->num_ranks < 1 || h->num_ranks > DEVICE_MAX_RANKS ||
+    return h->few.num_ranks > DEVICE_FEW_RANKS ? VIEW_OF(&h->many) : VIEW_OF(&h->few);
+}
+
+/* Returns true if the header's checksum, ranges and sizes are valid. */
+static bool is_header_valid(const device_few_header *h, const header_view *view)
+{
+    if (!view->is_intact || h->num_ranks < 1 || h->num_ranks > DEVICE_MOST_RANKS ||
         h->rank < 0 || h->rank >= h->num_ranks || h->num_experts > DEVICE_MAX_EXPERTS ||
         h->top_k < 1 || h->top_k > DEVICE_MAX_TOP_K || h->max_tokens < 0 ||
-        h->max_tokens > INT32_MAX || h->tokens_of[h->rank] < 0 ||
-        h->tokens_of[h->rank] > h->max_tokens || h->layout > EPIC_FLAT)
+        h->max_tokens > INT32_MAX || view->tokens_of[h->rank] < 0 ||
+        view->tokens_of[h->rank] > h->max_tokens || view->layout > EPIC_FLAT)
         return false;
     const device_plan_layout at =
         device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k);
-    return h->bytes == device_plan_end(&at, h->layout, h->num_logical);
+    return h->bytes == device_plan_end(&at, view->layout, view->num_logical);
 }
 
 /* Counts `count` fates (slots of choices, or the reasons why they were dropped): adds 1 to the
@@ -57,44 +89,57 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
 /* Fills in *out from the header, except the counts of fates. With EPIC_TREE, rank_at lists the
  * ranks in the order of their leaves in the tree, and each rank has the same number of
  * leaves. */
-static void describe_device_plan(const device_plan_header *h, const device_plan_layout *at,
-                                 epic_plan_info *out)
+static void describe_device_plan(const device_few_header *h, const header_view *view,
+                                 const device_plan_layout *at, epic_plan_info *out)
 {
     *out = (epic_plan_info){.id = h->id,
-                            .num_tokens = h->tokens_of[h->rank],
-                            .num_slots = h->result ? 0 : h->slots_of[h->rank],
-                            .capacity = h->capacity,
+                            .num_tokens = view->tokens_of[h->rank],
+                            .num_slots = h->result ? 0 : view->slots_of[h->rank],
+                            .capacity = view->capacity,
                             .result = h->result,
                             .num_local_experts = (uint32_t)h->num_local,
                             .fate_offset = at->fate,
                             .rank_offset = at->rank_of};
-    for (int q = 0; q < h->num_ranks; q++) out->total_tokens += h->tokens_of[q];
+    for (int q = 0; q < h->num_ranks; q++) out->total_tokens += view->tokens_of[q];
     if (h->sum_order != EPIC_TREE) return;
-    out->num_leaves = h->layer_leaves / (uint32_t)h->num_ranks;
+    out->num_leaves = view->layer_leaves / (uint32_t)h->num_ranks;
     for (int i = 0; i < h->num_ranks; i++)
-        if (h->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
+        if (view->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
+}
+
+/* Copies the header of the plan to *h. Returns false if the bytes do not begin like a plan, or cannot
+ * be copied. If they are too few for the header of many ranks, the rest of *h is zero, and its
+ * checksum is wrong. */
+static bool read_header(const void *plan, int64_t plan_bytes, device_fetch fetch, header *h)
+{
+    memset(h, 0, sizeof *h);
+    if (plan_bytes < (int64_t)sizeof h->few || !fetch(h, plan, sizeof h->few) ||
+        h->few.magic != DEVICE_PLAN_MAGIC)
+        return false;
+    const bool is_many = h->few.num_ranks > DEVICE_FEW_RANKS;
+    return !is_many || plan_bytes < (int64_t)sizeof h->many || fetch(h, plan, sizeof h->many);
 }
 
 bool device_plan_read(const void *plan, int64_t plan_bytes, device_fetch fetch,
                       epic_plan_info *out, epic_result *result)
 {
-    device_plan_header h;
-    if (plan_bytes < (int64_t)sizeof h || !fetch(&h, plan, sizeof h) ||
-        h.magic != DEVICE_PLAN_MAGIC)
-        return false;
-    if (!is_header_valid(&h)) {
+    header bytes;
+    if (!read_header(plan, plan_bytes, fetch, &bytes)) return false;
+    const device_few_header *h = &bytes.few;
+    const header_view view = view_header(&bytes);
+    if (!is_header_valid(h, &view)) {
         *result = epic_fail(EPIC_EINVAL, "plan: its header is damaged");
         return true;
     }
-    if ((uint64_t)h.bytes > (uint64_t)plan_bytes) {
+    if ((uint64_t)h->bytes > (uint64_t)plan_bytes) {
         *result = epic_fail(EPIC_EINVAL, "plan: plan_bytes is %lld, the plan has %lld",
-                            (long long)plan_bytes, (long long)h.bytes);
+                            (long long)plan_bytes, (long long)h->bytes);
         return true;
     }
     const device_plan_layout at =
-        device_plan_layout_of(h.num_ranks, h.max_tokens, h.num_experts, h.top_k);
-    describe_device_plan(&h, &at, out);
-    *result = read_fates((const unsigned char *)plan + at.fate, out->num_tokens * h.top_k,
+        device_plan_layout_of(h->num_ranks, h->max_tokens, h->num_experts, h->top_k);
+    describe_device_plan(h, &view, &at, out);
+    *result = read_fates((const unsigned char *)plan + at.fate, out->num_tokens * h->top_k,
                          fetch, out);
     return true;
 }

@@ -31,7 +31,21 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-#define DEVICE_MAX_RANKS 32 /* kernels use one bit of a word and one lane of a warp per rank */
+/* Largest number of ranks of a group. The CUDA backends are built twice. The usual libraries use
+ * one bit of a word and one lane of a warp per rank, so their groups have at most
+ * DEVICE_FEW_RANKS ranks. The libraries for many ranks, which the build compiles with
+ * EPIC_MANY_RANKS, use DEVICE_RANK_WORDS words per mask of ranks, and loop over groups of 32
+ * ranks. The core library chooses the library by the number of ranks. */
+#define DEVICE_FEW_RANKS 32
+#define DEVICE_MOST_RANKS 256
+#ifdef EPIC_MANY_RANKS
+#define MANY_RANKS 1
+#define DEVICE_MAX_RANKS DEVICE_MOST_RANKS
+#else
+#define MANY_RANKS 0
+#define DEVICE_MAX_RANKS DEVICE_FEW_RANKS
+#endif
+#define DEVICE_RANK_WORDS (DEVICE_MAX_RANKS / 32) /* 32-bit words of a mask of ranks */
 #define DEVICE_MAX_EXPERTS 8192
 /* Number of words that a rank has in the array `counts` of a heap. It has one word for each
  * expert, one for each rank, one for the hash of the table of replicas (plan/replicas.cuh), and
@@ -40,34 +54,19 @@
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
-/* The first bytes of a plan in CUDA memory. */
-typedef struct device_plan_header {
-    uint64_t magic;
-    uint64_t id; /* the plan's id, equal on all ranks */
-    uint64_t group_id;
-    int64_t bytes; /* bytes of the whole plan */
-    int64_t max_tokens;
-    int32_t rank, num_ranks;
-    uint32_t num_experts, top_k, alignment, overflow, expert_capacity, sum_order, leaves,
-        partial_type;
-    uint32_t result;                     /* epic_result; with an error the plan has no slots */
-    int32_t num_local;                   /* largest number of experts that one rank owns */
-    int32_t owned;                       /* number of experts that this rank owns */
-    int32_t tokens_of[DEVICE_MAX_RANKS]; /* number of tokens of each rank */
-    int32_t slots_of[DEVICE_MAX_RANKS];  /* number of slots of each rank */
-    /* With EPIC_TREE, the experts form num_ranks equal blocks, and rank_at[i] is the rank that
-     * owns block i. The leaves of these experts are subtree i of the tree. */
-    uint8_t rank_at[DEVICE_MAX_RANKS];
-    int32_t capacity; /* number of slots that this rank may use */
-    /* with EPIC_TREE: id of this rank's first expert; its experts are contiguous */
-    int32_t first_expert;
-    uint32_t layout;
-    uint32_t layer_leaves; /* number of leaves that the layer sets. `leaves` is the number that
-                              combine uses: layer_leaves, or num_ranks if the plan is FLAT. */
-    uint32_t num_logical;  /* 0: no replicas */
-    uint32_t layer_hash;   /* hash of all fields of the layer */
-    uint32_t sum;          /* checksum of the words above */
-} device_plan_header;
+/* The first bytes of a plan in CUDA memory. device_plan_header is the type that this library uses.
+ * Only the lengths of three arrays differ between the two types. */
+#define DEVICE_HEADER device_few_header
+#define DEVICE_HEADER_RANKS DEVICE_FEW_RANKS
+#include "rules/device_header_template.h"
+#define DEVICE_HEADER device_many_header
+#define DEVICE_HEADER_RANKS DEVICE_MOST_RANKS
+#include "rules/device_header_template.h"
+#if MANY_RANKS
+typedef device_many_header device_plan_header;
+#else
+typedef device_few_header device_plan_header;
+#endif
 
 /* Returns what word i of a header adds to the header's checksum. `word` is the value of this
  * word. */
@@ -76,14 +75,19 @@ DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uin
     return (word ^ i) * (2 * i + 0x9e3779b1u);
 }
 
-/* Returns the checksum of a header: the sum of device_header_share() over its words. */
+/* Returns the checksum of a header: the sum of device_header_share() over its words. `bytes`: number
+ * of bytes of the header before the member `sum`. */
+static inline uint32_t device_words_sum(const void *header, size_t bytes)
+{
+    const uint32_t *words = (const uint32_t *)header;
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < bytes / 4; i++) sum += device_header_share(words[i], i);
+    return sum;
+}
+
 static inline uint32_t device_header_sum(const device_plan_header *header)
 {
-    const uint32_t *words = (const uint32_t *)(const void *)header;
-    uint32_t sum = 0;
-    for (uint32_t i = 0; i < offsetof(device_plan_header, sum) / 4; i++)
-        sum += device_header_share(words[i], i);
-    return sum;
+    return device_words_sum(header, offsetof(device_plan_header, sum));
 }
 
 typedef struct device_padding { /* the padding slots of one slab */
@@ -111,6 +115,19 @@ DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 #endif
 }
 
+/* Returns the bytes of the header of a plan in a group of num_ranks ranks. In kernels and in the
+ * libraries for many ranks it is a constant. */
+DEVICE_LAYOUT_BOTH static inline int64_t device_header_bytes(int64_t num_ranks)
+{
+#if MANY_RANKS || defined(__CUDACC__)
+    (void)num_ranks;
+    return (int64_t)sizeof(device_plan_header);
+#else
+    return (int64_t)(num_ranks > DEVICE_FEW_RANKS ? sizeof(device_many_header)
+                                                  : sizeof(device_few_header));
+#endif
+}
+
 /* Returns the offsets of the arrays up to `records` for these sizes of the group and the layer.
  * Every array begins at a multiple of 128 bytes. */
 DEVICE_LAYOUT_BOTH static inline device_plan_layout
@@ -119,7 +136,7 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     device_plan_layout at;
     const int64_t experts = device_round_up(num_experts * 4, 128);
     const int64_t choices = device_round_up(max_tokens * top_k * 4, 128);
-    at.slab_begin = device_round_up((int64_t)sizeof(device_plan_header), 128);
+    at.slab_begin = device_round_up(device_header_bytes(num_ranks), 128);
     at.padding = at.slab_begin + experts;
     at.rank_of = at.padding + device_round_up((8ll << device_slab_bits(num_experts)), 128);
     at.fate = at.rank_of + choices;
@@ -161,7 +178,7 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layou
 static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
                                         int64_t num_experts, int64_t top_k)
 {
-    if (num_ranks < 1 || num_ranks > DEVICE_MAX_RANKS || num_experts > DEVICE_MAX_EXPERTS ||
+    if (num_ranks < 1 || num_ranks > DEVICE_MOST_RANKS || num_experts > DEVICE_MAX_EXPERTS ||
         top_k > DEVICE_MAX_TOP_K)
         return 0;
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;

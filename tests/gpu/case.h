@@ -7,7 +7,7 @@
 #include "oracles/oracle.h"
 #include "team.h"
 
-#define ORACLE_RANKS 32 /* largest number of ranks of a case */
+#define ORACLE_RANKS DEVICE_MAX_RANKS /* largest number of ranks of a case */
 
 typedef struct routing { /* the routing of all ranks: inputs, then the oracle's results */
     int num_ranks;

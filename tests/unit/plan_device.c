@@ -130,10 +130,64 @@ static void check_forged(void)
     }
 }
 
+/* Reads a plan of a group of more than DEVICE_FEW_RANKS ranks, which has another header. */
+static void check_many_ranks(void)
+{
+    enum { MANY = 64, RANK = 63 };
+    epic_plan_info info;
+    const device_plan_layout at = device_plan_layout_of(MANY, MAX_TOKENS, MANY, 1);
+    made m = {.bytes = aligned_alloc(64, (size_t)at.bytes), .size = (size_t)at.bytes};
+    memset(m.bytes, 0x5a, m.size);
+    device_many_header *h = (device_many_header *)(void *)m.bytes;
+    CHECK(at.slab_begin >= (int64_t)sizeof *h);
+    *h = (device_many_header){.magic = DEVICE_PLAN_MAGIC,
+                              .id = 78,
+                              .bytes = at.bytes,
+                              .max_tokens = MAX_TOKENS,
+                              .rank = RANK,
+                              .num_ranks = MANY,
+                              .num_experts = MANY,
+                              .top_k = 1,
+                              .num_local = 1,
+                              .sum_order = EPIC_TREE,
+                              .layer_leaves = MANY,
+                              .capacity = 30};
+    for (int q = 0; q < MANY; q++) {
+        h->tokens_of[q] = q % 3;
+        h->slots_of[q] = q;
+        h->rank_at[q] = (uint8_t)(MANY - 1 - q);
+    }
+    h->tokens_of[RANK] = 2;
+    h->sum = device_words_sum(h, offsetof(device_many_header, sum));
+    int32_t *fate = (int32_t *)(void *)(m.bytes + at.fate);
+    fate[0] = 5;
+    fate[1] = EPIC_FATE_NONE;
+    CHECK_EQ(epic_plan_read(m.bytes, m.size, &info), EPIC_OK);
+    CHECK_EQ(info.id, 78);
+    CHECK_EQ(info.num_tokens, 2);
+    CHECK_EQ(info.total_tokens, 65);
+    CHECK_EQ(info.num_slots, RANK);
+    CHECK_EQ(info.capacity, 30);
+    CHECK_EQ(info.num_kept, 1);
+    CHECK_EQ(info.num_none, 1);
+    CHECK_EQ(info.num_leaves, 1);
+    CHECK_EQ(info.first_leaf, 0); /* rank 63 owns the first subtree */
+    check_refused(&m, m.size - 1, "plan_bytes");
+    check_refused(&m, sizeof *h - 1, "damaged");
+    h->slots_of[40]++;
+    check_refused(&m, m.size, "damaged");
+    h->slots_of[40]--;
+    h->num_ranks = DEVICE_MOST_RANKS + 1;
+    h->sum = device_words_sum(h, offsetof(device_many_header, sum));
+    check_refused(&m, m.size, "damaged");
+    free(m.bytes);
+}
+
 int main(void)
 {
     check_begin();
     check_good();
+    check_many_ranks();
     check_damage();
     check_forged();
     return check_end();

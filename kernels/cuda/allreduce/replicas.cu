@@ -230,15 +230,24 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {
-    int32_t rows = 0;
-    ok = read_announcement(op, P2P_ANNOUNCED_ROWS, rows);
-    const bool few = ok && lane_id() < job.self.num_ranks && rows < num_local;
-    const uint32_t short_of = __ballot_sync(ALL_LANES, few);
-    const int rank = __ffs(short_of) - 1;
-    rows = __shfl_sync(ALL_LANES, rows, max(rank, 0));
-    if (short_of && blockIdx.x == 0 && threadIdx.x == 0)
-        report_data_error(
-            job.self, {EPIC_EINVAL, op.epoch, P2P_FAULT_LOCAL, rank, {rows, num_local, 0, 0}});
+    const p2p_self &self = job.self;
+    uint32_t short_of = 0;
+    ok = true;
+    for_each_group(self, [&](int first) {
+        if (MANY_RANKS && (!ok || short_of)) return;
+        int32_t rows = 0;
+        ok = read_group_announcement(*op.self, op, first, P2P_ANNOUNCED_ROWS, rows);
+        const bool few = ok && first + lane_id() < self.num_ranks && rows < num_local;
+        short_of = __ballot_sync(ALL_LANES, few);
+        const int lane = __ffs(short_of) - 1;
+        rows = __shfl_sync(ALL_LANES, rows, max(lane, 0));
+        if (short_of && blockIdx.x == 0 && threadIdx.x == 0)
+            report_data_error(job.self, {EPIC_EINVAL,
+                                         op.epoch,
+                                         P2P_FAULT_LOCAL,
+                                         first + lane,
+                                         {rows, num_local, 0, 0}});
+    });
     ok = __syncthreads_and(ok) != 0;
     return !short_of;
 }

@@ -11,8 +11,9 @@
 /* In groups of at most this many ranks, a thread keeps the vectors of all ranks in
  * registers. */
 #define MAX_UNROLLED_RANKS 8
-/* how many levels a binary tree over up to 32 ranks has, root included */
-#define RANK_LEVELS 6
+/* how many levels a binary tree over up to DEVICE_MAX_RANKS ranks has, root included */
+#define RANK_LEVELS (MANY_RANKS ? 9 : 6)
+static_assert(1 << (RANK_LEVELS - 1) == DEVICE_MAX_RANKS, "a tree over all ranks");
 
 /* Loads elements [i, i + 4) of an array of `count` floats. Elements past the end of the array
  * are zeros. */

@@ -62,10 +62,11 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
 
 /* Returns a bit mask of the peers that need the token's row, because a choice of the token goes
  * to them. `choice`: the rank of this lane's choice, or -1. Called by a whole warp. */
-__device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choice)
+__device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choice)
 {
-    const uint32_t touched = __reduce_or_sync(ALL_LANES, choice >= 0 ? 1u << choice : 0);
-    return touched & ~(1u << m.job.self.rank);
+    RankMask touched = ranks_of_lanes(choice);
+    remove_rank(touched, m.job.self.rank);
+    return touched;
 }
 
 /* Stores a piece of d_out (the gradient of combine's output) to the staging of each peer in the
@@ -73,7 +74,7 @@ __device__ __forceinline__ uint32_t peers_of(const BackwardMove &m, int32_t choi
  * caller must post a put with post_put_pieces(). Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
-                                              int32_t vector, uint32_t peers, uint4 (&x)[V])
+                                              int32_t vector, RankMask peers, uint4 (&x)[V])
 {
     const p2p_self &self = m.job.self;
 #pragma unroll
@@ -81,7 +82,7 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        if (!(peers >> rank & 1)) continue;
+        if (!has_rank(peers, rank)) continue;
         send_piece<V, EXACT>(
             staged_row(m.op.outbox[rank], token - m.round_begin, m.shape.vectors), vector,
             m.shape.vectors, x);
@@ -308,11 +309,11 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
  * mask of the ranks to which this rank itself must send the token. With relays, this rank sends
  * the token to one rank of each other host, its mate there, which forwards it to the peers on
  * that host. In p2p, returns `peers`. */
-__device__ __forceinline__ uint32_t choose_routes(const BackwardMove &m, const UnitWalk &walk,
-                                                  int32_t sent, int32_t end, uint32_t peers)
+__device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const UnitWalk &walk,
+                                                  int32_t sent, int32_t end, RankMask peers)
 {
     if (!HOSTS) return peers;
-    if (sent >= min(end, m.job.num_tokens)) return 0;
+    if (sent >= min(end, m.job.num_tokens)) return no_ranks();
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 

@@ -79,10 +79,12 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
         const int32_t word = read_ahead(m, walk);
         const int role = role_of(m, walk);
         if (role == 0) {
-            uint32_t to = peers_of(m, word);
-            if (m.top_k > WARP) to |= peers_of(m, read_rank(m, sent, WARP + lane_id()));
+            RankMask to = peers_of(m, word);
+            if (m.top_k > WARP)
+                add_ranks_of(to, peers_of(m, read_rank(m, sent, WARP + lane_id())));
             to = choose_routes(m, walk, sent, end, to);
-            for (int piece = first; piece < first + count && to && sent < end; piece++) {
+            for (int piece = first; piece < first + count && has_any(to) && sent < end;
+                 piece++) {
                 uint4 x[V];
                 load_own<ROW, V>(m, sent, piece * V * WARP, x);
                 send_to_peers<ROW, V, false>(m, sent, piece * V * WARP, to, x);

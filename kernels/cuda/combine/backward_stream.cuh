@@ -28,15 +28,39 @@ struct __align__(8) Slot
 struct Entry { /* A unit of work that the warp has begun and not finished; in shared memory. */
     int32_t token; /* number of the token that is sent or received */
     /* If the unit receives a token: number of the token's slots on this rank. If it sends a
-     * token: bit mask of the peers that need it. In both cases 0 means that there is nothing to
-     * do. */
+     * token: bit mask of the peers that need it or, with many ranks, 1. In both cases 0 means
+     * that there is nothing to do. */
     uint32_t work;
+    __extension__ RankMask
+        peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
     int16_t role, span; /* role: what the unit does (role_of()). span: which part of the row */
     /* first: index of the unit's first piece in the row. count: number of pieces. A unit that
      * has nothing to do still uses one buffer of the ring, which stays empty. */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
+
+/* Stores the peers to which a unit sends in its entry. Returns Entry.work. */
+__device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &peers)
+{
+#if MANY_RANKS
+    if (lane_id() == 0) *entry.peers = peers;
+    return has_any(peers);
+#else
+    (void)entry;
+    return peers;
+#endif
+}
+
+/* Returns the peers to which a unit sends. */
+__device__ __forceinline__ RankMask peers_in(const Entry &entry)
+{
+#if MANY_RANKS
+    return *entry.peers;
+#else
+    return entry.work;
+#endif
+}
 
 template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
@@ -95,7 +119,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         uint32_t work;
         const int role = role_of(m, walk);
         if (role == 0) {
-            work = choose_routes(m, walk, sent, end, peers_of(m, sent < end ? next_word : -1));
+            work = store_peers(entry, choose_routes(m, walk, sent, end,
+                                                    peers_of(m, sent < end ? next_word : -1)));
         } else {
             const bool in = received >= m.round_begin && received < end;
             const int32_t its_slot = in ? clamp_slot(m, next_word) : -1;
@@ -274,14 +299,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             read_piece(piece * V * WARP, q, ROW::MINUS_ZERO);
             if (!u.work) break;
             if (u.role == 0) {
-                send_to_peers<ROW, V, EXACT>(m, u.token, piece * V * WARP, u.work, q);
+                send_to_peers<ROW, V, EXACT>(m, u.token, piece * V * WARP, peers_in(u), q);
                 continue;
             }
             if (is_staged(u) && !wait_d_out(u, piece * V * WARP, q)) return false;
             fill_slots(u, piece, q);
         }
         if (u.role == 0 && u.work)
-            post_put_pieces<V>(m.job.self, m, u.token - m.round_begin, u.first, count, u.work);
+            post_put_pieces<V>(m.job.self, m, u.token - m.round_begin, u.first, count,
+                               peers_in(u));
         if (is_forward_role(u.role))
             return forward_unit<V>(m, -u.role, u.token, end, u.first, count);
         return u.role == 0 || is_staged(u) ||

@@ -26,7 +26,8 @@
  * is at a lower token, so every warp has already sent its partial sums for token t.
  *
  * The file combine/stream.cuh handles the common cases: aligned rows, and at most
- * P2P_STREAM_LEAVES leaves of the sum tree on each rank. The file combine/plain.cuh handles the
+ * P2P_STREAM_LEAVES leaves of the sum tree on each rank. Libraries for many ranks do not use it
+ * (MANY_RANKS, rules/device_layout.h). The file combine/plain.cuh handles the
  * other cases, which its first comment lists. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
@@ -63,8 +64,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     const bool has_f32_partials = ROW::N == 8 && h.partial_type == EPIC_F32;
     const bool deep = tree && job.self.num_ranks > 8;
     const bool adds_by_host = moves && can_add_by_host(job.self, h);
-    const bool streams = !adds_by_host && !leaves && !has_f32_partials && !deep &&
-                         job.aligned && h.top_k <= WARP;
+    const bool streams = !MANY_RANKS && !adds_by_host && !leaves && !has_f32_partials &&
+                         !deep && job.aligned && h.top_k <= WARP;
     const RowShape shape = streams ? row_shape<STREAM_V>(job.row_bytes, job.aligned)
                                    : row_shape<1>(job.row_bytes, job.aligned);
     if (threadIdx.x == 0) {

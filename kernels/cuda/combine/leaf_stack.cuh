@@ -7,7 +7,31 @@
 
 #include "cuda/combine/combine.cuh"
 
-#define LEAF_LEVELS 8 /* largest number of partial sums (nodes) on the stack of a LeafStack */
+/* largest number of partial sums (nodes) on the stack of a LeafStack: one more than the tree has
+ * levels */
+#define LEAF_LEVELS (MANY_RANKS ? 10 : 8)
+
+/* The numbers of one leaf below each node of a LeafStack. leaf_number() returns number i, and
+ * set_leaf_number() sets it. In the usual libraries a number is a byte of a word, and these are
+ * macros for the reason in ranks.cuh. */
+#if MANY_RANKS
+struct LeafNumbers {
+    uint16_t numbers[LEAF_LEVELS];
+};
+__device__ __forceinline__ uint32_t leaf_number(const LeafNumbers &at, int i)
+{
+    return at.numbers[i];
+}
+__device__ __forceinline__ void set_leaf_number(LeafNumbers &at, int i, uint32_t leaf)
+{
+    at.numbers[i] = (uint16_t)leaf;
+}
+#else
+typedef uint64_t LeafNumbers;
+#define leaf_number(at, i) ((uint32_t)((at) >> (8 * (i))) & 255)
+#define set_leaf_number(at, i, leaf) \
+    ((void)((at) = ((at) & ~(255ull << (8 * (i)))) | (uint64_t)(leaf) << (8 * (i))))
+#endif
 
 /* Returns the level in the tree of the lowest common ancestor of the leaves numbered `a` and
  * `b`. Leaves are at level 0, their parents at level 1. */
@@ -19,14 +43,14 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 /* Adds partial sums in the order of a binary tree whose leaves are numbered. A partial sum may
  * be missing at some leaves. The caller pushes one node (a partial sum) per leaf, in ascending
  * order of leaves. If a node cannot be added yet because its right sibling is not complete, it
- * stays on the stack, in shared memory. Byte i of `leaf_at` is the number of one leaf below
+ * stays on the stack, in shared memory. Number i of `leaf_at` is the number of one leaf below
  * node i of the stack. From this leaf the functions find where the node is in the tree. `depth`
  * is the number of nodes on the stack. P is the number of 16-byte vectors that each lane has of
  * a node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
-    uint64_t leaf_at;
+    LeafNumbers leaf_at;
     int depth;
 
     /* Returns the address in shared memory of this lane's vector p of node i of the stack. */
@@ -38,7 +62,7 @@ template <class ROW, class PART> struct LeafStack {
      * where in the tree the node is. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
-        return (uint32_t)(leaf_at >> (8 * i)) & 255;
+        return leaf_number(leaf_at, i);
     }
     /* Replaces the two top nodes of the stack by their sum. */
     __device__ __forceinline__ void merge_top()
@@ -65,7 +89,7 @@ template <class ROW, class PART> struct LeafStack {
             merge_top();
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth, p) = node[p];
-        leaf_at = (leaf_at & ~(255ull << (8 * depth))) | (uint64_t)new_leaf << (8 * depth);
+        set_leaf_number(leaf_at, depth, new_leaf);
         depth++;
     }
     /* Adds all nodes of the stack and copies the sum to `node`. Returns false if the stack is

@@ -8,6 +8,7 @@
  *   tree order over more than 8 ranks
  *   float32 partial sums of 16-bit rows
  *   relays (combine/relay.cuh)
+ *   all cases in the libraries for many ranks (MANY_RANKS, rules/device_layout.h)
  *
  * The file combine.cu describes the units of work and their order. Here a piece has one vector
  * (16 bytes) per lane.
@@ -159,7 +160,7 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
                                            int rank, int32_t token, int32_t vector)
 {
-    LeafStack<ROW, PART> stack = {c.stack, 0, 0};
+    LeafStack<ROW, PART> stack = {c.stack, {}, 0};
     int32_t slot[2], leaf[2];
     float weight[2];
 #pragma unroll
@@ -414,14 +415,14 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
  * false if the group of ranks has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
-add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
+add_ranks(const CombineState &c, const Unit &u, RankMask touched,
           const uint4 (&own)[V][PartialSum<ROW, PART>::VECTORS], float (&total)[V][ROW::N])
 {
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
     const bool tree = c.plan.header.sum_order == EPIC_TREE;
     const bool deep = V == 1 && tree && self.num_ranks > 8;
-    LeafStack<ROW, PART> stack = {c.stack, 0, 0};
+    LeafStack<ROW, PART> stack = {c.stack, {}, 0};
     bool has_partial = false;
     clear_sums(total);
 #pragma unroll 1
@@ -432,7 +433,7 @@ add_ranks(const CombineState &c, const Unit &u, uint32_t touched,
         for (int i = 0; i < 4; i++) {
             const int rank =
                 position + i < self.num_ranks ? c.plan.header.rank_at[position + i] : -1;
-            has_node[i] = rank >= 0 && (touched >> rank & 1);
+            has_node[i] = rank >= 0 && has_rank(touched, rank);
             if (rank == self.rank)
 #pragma unroll
                 for (int v = 0; v < V; v++)
@@ -492,12 +493,12 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
     const int32_t vector = u.piece * V * WARP;
     uint4 own[V][PartialSum<ROW, PART>::VECTORS];
     const bool has_partial = sum_unit<ROW, PART, V, LEAVES>(c, u, self.rank, own);
-    uint32_t touched = __reduce_or_sync(ALL_LANES, u.ranks >= 0 ? 1u << u.ranks : 0);
+    RankMask touched = ranks_of_lanes(u.ranks);
     for (int chunk = 1; chunk * WARP < c.top_k; chunk++) {
         const int32_t rank = rank_of_choice(c, u.token, chunk);
-        touched |= __reduce_or_sync(ALL_LANES, rank >= 0 ? 1u << rank : 0);
+        add_ranks_of(touched, ranks_of_lanes(rank));
     }
-    if (!has_partial) touched &= ~(1u << self.rank);
+    if (!has_partial) remove_rank(touched, self.rank);
     if (adds_by_host(c)) touched = reduce_to_mates(self, touched);
     float total[V][ROW::N];
     if (!add_ranks<ROW, PART, V>(c, u, touched, own, total)) return false;
@@ -505,7 +506,8 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
 #pragma unroll
     for (int v = 0; v < V; v++)
         store_row(row, vector + v * WARP + lane_id(), c.shape,
-                  touched ? ROW::pack_floats(total[v]) : make_uint4(0, 0, 0, 0), c.policy);
+                  has_any(touched) ? ROW::pack_floats(total[v]) : make_uint4(0, 0, 0, 0),
+                  c.policy);
     return !(u.piece == 0 && c.job.choice_floats) || receive_floats(c, u.token);
 }
 

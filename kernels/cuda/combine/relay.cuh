@@ -97,7 +97,7 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
 {
     constexpr int P = PartialSum<ROW, PART>::VECTORS;
     const p2p_self &self = c.job.self;
-    LeafStack<ROW, PART> stack = {c.stack, 0, 0};
+    LeafStack<ROW, PART> stack = {c.stack, {}, 0};
     for (int position = 0; position < self.num_ranks; position++) {
         const int from = c.plan.header.rank_at[position];
         if (from / ranks_per_host(self) != self.rank / ranks_per_host(self)) continue;

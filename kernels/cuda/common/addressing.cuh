@@ -15,11 +15,8 @@
 #ifndef EPIC_ADDRESSING_CUH
 #define EPIC_ADDRESSING_CUH
 
-#include "cuda/common/cuda_kernels.h"
 #include "cuda/common/ptx.cuh"
-
-#define WARP 32
-#define ALL_LANES 0xffffffffu
+#include "cuda/common/ranks.cuh"
 
 /* The part of OpState that only the backend `hosts` has. A relay is a rank that forwards rows
  * to other ranks of its host (net/relay.cuh). */
@@ -62,12 +59,6 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     uint8_t *outbox[DEVICE_MAX_RANKS];
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
-
-/* Returns the number of this thread in its warp, from 0 to 31. */
-__device__ __forceinline__ int lane_id()
-{
-    return threadIdx.x % WARP;
-}
 
 /* Returns true in the last CTA of the grid. This CTA announces the operation to the peers. In
  * low-latency kernels it also ends the operation. */
@@ -126,17 +117,36 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns a bit mask of the ranks that are on the same host as this rank. This rank is one of
+/* Returns word number w of the bit mask of the ranks that are on the same host as this rank. This rank is one of
  * them. */
-__device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self)
+__device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self, int w = 0)
 {
-    return HOSTS ? self.net->host_ranks : 0xffffffffu;
+    return HOSTS ? self.net->host_ranks[w] : 0xffffffffu;
 }
 
 /* Returns true if rank q is on another host. */
 __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 {
-    return HOSTS && !(near_ranks(self) >> q & 1);
+    return HOSTS &&
+           !(near_ranks(self, MANY_RANKS ? q / 32 : 0) >> (MANY_RANKS ? q % 32 : q) & 1);
+}
+
+/* Returns true if the group has ranks on other hosts. */
+static inline bool has_remote_ranks(const p2p_self &self)
+{
+    int num_near = 0;
+    for (int q = 0; q < self.num_ranks; q++) num_near += near_ranks(self, q / 32) >> q % 32 & 1;
+    return num_near < self.num_ranks;
+}
+
+/* Removes the ranks on this host from the mask. */
+__device__ __forceinline__ void remove_near_ranks(RankMask &mask, const p2p_self &self)
+{
+#if MANY_RANKS
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) mask.words[w] &= ~near_ranks(self, w);
+#else
+    mask &= ~near_ranks(self);
+#endif
 }
 
 /* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in p2p. */

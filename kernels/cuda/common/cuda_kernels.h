@@ -83,11 +83,13 @@ typedef struct p2p_status {
     uint32_t epoch;
     uint32_t phase;    /* what the reporter waited for: an enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
-    uint32_t culprits; /* bit mask of the ranks at fault */
+    /* the ranks at fault: a bit mask, or with many ranks up to three of them (ranks.cuh) */
+    uint32_t culprits;
     /* If ranks called different operations: the signature of the reporter's call, and that of a
      * peer's call. A signature is a hash of the arguments that must be equal on all ranks. */
     uint32_t own_signature, peer_signature;
-    uint32_t dead; /* written by the host: bit mask of the ranks whose processes have died */
+    /* written by the host: bit mask of the ranks whose processes have died */
+    uint32_t dead[DEVICE_RANK_WORDS];
     uint32_t deadline_ms; /* time limit of the operation that failed, in milliseconds */
     /* A host thread updates this word (a P2P_AWAKE()) regularly, which shows kernels that the
      * process is not suspended. 0: there is no such thread. */
@@ -121,7 +123,7 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
 } p2p_phase;
 
 /* Packs the word `broken`, which describes why the group failed. `reporter`: the rank that
- * found it. `culprits`: bit mask of the ranks at fault. */
+ * found it. `culprits`: the ranks at fault, as in p2p_status.culprits. */
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
@@ -133,12 +135,16 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
  * how often kernels have filled the whole ring before, modulo 255. A reader that expects lap n
  * ignores entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
-#define P2P_ENTRY(peer, word, words) \
-    ((uint64_t)(peer) << 51 | (uint64_t)(words) << 33 | (uint64_t)(word))
-#define P2P_ENTRY_MOST_WORDS (1 << 17)
+/* number of bits of `words`; with many ranks, `peer` needs more bits, and `words` gets fewer */
+#define P2P_ENTRY_WORDS_BITS (MANY_RANKS ? 13 : 18)
+#define P2P_ENTRY(peer, word, words)                                             \
+    ((uint64_t)(peer) << (33 + P2P_ENTRY_WORDS_BITS) | (uint64_t)(words) << 33 | \
+     (uint64_t)(word))
+#define P2P_ENTRY_MOST_WORDS (1 << (P2P_ENTRY_WORDS_BITS - 1))
 #define P2P_ENTRY_LAP(index) ((uint64_t)(1 + (index) / P2P_RING_ENTRIES % 255) << 56)
-#define P2P_ENTRY_PEER(entry) ((int)((entry) >> 51 & 31))
-#define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & 0x3ffff))
+#define P2P_ENTRY_PEER(entry) \
+    ((int)((entry) >> (33 + P2P_ENTRY_WORDS_BITS) & (MANY_RANKS ? 1023 : 31)))
+#define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & ((1u << P2P_ENTRY_WORDS_BITS) - 1)))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
 /* Value of `word` in an entry that marks the end of an epoch. It cannot be a word number,
  * because heaps have fewer words. */
@@ -162,8 +168,8 @@ typedef struct p2p_ring_words {
 } p2p_ring_words;
 
 /* Number of bits of a count of choices, in words that also contain other values. All choices of
- * one rank must be countable with these bits. */
-#define P2P_COUNT_BITS 26
+ * one rank must be countable with these bits. The other values are a rank and a flag. */
+#define P2P_COUNT_BITS (MANY_RANKS ? 23 : 26)
 
 /* The part of p2p_self that only the backend `hosts` has. */
 typedef struct p2p_net {
@@ -173,7 +179,8 @@ typedef struct p2p_net {
     uint8_t *inbox;
     /* if the inbox is in host memory, where polls are slow: its size in bytes; otherwise 0 */
     int64_t host_inbox_bytes;
-    uint32_t host_ranks; /* bit mask of the ranks on this host, this rank included */
+    /* bit mask of the ranks on this host, this rank included */
+    uint32_t host_ranks[DEVICE_RANK_WORDS];
     /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
     int32_t ranks_per_host;
     int32_t max_top_k; /* largest number of choices per token for which heaps have space */

@@ -27,6 +27,8 @@
 #include "cuda/common/hosts.h"
 #include "rules/device_layout.h"
 
+#define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
+
 /* Largest number of planner CTAs: the CTAs of a rank that make a plan together. */
 #define P2P_MAX_PLANNERS 16
 /* Largest number of keep limits (choices that each expert of a rank may keep) that the ranks
@@ -74,8 +76,9 @@ typedef struct p2p_heap {
     /* For each rank: P2P_GONE() if it has closed its context, else 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
-    /* For each rank, a bit mask of the ranks that it waits for. A rank writes its mask only
-     * after three quarters of its time limit have passed.
+    /* For each rank, a bit mask of the ranks that it waits for. With many ranks, up to three of
+     * these ranks (pack_ranks() in ranks.cuh). A rank writes its word only after three quarters
+     * of its time limit have passed.
      * Stamped words [MAX_RANKS]. */
     int64_t waits;
     /* The error text that a peer passed to epic_abort().
@@ -98,7 +101,7 @@ typedef struct p2p_heap {
     /* Used only if a FLAT plan drops choices. Such a plan tries several keep limits
      * (plan/flat_drop.cuh). The array contains, for each source rank and each try, how many
      * rows the tokens of the source need on each rank.
-     * Stamped words [2][num_ranks][MAX_SEARCHES][MAX_RANKS]. */
+     * Stamped words [2][num_ranks][MAX_SEARCHES][p2p_search_words()]. */
     int64_t searches;
     /* Only for layers with replicas for which plan/resolve.cuh chooses the replicas. For each
      * rank, how many choices of each logical expert it has. Stamped words
@@ -216,7 +219,7 @@ typedef struct p2p_control {
     /* time at which this rank last read p2p_status.dead, in units of 1024 ns */
     uint32_t dead_polled_at;
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
-    uint32_t dead;
+    uint32_t dead[DEVICE_RANK_WORDS];
     /* Device time in ns at which a wait found that its deadline had passed. The wait does not
      * fail yet, because the process may be stopped, for example by SIGSTOP. The wait fails
      * after the next beat, which shows that the process runs (P2P_AWAKE). 0: no wait is in this
@@ -292,16 +295,25 @@ typedef struct p2p_mapped_window {
     int64_t bytes;
 } p2p_mapped_window;
 
-/* Returns the offset of the struct p2p_window_area in a heap. Only heaps of backend p2p have
- * it. */
+/* Returns the offset of the struct p2p_window_area in a heap. Only heaps of contexts that can
+ * have windows have it. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
 {
     return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
 }
 
-/* Returns the number of tokens per rank for which the array `ids` of a heap has space. */
+/* Returns the number of words that a rank sends to each rank in one repetition of the search for
+ * keep limits (plan/flat_drop.cuh). It is at least num_ranks. */
+DEVICE_LAYOUT_BOTH static inline int64_t p2p_search_words(int64_t num_ranks)
+{
+    return MANY_RANKS ? num_ranks : DEVICE_MAX_RANKS;
+}
+
+/* Returns the number of tokens per rank for which the array `ids` of a heap has space. Libraries
+ * for many ranks have no low-latency kernels. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
+    if (MANY_RANKS) return 0;
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
@@ -335,6 +347,15 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
      * number in the round, and a round has fewer tokens if rows are longer. So space for one
      * more piece per token suffices. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
+    if (MANY_RANKS) {
+        /* Here a round bounds the array. If rows have r bytes, a round has at most S / r tokens
+         * and T tokens, where S is source_bytes and T is max_tokens. These have at most
+         * S / 2048 + min(T, S / 16) pieces of 2 KB. */
+        const int64_t most =
+            h.source_bytes / 16 < max_tokens ? h.source_bytes / 16 : max_tokens;
+        const int64_t words = (h.source_bytes / 2048 + most + 1) * 32;
+        if (words < h.escape_words) h.escape_words = words;
+    }
     h.part_words = choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
@@ -346,10 +367,11 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.first_faults = h.faults + 2 * DEVICE_MAX_RANKS * P2P_FAULT_WORDS * 8;
     h.counts = h.first_faults + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
-    h.logical_counts = h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * DEVICE_MAX_RANKS * 8;
+    h.logical_counts =
+        h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * p2p_search_words(num_ranks) * 8;
     h.tallies = h.logical_counts + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
     h.scratch = device_round_up(
-        p2p_window_area_at(&h) + (HOSTS ? 0 : (int64_t)sizeof(p2p_window_area)), 512);
+        p2p_window_area_at(&h) + (WITH_WINDOWS ? (int64_t)sizeof(p2p_window_area) : 0), 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
     h.flat_rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
     h.ids = h.flat_rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);

@@ -115,7 +115,7 @@ __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *h
     return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
-/* Returns a bit mask of the ranks for which `rank` waits, or 0 if it has published none in this
+/* Returns the ranks for which `rank` waits (pack_ranks()), or 0 if it has published none in this
  * epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
@@ -123,7 +123,7 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
     return is_stamped(op, published) ? (uint32_t)published : 0;
 }
 
-/* Publishes to all ranks that this rank waits for `peers` (a bit mask), so that other ranks do
+/* Publishes to all ranks that this rank waits for `peers` (pack_ranks()), so that other ranks do
  * not report this rank as the culprit. Called in the last quarter of the time limit. If the
  * deadline moves to a later time afterwards, callers withdraw the published mask by a call with
  * peers = 0. */
@@ -142,38 +142,46 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
  * ranks in `awaited` (a bit mask), for which this rank waits. From each rank it goes on to the
  * ranks for which that rank has published that it waits. The culprits are the ranks that wait
  * for no other rank. If there are none, the function returns `awaited`. */
-static __device__ uint32_t find_culprits(const OpState &op, uint32_t awaited)
+static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
-    uint32_t missing = 0, waiting = 0, late = awaited;
+    RankMask missing = no_ranks(), waiting = no_ranks(), late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
         if (q != own &&
             !is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
-            missing |= 1u << q;
-    if (missing) return missing;
+            add_rank(missing, q);
+    if (has_any(missing)) return missing;
 #pragma unroll 1
     for (int i = 0; i < num_ranks * num_ranks; i++) {
         const int q = i % num_ranks;
-        const uint32_t its = late >> q & 1 ? read_waits(op, q) : 0;
-        if (its) waiting |= 1u << q;
-        late |= its;
+        const uint32_t its = has_rank(late, q) ? read_waits(op, q) : 0;
+        if (its) add_rank(waiting, q);
+        add_ranks_of(late, unpack_ranks(its));
     }
-    const uint32_t guilty = late & ~waiting & ~(1u << own);
-    return guilty ? guilty : awaited;
+    remove_ranks_of(late, waiting);
+    remove_rank(late, own);
+    return has_any(late) ? late : awaited;
 }
 
 /* Returns a bit mask of the ranks whose processes have died, as the host has found. The host
  * writes the mask into host memory, where reads by many warps would be slow. So now and then
  * one thread copies it to control memory, and all others read the copy. */
-static __device__ uint32_t read_dead_ranks(const OpState &op)
+static __device__ RankMask read_dead_ranks(const OpState &op)
 {
     p2p_control *control = control_of(op);
     const uint32_t time = (uint32_t)(timer_ns() >> 10),
                    asked = load_relaxed(&control->dead_polled_at);
     if (time - asked > POLL_PAUSE && atomicCAS(&control->dead_polled_at, asked, time) == asked)
-        store_relaxed(&control->dead, load_relaxed(&op.self->status->dead));
-    return load_relaxed(&control->dead);
+        for (int w = 0; w < DEVICE_RANK_WORDS; w++)
+            store_relaxed(&control->dead[w], load_relaxed(&op.self->status->dead[w]));
+#if MANY_RANKS
+    RankMask dead;
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) dead.words[w] = load_relaxed(&control->dead[w]);
+    return dead;
+#else
+    return load_relaxed(control->dead);
+#endif
 }
 
 /* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Checks
@@ -195,15 +203,17 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
         const uint64_t announced = load_relaxed(announcement_words(op, inbox_base(op, q), q));
         if (!is_stamped(op, announced) || (uint32_t)announced == op.signature) continue;
         theirs = (uint32_t)announced;
-        word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase, 1u << q);
+        word = P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, phase,
+                          pack_ranks(rank_bit(q)));
     }
-    const uint32_t dead = read_dead_ranks(op);
+    const RankMask dead = read_dead_ranks(op);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
         const uint64_t gone =
             load_relaxed((const uint64_t *)(status_base(op, q) + self.at.gone) + q);
-        if (gone ? (int32_t)(op.epoch - (uint32_t)gone) > 0 : dead >> q & 1)
-            word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase, 1u << q);
+        if (gone ? (int32_t)(op.epoch - (uint32_t)gone) > 0 : has_rank(dead, q))
+            word = P2P_BROKEN(EPIC_EPEER, self.operation, self.rank, phase,
+                              pack_ranks(rank_bit(q)));
     }
     return word;
 }
@@ -255,6 +265,17 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
+/* Returns true if this rank should publish that it also waits for `peer`. `published`: what it has
+ * published. With many ranks, a full word gets no further ranks. */
+__device__ __forceinline__ bool can_publish(uint32_t published, int peer)
+{
+#if MANY_RANKS
+    return published >> 30 < MOST_NAMED && !has_rank(unpack_ranks(published), peer);
+#else
+    return !(published >> peer & 1);
+#endif
+}
+
 /* Returns true if a wait for `peer` has timed out: its deadline has passed, and the process has
  * run after the deadline (has_host_run_after()). First moves the deadline to a later time if
  * another wait of this rank has ended with success since the deadline was set. In the last
@@ -269,8 +290,10 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     if (time > deadline) return has_host_run_after(op, deadline, time);
     if (time <= deadline - self.timeout_ns / 4) {
         if (published) write_waits(op, 0);
-    } else if (peer >= 0 && peer != self.rank && !(published >> peer & 1)) {
-        write_waits(op, published | 1u << peer);
+    } else if (peer >= 0 && peer != self.rank && can_publish(published, peer)) {
+        RankMask awaited = unpack_ranks(published);
+        add_rank(awaited, peer);
+        write_waits(op, pack_ranks(awaited));
     }
     return false;
 }
@@ -320,12 +343,14 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
     const int peer = (int)(op.aborted_wait >> 8) - 1, phase = op.aborted_wait & 255;
     for (;;) {
         const bool late = timer_ns() > op.deadline + REPORT_GRACE_NS;
-        uint32_t theirs = 0, awaited = late ? read_waits(op, self.rank) : 0;
-        if (peer >= 0 && peer != self.rank) awaited = 1u << peer;
+        uint32_t theirs = 0;
+        RankMask awaited = late ? unpack_ranks(read_waits(op, self.rank)) : no_ranks();
+        if (peer >= 0 && peer != self.rank) awaited = rank_bit(peer);
         uint64_t word = find_failure(op, phase, theirs);
-        const uint32_t guilty = word ? 0 : find_culprits(op, awaited);
-        if (guilty || (late && !word))
-            word = P2P_BROKEN(EPIC_ETIMEOUT, self.operation, self.rank, phase, guilty);
+        const RankMask guilty = word ? no_ranks() : find_culprits(op, awaited);
+        if (has_any(guilty) || (late && !word))
+            word =
+                P2P_BROKEN(EPIC_ETIMEOUT, self.operation, self.rank, phase, pack_ranks(guilty));
         if (word) return report_failure(op, word, theirs);
     }
 }

@@ -74,8 +74,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (HOSTS) *m.num_forward_roles = num_forward_roles(self);
     m.num_early_tokens =
         has_new_plan && job.plan.planners < (int)gridDim.x ? job.num_early_tokens : 0;
-    m.tokens_of =
-        !has_new_plan && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    read_plan_tokens<WITH_PLAN>(m.tokens_of, plan, self);
     m.most_tokens = has_new_plan ? (int32_t)self.max_tokens : plan.most_tokens;
     if (ok && (has_new_plan || plan.header.result == EPIC_OK))
         ok = move_rounds<EXACT, FLAT>(

@@ -31,7 +31,7 @@ static constexpr int V = 4;
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t num_early_tokens; /* tokens [0, num_early_tokens) are sent while the plan is made */
-    int32_t tokens_of;        /* in lane q: number of tokens of rank q */
+    RankNumbers tokens_of;    /* number of tokens of each rank */
     /* largest number of tokens of any rank; an upper limit until the ranks have announced their
      * numbers */
     int32_t most_tokens;
@@ -113,7 +113,7 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
 /* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
  * sends weights to each of these peers: those of the token's choices that go to this peer.
  * `word`: this lane's choice, from read_choice(). Called by a whole warp. */
-__device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t token,
+__device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
     const p2p_self &self = m.job.plan.self;
@@ -121,7 +121,7 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
     const uint64_t word2 = both ? read_choice(m, token, WARP + lane_id()) : ~0ull;
     const uint32_t weight = with_weights ? read_weight(m, token, lane_id()) : 0;
     const uint32_t weight2 = with_weights && both ? read_weight(m, token, WARP + lane_id()) : 0;
-    uint32_t peers = 0;
+    RankMask peers = no_ranks();
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
@@ -130,7 +130,7 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
         const uint32_t first = __ballot_sync(ALL_LANES, goes);
         const uint32_t second = __ballot_sync(ALL_LANES, goes2);
         if (!(first | second)) continue;
-        peers |= 1u << rank;
+        add_rank(peers, rank);
         if (!with_weights) continue;
         /* `source` is the number that the peer gives to this rank. The peer's heap has a part
          * for the weights from each source. */
@@ -144,26 +144,30 @@ __device__ __forceinline__ uint32_t choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
+/* Number of a token by which its escape words are indexed. With many ranks it is the number in the
+ * round, so that the array of escape words does not grow with the number of tokens. */
+#define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
+
 /* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
  * poison or its stand-in (net/staging.cuh), also sends escape words, with which the receiver
  * restores the poison. For peers on other hosts, the caller must then post the put of the row
  * (post_put_pieces()). Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
-                                              uint32_t peers, uint4 (&q)[V])
+                                              RankMask peers, uint4 (&q)[V])
 {
     const p2p_self &self = m.job.plan.self;
     const uint32_t mask = hide_poison<V>(q);
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        if (!(peers >> rank & 1)) continue;
+        if (!has_rank(peers, rank)) continue;
         uint4 *staged = staged_row(m.op.outbox[rank], token - m.round_begin, m.shape.vectors);
         send_piece<V, EXACT>(staged, piece * V * WARP, m.shape.vectors, q);
         if (!mask) continue;
         const int source = self.num_ranks - 1 - distance;
         uint32_t *escape = escapes_base(self, m.op, self.heap[rank], source) +
-                           ((int64_t)token * m.shape.pieces + piece) * WARP;
+                           ((int64_t)ESCAPE_TOKEN(m, token) * m.shape.pieces + piece) * WARP;
         store_relaxed(escape + lane_id(), mask);
         post_put_warp(m.op, rank, escape, WARP * 4);
     }
@@ -317,7 +321,7 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
         return false;
     uint32_t *escape =
         escapes_base(m.job.plan.self, m.op, row_inbox_base(m.job.plan.self, rank), source) +
-        ((int64_t)token * m.shape.pieces + piece) * WARP;
+        ((int64_t)ESCAPE_TOKEN(m, token) * m.shape.pieces + piece) * WARP;
     if (!unhide_poison<V>(m.op, peer, q, escape)) return false;
     poison_piece<V, EXACT>(staged, vector, m.shape.vectors);
     return true;
@@ -377,8 +381,21 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
-    m.most_tokens = __reduce_max_sync(ALL_LANES, (uint32_t)m.tokens_of);
+    m.most_tokens = largest_number(m.tokens_of);
     return true;
+}
+
+/* Sets `tokens` to the numbers of tokens of all ranks in the plan that the kernel reads. If the
+ * kernel makes the plan (WITH_PLAN), sets them to 0. */
+template <bool WITH_PLAN>
+__device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
+                                                 const p2p_self &self)
+{
+    for_each_group(self, [&](int first) {
+        const int q = first + lane_id();
+        set_number(tokens, first,
+                   !WITH_PLAN && q < self.num_ranks ? plan.header.tokens_of[q] : 0);
+    });
 }
 
 /* Returns how many tokens of each source are received before step `step` of the list of units.

@@ -49,8 +49,7 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
 {
     if (!HOSTS) return deal_units(job, num_sms, block, roles, vectors);
     const int64_t bytes = job.row_bytes, pieces = (bytes + vectors * 512 - 1) / (vectors * 512);
-    const bool whole = pieces <= MAX_ROW_PUT_PIECES &&
-                       near_ranks(self) != (1u << self.num_ranks) - 1 &&
+    const bool whole = pieces <= MAX_ROW_PUT_PIECES && has_remote_ranks(self) &&
                        (int64_t)job.num_tokens * roles >= 10 * num_sms * (block / WARP);
     if (whole) job.row_bytes = 1; /* makes deal_units() choose one span per row */
     deal_units(job, num_sms, block, roles, vectors);
@@ -85,12 +84,12 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
  * whole warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
-                                                int first, int count, uint32_t peers)
+                                                int first, int count, RankMask peers)
 {
     const int32_t begin = first * V * WARP,
                   end = min((first + count) * V * WARP, m.shape.vectors);
-    for (peers &= ~near_ranks(self); peers; peers &= peers - 1) {
-        const int rank = __ffs(peers) - 1;
+    for (remove_near_ranks(peers, self); has_any(peers); remove_first(peers)) {
+        const int rank = first_rank(peers);
         const uint4 *staged = staged_row(m.op.outbox[rank], index, m.shape.vectors) + begin;
         post_put_warp(m.op, rank, staged, (uint32_t)(end - begin) * 16);
     }

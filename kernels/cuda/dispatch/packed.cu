@@ -186,12 +186,12 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 {
     const int32_t token = m.round_begin + walk.step;
     const Pieces pieces(m, walk);
-    uint32_t peers = 0;
+    RankMask peers = no_ranks();
     if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
     if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_routes(m, token, walk.span == 0, peers);
-    if (!peers || pieces.count <= 0) {
+    if (!has_any(peers) || pieces.count <= 0) {
         if (FAST) feed.skip_pieces(max(pieces.count, 1));
         return;
     }
@@ -303,9 +303,9 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
          u += ((int)gridDim.x - planners) * warps) {
         const int32_t token = u / pieces, i = u % pieces;
         const uint64_t word = read_choice(m, token, lane_id());
-        uint32_t peers = choose_peers(m, token, i == 0 && m.job.weights, word);
+        RankMask peers = choose_peers(m, token, i == 0 && m.job.weights, word);
         peers = choose_routes(m, token, i == 0, peers);
-        if (!peers) continue;
+        if (!has_any(peers)) continue;
         OwnPiece piece;
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
         piece.send_to_peers(m, token, i, peers);
@@ -455,8 +455,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (HOSTS) *move.num_forward_roles = num_forward_roles(self);
     move.num_early_tokens =
         WITH_PLAN && job.plan.planners < (int)gridDim.x ? job.num_early_tokens : 0;
-    move.tokens_of =
-        !WITH_PLAN && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
+    read_plan_tokens<WITH_PLAN>(move.tokens_of, plan, self);
     move.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;
     PackedMove m = {move};
     describe_packed(m, spans);

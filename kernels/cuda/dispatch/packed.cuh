@@ -230,13 +230,13 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
  * num_ranks. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
-                                              uint32_t peers, Write write)
+                                              RankMask peers, Write write)
 {
     const p2p_self &self = m.job.plan.self;
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        if (peers >> rank & 1)
+        if (has_rank(peers, rank))
             write(rank, distance,
                   staged_row(m.op.outbox[rank], token - m.round_begin, m.shape.vectors));
     }
@@ -321,7 +321,7 @@ struct JoinedPiece {
      * its stand-in (net/staging.cuh), also sends escape words, with which the receiver restores
      * the poison. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
-                                                  uint32_t peers)
+                                                  RankMask peers)
     {
         const p2p_self &self = m.job.plan.self;
         const uint32_t mask = hide_poison<V>(q);
@@ -464,7 +464,7 @@ struct QuantizedPiece {
      * float32 scales never equal poison. A word of four e8m0 scales that are all NaN equals
      * poison, so E8M0_STAND_IN is sent instead. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
-                                                  uint32_t peers) const
+                                                  RankMask peers) const
     {
         const int64_t row_end = (int64_t)m.row_vectors * 16;
         const int64_t end = (int64_t)m.shape.vectors * 16;

@@ -18,7 +18,7 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
 {
     bool more = false;
     slot[0] = slot[1] = -1;
-    if (token >= __shfl_sync(ALL_LANES, m.tokens_of, rank)) return true;
+    if (token >= number_of_rank(m.tokens_of, rank)) return true;
     if (FLAT) return read_row(m, rank, token, keep, word, slot[0], more);
     if (!read_record(m, rank, token, 0, keep, word, slot[0], more)) return false;
     if (more) {

@@ -26,8 +26,8 @@
  * rank's mate there. `first`: true if the unit has the token's first piece. Then the function
  * also sends the word *wants* to each mate. This word is a bit mask of the ranks of the mate's
  * host that need the row (bit i: the i-th rank of that host). */
-__device__ __forceinline__ uint32_t choose_routes(const DispatchMove &m, int32_t token,
-                                                  bool first, uint32_t peers)
+__device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t token,
+                                                  bool first, RankMask peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
@@ -45,7 +45,7 @@ __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWa
     const int from = wrap_rank(self.rank + walk.role * ranks_per_host(self), self.num_ranks);
     const int first = first_piece(m, walk), count = pieces_of(m, walk);
     const int32_t begin = m.round_begin + received_before(m, walk.step);
-    const int32_t many = __shfl_sync(ALL_LANES, m.tokens_of, from);
+    const int32_t many = number_of_rank(m.tokens_of, from);
     const int32_t stop =
         min(min(feed.round_end, many), m.round_begin + received_before(m, walk.step + 1));
     if (copied) feed.skip_pieces(count);

@@ -120,12 +120,12 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
     const int32_t token = m.round_begin + walk.step;
     const bool copied = m.shape.aligned;
     const int count = pieces_of(m, walk);
-    uint32_t peers = 0;
+    RankMask peers = no_ranks();
     if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_peers(m, token, walk.span == 0 && m.job.weights, word);
     if (token < min(feed.round_end, m.job.num_tokens))
         peers = choose_routes(m, token, walk.span == 0, peers);
-    if (!peers) {
+    if (!has_any(peers)) {
         if (copied) feed.skip_pieces(count);
         return;
     }
@@ -180,7 +180,7 @@ __device__ __forceinline__ bool receive_token(const Move &m, int32_t token,
     int count = pieces_of(m, walk);
     int32_t slot = -1;
     bool more = false;
-    if (token < __shfl_sync(ALL_LANES, m.tokens_of, rank)) {
+    if (token < number_of_rank(m.tokens_of, rank)) {
         if (FLAT ? !read_row(m, rank, token, first == 0, word, slot, more)
                  : !read_record(m, rank, token, 0, first == 0, word, slot, more))
             return false;
@@ -223,12 +223,12 @@ template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
 {
-    return forward_piece<V, EXACT>(m.job.plan.self, m.op, from, token - m.round_begin, piece,
-                                   m.shape.vectors, wants, [&](uint8_t *heap, int source) {
-                                       return escapes_base(m.job.plan.self, m.op, heap,
-                                                           source) +
-                                              ((int64_t)token * m.shape.pieces + piece) * WARP;
-                                   });
+    return forward_piece<V, EXACT>(
+        m.job.plan.self, m.op, from, token - m.round_begin, piece, m.shape.vectors, wants,
+        [&](uint8_t *heap, int source) {
+            return escapes_base(m.job.plan.self, m.op, heap, source) +
+                   ((int64_t)ESCAPE_TOKEN(m, token) * m.shape.pieces + piece) * WARP;
+        });
 }
 
 /* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
@@ -248,8 +248,8 @@ static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
         uint4 q[V];
         load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape), piece * V * WARP,
                                    m.shape, q);
-        const uint32_t peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
-        if (peers) send_to_peers<EXACT>(m, token, piece, peers, q);
+        const RankMask peers = choose_peers(m, token, piece == 0 && m.job.weights, word);
+        if (has_any(peers)) send_to_peers<EXACT>(m, token, piece, peers, q);
     }
 }
 
@@ -267,9 +267,9 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
         const int begin = u % spans * m.job.span;
         const int count = min(m.job.span, m.shape.pieces - begin);
         const uint64_t word = read_choice(m, token, lane_id());
-        uint32_t peers = choose_peers(m, token, begin == 0 && m.job.weights, word);
+        RankMask peers = choose_peers(m, token, begin == 0 && m.job.weights, word);
         peers = choose_routes(m, token, begin == 0, peers);
-        if (!peers) continue;
+        if (!has_any(peers)) continue;
         for (int piece = begin; piece < begin + count; piece++) {
             uint4 q[V];
             load_piece_again<V, EXACT>(m.job.tokens + row_offset(token, m.shape),

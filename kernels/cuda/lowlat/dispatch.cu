@@ -150,10 +150,11 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
 {
     int32_t *records = (int32_t *)(job.plan + job.at.records);
     if (is_control_warp()) return;
-    for_each_group(job, tables.tokens[lane_id()], planning_ctas.worker_index(),
-                   planning_ctas.num_workers(), [&](int source, int32_t first, int32_t tokens) {
-                       return store_records(op, job, records, source, first, tokens);
-                   });
+    for_each_token_group(job, tables.tokens[lane_id()], planning_ctas.worker_index(),
+                         planning_ctas.num_workers(),
+                         [&](int source, int32_t first, int32_t tokens) {
+                             return store_records(op, job, records, source, first, tokens);
+                         });
 }
 
 /* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan, except

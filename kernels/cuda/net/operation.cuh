@@ -40,7 +40,7 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
     if (op.overlaps)
         report_failure(op,
                        P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_OVERLAP,
-                                  1u << self.rank),
+                                  pack_ranks(rank_bit(self.rank))),
                        0);
 }
 
@@ -65,17 +65,20 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
 }
 
 /* Announces to every rank, this rank included, that this rank has begun the operation. Called
- * by one warp; lane q writes to rank q. */
+ * by one warp; each lane writes to one rank at a time. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
-    if (lane_id() >= self.num_ranks) return;
-    uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
-    store_announced_sizes(op, to);
-    /* The fence is necessary: without it, a peer could read the signature, but not yet see the
-     * poison and the zeros that earlier operations of this rank have stored back. */
-    __threadfence_system();
-    store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
-    post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
+    for_each_group(self, [&](int first) {
+        const int q = first + lane_id();
+        if (q >= self.num_ranks) return;
+        uint64_t *to = announcement_words(self, op, self.heap[q], self.rank);
+        store_announced_sizes(op, to);
+        /* The fence is necessary: without it, a peer could read the signature, but not yet see
+         * the poison and the zeros that earlier operations of this rank have stored back. */
+        __threadfence_system();
+        store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
+        post_put(op, q, to, P2P_ANNOUNCE_WORDS * 8);
+    });
 }
 
 /* Only in backend `hosts`: sets op.net->host_box[q], where rows of rank q arrive in the net
@@ -166,18 +169,12 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     return true;
 }
 
-/* Waits until every rank has announced this operation. If a rank has announced another
- * operation (another signature), the wait fails, because waits compare signatures from time to
- * time (find_failure()). This function has no fence: later stores of this kernel may become
- * visible before the announcements were read. `are_copied`: true if a low-latency kernel has
- * copied the peers' announcements to this rank's heap, where this function then reads them.
- * Called by one warp; lane q reads the announcement of rank q. Returns false if the group of
- * ranks has failed. */
+/* Does the work of wait_announcements_unfenced() for the ranks `first` to first + 31. */
 __device__ __forceinline__ bool
-wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
+wait_group_announcements(const p2p_self &self, const OpState &op, int first, bool are_copied)
 {
-    const bool is_rank = lane_id() < self.num_ranks;
-    const int q = is_rank ? lane_id() : 0;
+    const bool is_rank = first + lane_id() < self.num_ranks;
+    const int q = is_rank ? first + lane_id() : 0;
     const uint64_t *from =
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
@@ -191,6 +188,21 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     });
 }
 
+/* Waits until every rank has announced this operation. If a rank has announced another
+ * operation (another signature), the wait fails, because waits compare signatures from time to
+ * time (find_failure()). This function has no fence: later stores of this kernel may become
+ * visible before the announcements were read. `are_copied`: true if a low-latency kernel has
+ * copied the peers' announcements to this rank's heap, where this function then reads them.
+ * Called by one warp; each lane reads the announcement of one rank at a time. Returns false if
+ * the group of ranks has failed. */
+__device__ __forceinline__ bool
+wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
+{
+    for (int first = 0; MANY_RANKS && first + WARP < self.num_ranks; first += WARP)
+        if (!wait_group_announcements(self, op, first, are_copied)) return false;
+    return wait_group_announcements(
+        self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
+}
 /* Like wait_announcements_unfenced(), but followed by a system fence. So later loads and stores
  * happen after the announcements were read. One fence at the end costs less than an acquire
  * load in each poll. */
@@ -208,14 +220,14 @@ static __device__ bool wait_announcements(const OpState &op)
     return wait_announcements(*op.self, op);
 }
 
-/* Waits until word `which` (P2P_ANNOUNCED_*) of every rank's announcement has arrived. In lane
- * q, sets `value` to the word of rank q, or to 0 if there is no rank q. Called by one warp.
- * Returns false if the group of ranks has failed. */
-__device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
-                                                  int which, int32_t &value)
+/* Waits until word `which` (P2P_ANNOUNCED_*) of the announcements of the ranks `first` to first +
+ * 31 has arrived. Sets `value` to the word of rank first + lane_id(), or to 0 if there is no such
+ * rank. Called by one warp. Returns false if the group of ranks has failed. */
+__device__ __forceinline__ bool read_group_announcement(const p2p_self &self, const OpState &op,
+                                                        int first, int which, int32_t &value)
 {
-    const bool is_rank = lane_id() < self.num_ranks;
-    const int q = is_rank ? lane_id() : 0;
+    const bool is_rank = first + lane_id() < self.num_ranks;
+    const int q = is_rank ? first + lane_id() : 0;
     const uint64_t *from = announcement_words(self, op, inbox_base(self, q), q) + which;
     uint64_t announced = 0;
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
@@ -226,11 +238,25 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
+/* Waits until word `which` (P2P_ANNOUNCED_*) of every rank's announcement has arrived, and sets
+ * `values` to these words. Called by one warp. Returns false if the group of ranks has failed. */
+__device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
+                                                  int which, RankNumbers &values)
+{
+    bool ok = true;
+    for_each_group(self, [&](int first) {
+        int32_t value = 0;
+        ok = (!MANY_RANKS || ok) && read_group_announcement(self, op, first, which, value);
+        set_number(values, first, value);
+    });
+    return ok;
+}
+
 /* Like read_announcement(self, ...), for kernels that do not keep `self` (the group's p2p_self)
  * in registers. They read it from memory, at op.self. */
-static __device__ bool read_announcement(const OpState &op, int which, int32_t &value)
+static __device__ bool read_announcement(const OpState &op, int which, RankNumbers &values)
 {
-    return read_announcement(*op.self, op, which, value);
+    return read_announcement(*op.self, op, which, values);
 }
 
 /* Ends an operation. Called by all threads of all CTAs. CTA number `waiting_cta` waits until

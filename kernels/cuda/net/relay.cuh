@@ -79,32 +79,34 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
 /* `ranks` is a bit mask of the ranks that must receive a row. Returns a bit mask of the ranks
  * to which this rank itself sends it: the ranks of this host that are in `ranks`, and this
  * rank's mate on every other host that has a rank in `ranks`. */
-__device__ __forceinline__ uint32_t reduce_to_mates(const p2p_self &self, uint32_t ranks)
+__device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
-    uint32_t mates = 0;
+    RankMask mates = no_ranks();
     for (int first = 0; first < self.num_ranks; first += ranks_per_host(self)) {
-        const uint32_t some = ranks & ((1u << ranks_per_host(self)) - 1) << first;
-        if (!some) continue;
-        mates |= first == self.rank - self.rank % ranks_per_host(self)
-                     ? some
-                     : 1u << mate_of(self, self.rank, first);
+        const RankMask some = only_ranks(ranks, first, ranks_per_host(self));
+        if (!has_any(some)) continue;
+        add_ranks_of(mates, first == self.rank - self.rank % ranks_per_host(self)
+                                ? some
+                                : rank_bit(mate_of(self, self.rank, first)));
     }
     return mates;
 }
 
 /* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
  * The value of the word shows which ranks of that host need the token. `peers`: bit mask of all
- * ranks that need it. Called by one warp; lane h sends to host h. */
+ * ranks that need it. Called by one warp; each lane sends to one host at a time. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
-                                           int32_t token, uint32_t peers)
+                                           int32_t token, const RankMask &peers)
 {
-    const int first = lane_id() * ranks_per_host(self);
-    if (lane_id() >= num_hosts(self) || first == self.rank - self.rank % ranks_per_host(self))
-        return;
-    const int mate = mate_of(self, self.rank, first);
-    uint64_t *to = wants_word(self, op, self.heap[mate], mate, self.rank, token);
-    store_relaxed(to, stamp_word(op, peers >> first & ((1u << ranks_per_host(self)) - 1)));
-    post_put(op, mate, to, 8);
+    for (int host = lane_id(); host < (MANY_RANKS ? num_hosts(self) : WARP); host += WARP) {
+        const int first = host * ranks_per_host(self);
+        if (host >= num_hosts(self) || first == self.rank - self.rank % ranks_per_host(self))
+            continue;
+        const int mate = mate_of(self, self.rank, first);
+        uint64_t *to = wants_word(self, op, self.heap[mate], mate, self.rank, token);
+        store_relaxed(to, stamp_word(op, part_of_ranks(peers, first, ranks_per_host(self))));
+        post_put(op, mate, to, 8);
+    }
 }
 
 /* `peers` is a bit mask of the ranks that need a token of this rank. Returns a bit mask of the
@@ -112,8 +114,8 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
  * host (this rank's mate) receives the token for all peers there. `first`: true if the call is
  * for the token's first piece. Such a call also reports to the mates which peers need the token
  * (send_wants()). */
-__device__ __forceinline__ uint32_t choose_routes(const p2p_self &self, const OpState &op,
-                                                  int32_t token, bool first, uint32_t peers)
+__device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const OpState &op,
+                                                  int32_t token, bool first, RankMask peers)
 {
     if (!ranks_per_host(self)) return peers;
     if (first) send_wants(self, op, token, peers);

@@ -73,14 +73,13 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
  * 32 choices needs two calls, with chunk = 0 and chunk = 1. `seen`: a bit mask by which the
  * first call passes the ranks of its choices to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
-                                              int32_t owner, int chunk, uint32_t &seen)
+                                              int32_t owner, int chunk, RankMask &seen)
 {
     const uint32_t same_owner = __match_any_sync(ALL_LANES, owner) & lanes.token_lanes;
-    if (chunk == 0) seen = 0;
-    const bool counts = owner >= 0 && !(same_owner & lanes_below()) && !(seen >> owner & 1);
+    if (chunk == 0) seen = no_ranks();
+    const bool counts = owner >= 0 && !(same_owner & lanes_below()) && !has_rank(seen, owner);
     const int32_t warp_row = count_group(tally, counts ? owner : -1);
-    if (lanes.num_chunks == 2)
-        seen |= __reduce_or_sync(ALL_LANES, owner >= 0 ? 1u << owner : 0);
+    if (lanes.num_chunks == 2) add_ranks_of(seen, ranks_of_lanes(owner));
     return counts ? warp_row : -1;
 }
 
@@ -217,7 +216,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
     const bool distinct =
         (job.layer.flags & EPIC_DISTINCT) != 0 && !(DROPS_OR_REPLICAS && job.resolves);
     const bool in_registers = FEATURES == 0 && choices_fit_registers(range, lanes);
-    uint32_t seen = 0;
+    RankMask seen = no_ranks();
     const auto read = [&](int64_t choice) { return planned_id<FEATURES>(job, choice); };
     for_each_choice(job, lanes, range, read,
                     [&](int64_t choice, int64_t id, int k, int32_t first_id, int i) {
@@ -252,7 +251,7 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
  * all words have it, the sender's table rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
-#define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & 31)
+#define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
 
 /* Returns the word that this rank sends for tally (counter) i, without the count, which the
  * caller adds. The word contains the rank to which the tally belongs. If this rank's table
@@ -267,9 +266,10 @@ __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
-    report_failure(
-        op, P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE, 1u << q),
-        op.signature);
+    report_failure(op,
+                   P2P_BROKEN(EPIC_EMISMATCH, self.operation, self.rank, P2P_PHASE_TABLE,
+                              pack_ranks(rank_bit(q))),
+                   op.signature);
 }
 
 /* Publishes the tallies (counters) of this CTA, summed over its warps, to the other planner
@@ -494,7 +494,8 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     /* load: sum of the counts of all ranks. low: sum of the counts of the ranks below this one.
      * bad: bit mask of the ranks that have found an error in their own data. others: bit mask
      * of the ranks whose table rank_of_expert differs from this rank's table. */
-    uint32_t load = 0, low = 0, bad = 0, others = 0;
+    uint32_t load = 0, low = 0;
+    RankMask bad = no_ranks(), others = no_ranks();
     bool ok = true;
 #pragma unroll 1
     for (int first = 0; first < self.num_ranks && ok; first += RANKS_AT_ONCE) {
@@ -506,17 +507,17 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
             const int q = first + i;
             const uint32_t count = COUNT_OF(words[i]), owner = OWNER_OF(words[i]);
             const bool wrong = ((uint32_t)words[i] & RECORD_LAST) != 0;
-            bad |= wrong ? 1u << q : 0;
-            if (q < self.num_ranks && owner != p.owner[e] && !wrong) others |= 1u << q;
+            if (wrong) add_rank(bad, q);
+            if (q < self.num_ranks && owner != p.owner[e] && !wrong) add_rank(others, q);
             if (q < self.rank) low += count;
             load += count;
         }
     }
-    if (ok && others && p.bad_owner == NO_INDEX) {
-        report_table_mismatch(op, __ffs(others) - 1);
+    if (ok && has_any(others) && p.bad_owner == NO_INDEX) {
+        report_table_mismatch(op, first_rank(others));
         ok = false;
     }
-    if (bad && e == 0) p.bad_ranks = bad;
+    if (has_any(bad) && e == 0) p.bad_ranks = bad;
     p.load[e] = (int32_t)load;
     p.before_cta[e] += (int32_t)low;
     return ok;

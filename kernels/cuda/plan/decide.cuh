@@ -46,7 +46,8 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
 /* Upper bound of replica_bytes() + by_k_bytes(). Layers with replicas or dropped choices
  * (PLAN_DROPS_OR_REPLICAS) need these bytes of dynamic shared memory in addition to
  * planner_bytes_of(). */
-#define PLAN_DROPS_OR_REPLICAS_BYTES (P2P_REPLICATED_EXPERTS * 12 + 16 + (48 << 10))
+#define PLAN_DROPS_OR_REPLICAS_BYTES \
+    (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
 /* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
@@ -231,14 +232,18 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
-    int32_t announced = 0;
     if (after == 2 && blockIdx.x == 0 && lane_id() == 0) fill_header(p, job, op);
     if (after > 1) return true;
-    if (!read_announcement(job.self, op, after ? P2P_ANNOUNCED_CAPACITY : P2P_ANNOUNCED_TOKENS,
-                           announced))
-        return false;
-    (after ? p.capacity : p.header.tokens_of)[lane_id()] = announced;
-    return true;
+    bool ok = true;
+    for_each_group(job.self, [&](int first) {
+        int32_t announced = 0;
+        ok = (!MANY_RANKS || ok) &&
+             read_group_announcement(job.self, op, first,
+                                     after ? P2P_ANNOUNCED_CAPACITY : P2P_ANNOUNCED_TOKENS,
+                                     announced);
+        if (ok) (after ? p.capacity : p.header.tokens_of)[first + lane_id()] = announced;
+    });
+    return ok;
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
@@ -254,7 +259,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     bool ok = true;
     /* If there is both an error in the data and an overflow of slots, the result is
      * EPIC_EINVAL, not EPIC_EOVERFLOW. */
-    if (threadIdx.x == 0 && p.bad_ranks) h.result = EPIC_EINVAL;
+    if (threadIdx.x == 0 && has_any(p.bad_ranks)) h.result = EPIC_EINVAL;
     if (FLAT && DROPS_OR_REPLICAS && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
         __syncthreads();
@@ -301,7 +306,7 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
 {
     for (int q = 0; q < self.num_ranks; q++) {
         const uint64_t *from = fault_words(self, op, inbox_base(op, q), q);
-        for (int i = 0; i < P2P_FAULT_WORDS && (p.bad_ranks >> q & 1); i++)
+        for (int i = 0; i < P2P_FAULT_WORDS && has_rank(p.bad_ranks, q); i++)
             if (!wait_thread(op, q, P2P_PHASE_COUNTS,
                              [&] { return is_stamped(op, load_relaxed(from + i)); }))
                 return false;
@@ -315,7 +320,7 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
-    const int rank = __ffs(p.bad_ranks) - 1;
+    const int rank = first_rank(p.bad_ranks);
     const uint64_t *from = fault_words(job.self, op, inbox_base(op, rank), rank);
     uint64_t words[P2P_FAULT_WORDS];
     const bool ok = wait_thread(op, rank, P2P_PHASE_COUNTS, [&] {

@@ -61,9 +61,11 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
     const int top_k = job.layer.top_k, experts = job.layer.num_experts;
     int32_t *tally =
         p.tally + threadIdx.x / WARP * num_tallies(job, true) + num_choice_tallies(job);
-    uint32_t seen = 0;
+    RankMask seen = no_ranks();
     if ((int)threadIdx.x / WARP >= p.num_warps) return;
-    if (lane_id() < job.self.num_ranks) tally[lane_id()] = 0;
+    for_each_group(job.self, [&](int first) {
+        if (first + lane_id() < job.self.num_ranks) tally[first + lane_id()] = 0;
+    });
     __syncwarp();
     for (int t = range.begin; t < range.end; t += lanes.tokens_at_once)
         for (int chunk = 0; chunk < lanes.num_chunks; chunk++) {
@@ -88,7 +90,7 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
 {
     return (uint64_t *)(heap + self.at.searches) +
            (((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_MAX_SEARCHES + search) *
-               DEVICE_MAX_RANKS;
+               p2p_search_words(self.num_ranks);
 }
 
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and

@@ -68,19 +68,19 @@ __global__ void __launch_bounds__(BLOCK, 1)
     /* Number of the first CTA that copies records. Planner CTAs take longer, so if at least
      * half of all CTAs are not planner CTAs, only these copy records. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
-    int32_t tokens_of = 0;
+    RankNumbers tokens_of = {};
     ok = ok && ((int)blockIdx.x < first_cta ||
                 read_announcement(job.self, op, P2P_ANNOUNCED_TOKENS, tokens_of));
     int32_t *records = (int32_t *)(job.plan + at.records);
     int32_t *words = FLAT ? (int32_t *)(job.plan + device_locals(&at)) : records;
     const int warp = ((int)blockIdx.x - first_cta) * (BLOCK / WARP) + (int)(threadIdx.x / WARP);
     if (ok && warp >= 0)
-        for_each_group(job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
-                       [&](int source, int32_t first, int32_t tokens) {
-                           return (!FLAT ||
-                                   store_rows(op, job, records, source, first, tokens)) &&
-                                  store_records(op, job, words, source, first, tokens);
-                       });
+        for_each_token_group(
+            job, tokens_of, warp, ((int)gridDim.x - first_cta) * (BLOCK / WARP),
+            [&](int source, int32_t first, int32_t tokens) {
+                return (!FLAT || store_rows(op, job, records, source, first, tokens)) &&
+                       store_records(op, job, words, source, first, tokens);
+            });
     (void)finish_operation(job.self, op, (int)gridDim.x - 1, false);
 }
 

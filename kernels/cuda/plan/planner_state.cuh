@@ -107,7 +107,7 @@ struct Planner {
      * all entries are valid, num_experts plus the lowest logical expert that has no replica. If
      * nothing is wrong, NO_INDEX. */
     uint32_t bad_replica;
-    uint32_t bad_ranks; /* Bit mask of the ranks whose choices or tables are wrong. */
+    RankMask bad_ranks; /* The ranks whose choices or tables are wrong. */
     /* num_warps: how many warps of a CTA count choices. tokens_per_cta, tokens_per_warp: how
      * many of this rank's tokens each planner CTA and each of its warps handles. */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
@@ -296,7 +296,7 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
         p.extra_memory = p.owner + (tallies + 15) / 16 * 16;
         p.bad_choice = p.bad_owner = p.bad_replica = NO_INDEX;
         p.table_hash = 0;
-        p.bad_ranks = 0;
+        p.bad_ranks = no_ranks();
         p.header.result = EPIC_OK;
         p.header.num_local = 0;
     }

@@ -66,16 +66,17 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
  * warp handles. A group has as many tokens as fit in the lanes of a warp. source: rank of the
  * tokens. first: first token of the group. tokens: number of tokens that rank `source` has in
  * all. `warps` warps divide the groups among themselves; `warp` is the number of the calling
- * warp. tokens_of: in lane q, the number of tokens of rank q. Returns false as soon as keep()
+ * warp. tokens_of: the number of tokens of each rank. Returns false as soon as keep()
  * returns false. */
 template <class Keep>
-__device__ __forceinline__ bool for_each_group(const p2p_plan_job &job, int32_t tokens_of,
-                                               int warp, int warps, Keep keep)
+__device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
+                                                     const RankNumbers &tokens_of, int warp,
+                                                     int warps, Keep keep)
 {
     const int per_group = job.layer.top_k <= WARP ? WARP / job.layer.top_k : 1;
     for (int q = 0; q < job.self.num_ranks; q++) {
         const int source = (job.self.rank + q) % job.self.num_ranks;
-        const int32_t tokens = __shfl_sync(ALL_LANES, tokens_of, source);
+        const int32_t tokens = number_of_rank(tokens_of, source);
         for (int32_t group = warp; (int64_t)group * per_group < tokens; group += warps)
             if (!keep(source, group * per_group, tokens)) return false;
     }

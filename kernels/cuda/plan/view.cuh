@@ -99,7 +99,6 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
-    const int q = lane_id();
     bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
                 h.layout <= EPIC_FLAT && h.bytes <= plan_bytes && h.rank == self.rank &&
                 h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens &&
@@ -107,9 +106,12 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
                 h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
                 h.owned <= (int32_t)h.num_experts && h.leaves >= 1 &&
                 h.num_logical <= h.num_experts;
-    if (q < self.num_ranks)
-        fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= self.max_tokens &&
-               h.rank_at[q] < self.num_ranks;
+    for_each_group(self, [&](int first) {
+        const int q = first + lane_id();
+        if (q < self.num_ranks)
+            fits = fits && h.tokens_of[q] >= 0 && h.tokens_of[q] <= self.max_tokens &&
+                   h.rank_at[q] < self.num_ranks;
+    });
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
@@ -182,7 +184,9 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     __syncwarp();
     const device_plan_header &h = view.header;
     const bool fits = is_header_valid(h, self, plan_bytes), is_intact = sum == h.sum && fits;
-    const int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
+    int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
+    for (int q = WARP + lane_id(); MANY_RANKS && q < self.num_ranks; q += WARP)
+        tokens = max(tokens, h.tokens_of[q]);
     const int32_t most = __reduce_max_sync(ALL_LANES, tokens);
     if (lane_id() == 0) {
         view.most_tokens = most;

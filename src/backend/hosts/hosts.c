@@ -19,6 +19,8 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
+/* largest number of ranks per host with relays: kernels use one bit of a word for each of them */
+#define MAX_RELAYS 31
 
 /* What each rank sends to all ranks, through the bootstrap, while the group is joined. */
 typedef struct peer_info {
@@ -54,17 +56,18 @@ typedef struct hosts_part {
     char net_text[256];     /* describes the connected net, for epic-info and errors */
 } hosts_part;
 
-_Static_assert(NET_MAX_HOSTS == DEVICE_MAX_RANKS, "each rank may be a host of its own");
+_Static_assert(NET_MAX_HOSTS >= DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
 /* Implements epic_backend.can_join. This process must find a GPU, the network engine must be
- * available, and there must be at most NET_MAX_HOSTS ranks. */
+ * available, and there must be at most DEVICE_MAX_RANKS ranks. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
     (void)config;
     if (!p2p_any_device(why) || !p2p_share_library(peers, num_ranks, why)) return false;
-    if (num_ranks > NET_MAX_HOSTS) {
-        snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks, NET_MAX_HOSTS);
+    if (num_ranks > DEVICE_MAX_RANKS) {
+        snprintf(why, 256, "%d ranks: backend hosts has at most %d", num_ranks,
+                 DEVICE_MAX_RANKS);
         return false;
     }
     const net_engine *engine = hosts_env_engine(why);
@@ -122,7 +125,7 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
             (long long)at->bytes);
     for (int q = 0; q < g->num_ranks; q++)
         if (p2p_same(g->peers[q].host, g->peers[g->rank].host))
-            g->self.net->host_ranks |= 1u << q;
+            g->self.net->host_ranks[q / 32] |= 1u << q % 32;
     TRY(alloc_gpu(&h->heap, at->parts + parts));
     TRY(p2p_cuda(cudaMemsetAsync(h->heap + at->parts, 0xff, (size_t)parts, g->side),
                  "clearing the heap"));
@@ -180,21 +183,34 @@ static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
     return map_to_gpu(&g->self.net->ring.words, h->host_ring.words);
 }
 
+/* Returns whether a rank is on this rank's host. */
+static bool is_near(const epic_group *g, int rank)
+{
+    return g->self.net->host_ranks[rank / 32] >> rank % 32 & 1;
+}
+
+/* Returns the number of ranks on this rank's host. */
+static int num_near_ranks(const epic_group *g)
+{
+    int count = 0;
+    for (int q = 0; q < g->num_ranks; q++) count += is_near(g, q);
+    return count;
+}
+
 /* Opens this rank's end of the net and writes the net's handle to mine->net. */
 static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
     char why[NET_WHY_BYTES];
-    const net_setup setup = {
-        .host = g->rank,
-        .num_hosts = g->num_ranks,
-        .rdma = h->env.rdma,
-        .threads = hosts_env_threads(&h->env, __builtin_popcount(g->self.net->host_ranks)),
-        .on_gpu = h->on_gpu,
-        .inbox = h->inbox,
-        .inbox_bytes = (uint64_t)g->self.at.bytes,
-        .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
-        .outbox = h->outbox,
-        .outbox_bytes = (uint64_t)g->self.at.bytes};
+    const net_setup setup = {.host = g->rank,
+                             .num_hosts = g->num_ranks,
+                             .rdma = h->env.rdma,
+                             .threads = hosts_env_threads(&h->env, num_near_ranks(g)),
+                             .on_gpu = h->on_gpu,
+                             .inbox = h->inbox,
+                             .inbox_bytes = (uint64_t)g->self.at.bytes,
+                             .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
+                             .outbox = h->outbox,
+                             .outbox_bytes = (uint64_t)g->self.at.bytes};
     memset(mine->net, 0, sizeof mine->net);
     const epic_result result = h->env.engine->open(&h->net, &setup, mine->net, why);
     return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
@@ -255,11 +271,15 @@ static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 
 static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *mine)
 {
-    const net_liveness_setup setup = {.host = g->rank,
-                                      .num_hosts = g->num_ranks,
-                                      .ranks_per_host = 1,
-                                      .timeout_ms = g->config.timeout_ms,
-                                      .group_id = g->self.group_id};
+    net_liveness_setup setup = {.host = g->rank,
+                                .num_hosts = g->num_ranks,
+                                .ranks_per_host = 1,
+                                .timeout_ms = g->config.timeout_ms,
+                                .group_id = g->self.group_id};
+    /* Ranks of one process end together. With many of them, the process would need too many
+     * sockets. */
+    for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
+        setup.is_in_process[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 
@@ -297,7 +317,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
 
 static epic_result connect_liveness(epic_group *g, hosts_part *h, const peer_info *infos)
 {
-    unsigned char all[NET_MAX_HOSTS][NET_LIVENESS_HANDLE_BYTES];
+    unsigned char all[DEVICE_MAX_RANKS][NET_LIVENESS_HANDLE_BYTES];
     for (int q = 0; q < g->num_ranks; q++)
         memcpy(all[q], infos[q].liveness, NET_LIVENESS_HANDLE_BYTES);
     return net_liveness_connect(h->liveness, all);
@@ -422,13 +442,14 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
 /* Returns the number of ranks per host if relays can be used, otherwise 0. A relay is a rank
  * that receives a row for its host and forwards it to the other ranks there
  * (kernels/cuda/net/relay.cuh). There must be several hosts, and three conditions must be
- * fulfilled. Every host has the same number of ranks, at least two. The ranks are numbered host
+ * fulfilled. Every host has the same number of ranks, from two to MAX_RELAYS. The ranks are numbered host
  * by host. Every rank allows relays (EPIC_NET_RELAY). */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
     while (local < g->num_ranks && p2p_same(g->peers[local].host, g->peers[0].host)) local++;
-    if (local == 1 || local == g->num_ranks || g->num_ranks % local) return 0;
+    if (local == 1 || local == g->num_ranks || g->num_ranks % local || local > MAX_RELAYS)
+        return 0;
     for (int q = 0; q < g->num_ranks; q++)
         for (int p = 0; p < g->num_ranks; p++)
             if (!infos[q].relays ||
@@ -441,15 +462,13 @@ static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
  * that depend on all ranks, makes the liveness connections, and starts the proxy thread. */
 static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *infos)
 {
-    p2p_gpu gpus[NET_MAX_HOSTS];
+    p2p_gpu gpus[DEVICE_MAX_RANKS];
     for (int q = 0; q < g->num_ranks; q++) gpus[q] = infos[q].gpu;
     TRY(p2p_budget_share(g, gpus));
     for (int q = 0; q < g->num_ranks; q++)
-        if (q != g->rank && g->self.net->host_ranks >> q & 1)
-            TRY(p2p_heap_connect(g, q, &infos[q].handle));
+        if (q != g->rank && is_near(g, q)) TRY(p2p_heap_connect(g, q, &infos[q].handle));
     g->self.net->ranks_per_host = ranks_per_host(g, infos);
-    if (g->self.net->host_ranks + 1ull != 1ull << g->num_ranks)
-        g->self.net->window_tokens = h->env.window;
+    if (num_near_ranks(g) < g->num_ranks) g->self.net->window_tokens = h->env.window;
     TRY(connect_liveness(g, h, infos));
     return start_proxy(g, h);
 }
@@ -506,10 +525,10 @@ static epic_group *new_group(const epic_join *join)
  * return an error instead of waiting for it. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
-    if (join->bootstrap->num_ranks > NET_MAX_HOSTS)
+    if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
         return epic_fail(EPIC_ENOTSUP,
                          "backend hosts: %d ranks are too many, it has at most %d",
-                         join->bootstrap->num_ranks, NET_MAX_HOSTS);
+                         join->bootstrap->num_ranks, DEVICE_MAX_RANKS);
     const int num_ranks = join->bootstrap->num_ranks;
     peer_info *infos = calloc((size_t)num_ranks + 1, sizeof *infos);
     if (!infos) return epic_fail(EPIC_ENOMEM, "no host memory for a context");

@@ -90,8 +90,8 @@ struct hosts_proxy {
     bool is_running;      /* true while kernels of an operation run */
     bool has_read;        /* true if the last call of read_entries() has read an entry */
     bool has_read_urgent; /* true if the last call of read_entries() has read an urgent piece */
-    /* bit mask of the hosts to which the net cannot send more puts at the moment */
-    uint32_t full;
+    /* by host: true if the net cannot send more puts to the host at the moment */
+    bool full[NET_MAX_HOSTS];
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
     /* true: the thread has read the ring entry that ends the epoch (operation). The epoch ends
      * when all batches are posted. */
@@ -210,7 +210,7 @@ static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     const hosts_proxy *p = self;
     const uint64_t urgent = p->num_urgent[host];
-    if (p->full >> host & 1) return false;
+    if (p->full[host]) return false;
     if (kind == BATCH_COMPLETE) return has_fewer_in_flight(p, host, p->max_puts_in_flight);
     if (p->epoch_ends_next) return true;
     if (kind == BATCH_PARTIAL)
@@ -235,10 +235,10 @@ static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
     put_range next;
-    p->full = 0;
+    memset(p->full, 0, sizeof p->full);
     while (put_batcher_next(p->batcher, may_go, p, &next)) {
         if (!post_put(p, next.host, next.word * 8, next.words * 8)) {
-            p->full |= 1u << next.host;
+            p->full[next.host] = true;
             put_batcher_put_back(p->batcher);
             continue;
         }
@@ -330,7 +330,7 @@ static void mark_dead(const hosts_proxy *p)
     for (int h = 0; h < s->num_hosts; h++)
         if (is_peer(p, h) && (net_liveness_state(s->liveness, h) == NET_PEER_DEAD ||
                               s->engine->is_gone(s->net, h)))
-            __atomic_fetch_or(&s->status->dead, 1u << h, __ATOMIC_RELEASE);
+            __atomic_fetch_or(&s->status->dead[h / 32], 1u << h % 32, __ATOMIC_RELEASE);
 }
 
 /* --------------------------------------------------------------------------- main loop ---- */

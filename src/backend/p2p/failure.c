@@ -42,12 +42,12 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
 
 #define RANK_NAMES_BYTES 160 /* size of a text that lists all ranks */
 
-/* Writes a list of the ranks in a bit mask, for example "rank 1, 3". Returns its length. */
+/* Writes a list of culprits (p2p_status.culprits), for example "rank 1, 3". Returns its length. */
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
     int n = 0;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
-        if (ranks >> q & 1)
+        if (p2p_is_culprit(ranks, q))
             n += snprintf(to + n, size - (size_t)n, "%s%d", n ? ", " : "rank ", q);
     if (!n) n = snprintf(to, size, "no rank in particular");
     return n;
@@ -215,13 +215,15 @@ static void write_peer_failure(const epic_group *group, const p2p_status *s, cha
     char why[256], culprits[RANK_NAMES_BYTES];
     name_ranks(culprits, sizeof culprits, s->culprits);
     read_why(group, why, sizeof why);
-    const uint32_t dead = __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE);
+    bool died = false;
+    for (int q = 0; q < group->num_ranks; q++)
+        died |= p2p_is_culprit(s->culprits, q) && p2p_is_dead(group, q);
     if (why[0])
         snprintf(to, size, "%s aborted: %s", culprits, why);
     else
         snprintf(to, size, "%s, operation %u of this group: %s %s",
                  operation_name(s->operation), s->epoch, culprits,
-                 s->culprits & dead ? "died" : "has closed its context or died");
+                 died ? "died" : "has closed its context or died");
 }
 
 epic_result p2p_check(epic_group *group, epic_failure_info *out)
@@ -235,7 +237,7 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     out->sequence = s->epoch;
     out->rank = (int32_t)s->reporter;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
-        if (s->culprits >> q & 1 && out->num_culprits < EPIC_MAX_CULPRITS)
+        if (p2p_is_culprit(s->culprits, q) && out->num_culprits < EPIC_MAX_CULPRITS)
             out->culprits[out->num_culprits++] = q;
     if (result == EPIC_ETIMEOUT)
         write_timeout(s, out->sentence, sizeof out->sentence);
@@ -293,7 +295,7 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     char sentence[256] = {0};
     snprintf(sentence, sizeof sentence, "%s", why ? why : "no reason given");
     const uint32_t me = (uint32_t)group->rank;
-    *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, 1u << me);
+    *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, p2p_culprit_word(group->rank));
     for (int q = 0; q < group->num_ranks; q++) {
         group->hooks->write(group, q, group->self.at.abort_text, sentence, sizeof sentence);
         group->hooks->write(group, q, group->self.at.broken, group->word, sizeof *group->word);

@@ -12,25 +12,34 @@
 #include "cuda/experts/grouped.h"
 #include "cuda/router/router.h"
 
+/* Loads the code of the low-latency kernels, which the libraries for many ranks do not have. */
+static epic_result load_lowlat(void)
+{
+#if !MANY_RANKS
+    TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the low-latency plan kernel"));
+    TRY(p2p_cuda(p2p_load_lowlat_dispatch(), "loading the low-latency dispatch kernels"));
+    TRY(p2p_cuda(p2p_load_lowlat_dispatch_packed(),
+                 "loading the low-latency dispatch kernels for packed rows"));
+    TRY(p2p_cuda(p2p_load_lowlat_combine(), "loading the low-latency combine kernels"));
+#endif
+    return EPIC_OK;
+}
+
 /* Loads the code of every kernel, and sets the limit of its dynamic shared memory. */
 static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
     TRY(p2p_cuda(p2p_load_dispatch(), "loading the dispatch kernels"));
     TRY(p2p_cuda(p2p_load_dispatch_packed(), "loading the dispatch kernels for packed rows"));
-    if (!HOSTS)
+    if (WITH_WINDOWS)
         TRY(p2p_cuda(p2p_load_dispatch_bulk(),
                      "loading the dispatch kernels with bulk stores"));
-    if (!HOSTS)
+    if (WITH_WINDOWS)
         TRY(p2p_cuda(p2p_load_dispatch_windows(),
                      "loading the dispatch kernels that store into windows"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
-    TRY(p2p_cuda(p2p_load_lowlat_plan(), "loading the low-latency plan kernel"));
-    TRY(p2p_cuda(p2p_load_lowlat_dispatch(), "loading the low-latency dispatch kernels"));
-    TRY(p2p_cuda(p2p_load_lowlat_dispatch_packed(),
-                 "loading the low-latency dispatch kernels for packed rows"));
-    TRY(p2p_cuda(p2p_load_lowlat_combine(), "loading the low-latency combine kernels"));
+    if (!MANY_RANKS) TRY(load_lowlat());
     TRY(p2p_cuda(p2p_load_flat_floats(), "loading the kernel for floats of FLAT plans"));
     TRY(p2p_cuda(p2p_load_router(), "loading the router kernels"));
     TRY(p2p_cuda(p2p_load_router_backward(), "loading the router's backward kernels"));
@@ -57,11 +66,12 @@ static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
     cudaError_t error = p2p_launch_combine(&job, 1, stream);
-    if (error == cudaSuccess) error = p2p_launch_lowlat_combine(&job, 1, stream);
+    if (!MANY_RANKS && error == cudaSuccess) error = p2p_launch_lowlat_combine(&job, 1, stream);
     job.tree = 1;
     job.leaves = 2;
-    if (!HOSTS && error == cudaSuccess) error = p2p_launch_combine(&job, 1, stream);
-    return error == cudaSuccess ? p2p_launch_lowlat_combine(&job, 1, stream) : error;
+    if (WITH_WINDOWS && error == cudaSuccess) error = p2p_launch_combine(&job, 1, stream);
+    if (!MANY_RANKS && error == cudaSuccess) error = p2p_launch_lowlat_combine(&job, 1, stream);
+    return error;
 }
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
@@ -97,11 +107,13 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&flat, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_dispatch(&planning_flat, 1, stream);
-    if (!HOSTS && aligned && error == cudaSuccess)
+    if (WITH_WINDOWS && aligned && error == cudaSuccess)
         error = launch_layouts(&dispatch, p2p_launch_dispatch_windows, stream);
-    if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch(&dispatch, 1, stream);
+    if (!MANY_RANKS && error == cudaSuccess)
+        error = p2p_launch_lowlat_dispatch(&dispatch, 1, stream);
     planning.plan.is_lowlat = 1;
-    if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch(&planning, 1, stream);
+    if (!MANY_RANKS && error == cudaSuccess)
+        error = p2p_launch_lowlat_dispatch(&planning, 1, stream);
     for (uint32_t type = EPIC_F32; type <= EPIC_F16 && error == cudaSuccess; type++) {
         const p2p_combine_backward_job backward = {
             .self = *self, .row_bytes = bytes, .aligned = aligned, .type = type};
@@ -130,13 +142,14 @@ static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t
                                 .aligned = aligned,
                                 .type = EPIC_BF16,
                                 .quantize = quantize};
-        error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
+        if (!MANY_RANKS) error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
         if (error == cudaSuccess)
             error = launch_layouts(&job, p2p_launch_dispatch_packed, stream);
-        if (!HOSTS && error == cudaSuccess)
+        if (WITH_WINDOWS && error == cudaSuccess)
             error = launch_layouts(&job, p2p_launch_dispatch_bulk, stream);
         job.plan.layer.num_experts = job.plan.planners = job.plan.is_lowlat = 1;
-        if (error == cudaSuccess) error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
+        if (!MANY_RANKS && error == cudaSuccess)
+            error = p2p_launch_lowlat_dispatch_packed(&job, 1, stream);
     }
     return error;
 }
@@ -156,7 +169,7 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
         error = p2p_launch_plan(&one, 1, stream);
     }
     if (error == cudaSuccess) error = p2p_launch_flat_floats(&floats, 1, stream);
-    if (error == cudaSuccess) error = p2p_launch_lowlat_plan(&plan, 1, stream);
+    if (!MANY_RANKS && error == cudaSuccess) error = p2p_launch_lowlat_plan(&plan, 1, stream);
     if (error == cudaSuccess) error = p2p_launch_sum(&sum, 1, stream);
     for (int aligned = 0; aligned < 2 && error == cudaSuccess; aligned++)
         error = launch_packed(self, aligned, stream);

@@ -76,11 +76,12 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* Returns whether this group may use low-latency kernels. In the backend `hosts` those kernels
- * send the expert ids to every rank. So there max_tokens must be small enough, and relays must
- * be off. */
+/* Returns whether this group may use low-latency kernels. The libraries for many ranks have no
+ * such kernels. In the backend `hosts` those kernels send the expert ids to every rank. So there
+ * max_tokens must be small enough, and relays must be off. */
 static bool can_use_lowlat(const epic_group *g)
 {
+    if (MANY_RANKS) return false;
     return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
 }
 
@@ -155,8 +156,9 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
     fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
     p2p_expect_layer(&job.self, &job.layer);
     const int sms = sms_of(g, &args->call);
-    return p2p_cuda(job.is_lowlat ? p2p_launch_lowlat_plan(&job, sms, stream_of(&args->call))
-                                  : p2p_launch_plan(&job, sms, stream_of(&args->call)),
+    return p2p_cuda(!MANY_RANKS && job.is_lowlat
+                        ? p2p_launch_lowlat_plan(&job, sms, stream_of(&args->call))
+                        : p2p_launch_plan(&job, sms, stream_of(&args->call)),
                     "launching plan");
 }
 
@@ -207,7 +209,7 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
-    if (!HOSTS && job->aligned && job->row_bytes) {
+    if (WITH_WINDOWS && job->aligned && job->row_bytes) {
         job->windows = p2p_window_table(g);
         job->recv_place = p2p_window_place(g, args->recv);
     }
@@ -225,11 +227,14 @@ typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
-    if (!HOSTS && !is_lowlat && p2p_can_dispatch_bulk(job)) return p2p_launch_dispatch_bulk;
+    if (MANY_RANKS) return is_packed ? p2p_launch_dispatch_packed : p2p_launch_dispatch;
+    if (!HOSTS && !MANY_RANKS && !is_lowlat && p2p_can_dispatch_bulk(job))
+        return p2p_launch_dispatch_bulk;
     if (is_packed)
-        return is_lowlat ? p2p_launch_lowlat_dispatch_packed : p2p_launch_dispatch_packed;
-    if (is_lowlat) return p2p_launch_lowlat_dispatch;
-    return !HOSTS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
+        return !MANY_RANKS && is_lowlat ? p2p_launch_lowlat_dispatch_packed
+                                        : p2p_launch_dispatch_packed;
+    if (!MANY_RANKS && is_lowlat) return p2p_launch_lowlat_dispatch;
+    return WITH_WINDOWS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
 }
 
 /* Returns whether a dispatch with the arguments *job needs the kernel for layout EPIC_FLAT. A
@@ -357,7 +362,7 @@ typedef struct plan_argument {
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
     const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
-    const bool streams = !HOSTS && layer->sum_order == EPIC_TREE && g->num_ranks <= 8 &&
+    const bool streams = WITH_WINDOWS && layer->sum_order == EPIC_TREE && g->num_ranks <= 8 &&
                          leaves > 1 && leaves <= P2P_STREAM_LEAVES && layer->top_k <= 32 &&
                          layer->layout != EPIC_FLAT && !layer->partial_type;
     return streams ? (int32_t)leaves : 0;
@@ -407,10 +412,11 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     fill_self(&job->self, g, call, operation, a);
     p2p_expect_layer(&job->self, layer);
     const bool is_lowlat =
-        !HOSTS && !p2p_needs_general_combine(g, layer) &&
+        !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
         fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    return p2p_cuda(is_lowlat ? p2p_launch_lowlat_combine(job, sms_of(g, call), stream_of(call))
-                              : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
+    return p2p_cuda(!MANY_RANKS && is_lowlat
+                        ? p2p_launch_lowlat_combine(job, sms_of(g, call), stream_of(call))
+                        : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
                     "launching combine");
 }
 

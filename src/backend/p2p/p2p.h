@@ -148,7 +148,29 @@ void p2p_watch_close(epic_group *group);
  * p2p, the proxy thread in the backend `hosts`. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
-    return __atomic_load_n(&group->status->dead, __ATOMIC_ACQUIRE) >> peer & 1;
+    return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
+}
+
+/* Reports to running kernels that the process of this peer has died. */
+static inline void p2p_mark_dead(p2p_status *status, int peer)
+{
+    __atomic_fetch_or(&status->dead[peer / 32], 1u << peer % 32, __ATOMIC_RELEASE);
+}
+
+/* Returns the word that names one culprit, as in p2p_status.culprits. Kernels make such words with
+ * pack_ranks() (ranks.cuh). */
+static inline uint32_t p2p_culprit_word(int rank)
+{
+    return MANY_RANKS ? 1u << 30 | (uint32_t)rank : 1u << rank % 32;
+}
+
+/* Returns whether p2p_status.culprits names this rank. */
+static inline bool p2p_is_culprit(uint32_t culprits, int rank)
+{
+    if (!MANY_RANKS) return culprits >> rank % 32 & 1;
+    for (uint32_t i = 0; i < culprits >> 30; i++)
+        if ((int)(culprits >> 10 * i & 1023) == rank) return true;
+    return false;
 }
 
 /* Makes this rank's heap accessible to the other ranks of this host. Adds the heap to the list

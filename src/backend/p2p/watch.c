@@ -31,7 +31,7 @@ struct p2p_watch {
 /* Sets the peer's bit in status->dead, which running kernels read. */
 static void mark_dead(p2p_watch *w, int rank)
 {
-    __atomic_fetch_or(&w->status->dead, 1u << rank, __ATOMIC_RELEASE);
+    p2p_mark_dead(w->status, rank);
     w->pids[rank] = 0;
 }
 

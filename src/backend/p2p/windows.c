@@ -76,7 +76,7 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
 {
     uint32_t missing = 0;
     for (int q = 0; q < g->num_ranks; q++)
-        if (all[q].sequence != sequence) missing |= 1u << q;
+        if (all[q].sequence != sequence) missing |= p2p_culprit_word(q);
     return missing;
 }
 
@@ -105,7 +105,7 @@ static uint32_t find_gone(epic_group *g)
     const uint64_t *gone = p2p_gone(g);
     uint32_t ranks = 0;
     for (int q = 0; gone && q < g->num_ranks; q++)
-        if (q != g->rank && (gone[q] || p2p_is_dead(g, q))) ranks |= 1u << q;
+        if (q != g->rank && (gone[q] || p2p_is_dead(g, q))) ranks |= p2p_culprit_word(q);
     return ranks;
 }
 
@@ -373,6 +373,10 @@ epic_result p2p_add_window(epic_group *g, const epic_window_args *args, epic_win
     if (HOSTS)
         return epic_fail(EPIC_ENOTSUP, "backend hosts has no windows: use backend p2p, on one "
                                        "host");
+    if (!WITH_WINDOWS)
+        return epic_fail(EPIC_ENOTSUP,
+                         "num_ranks is %d: must be at most %d for windows of backend p2p",
+                         g->num_ranks, DEVICE_FEW_RANKS);
     TRY(p2p_check_group(g));
     TRY(p2p_cuda(cudaGetDevice(&before), "the current device"));
     TRY(p2p_cuda(cudaSetDevice(g->device), "the device of the context"));

@@ -56,7 +56,7 @@ typedef struct stripe {
     /* by host: the first completed[host] puts that this stripe has sent to the host have
      * completed; later puts may have completed, too */
     uint64_t completed[NET_MAX_HOSTS];
-    uint32_t failed_hosts; /* bit h is set if host h is gone */
+    bool failed[NET_MAX_HOSTS]; /* by host: true if the host is gone */
     pthread_t thread;
     bool has_thread; /* true: the thread was started; it closes `net` before it ends */
     /* queued: number of jobs that the caller has queued. started: number of jobs that the
@@ -121,7 +121,7 @@ static void stripe_update(stripe *s, int host)
         completed++;
     __atomic_store_n(&s->completed[host], completed, __ATOMIC_RELEASE);
     if (striped_over.engine->is_gone(s->net, host))
-        __atomic_fetch_or(&s->failed_hosts, 1u << host, __ATOMIC_RELEASE);
+        __atomic_store_n(&s->failed[host], true, __ATOMIC_RELEASE);
 }
 
 /* Calls progress() of the stripe's net, and publishes which puts have completed. Returns the
@@ -441,8 +441,7 @@ bool striped_is_done(const net *n, int host, uint64_t count)
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
-        if (__atomic_load_n(&n->stripes[s].failed_hosts, __ATOMIC_ACQUIRE) >> host & 1)
-            return true;
+        if (__atomic_load_n(&n->stripes[s].failed[host], __ATOMIC_ACQUIRE)) return true;
     return false;
 }
 

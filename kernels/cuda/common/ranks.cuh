@@ -1,0 +1,211 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* RankMask, a bit mask of ranks, and values of which each lane of a warp has one per rank.
+ *
+ * In the usual libraries a group has at most 32 ranks. There RankMask is one word, a lane has the
+ * value of one rank, and every function below is one or two instructions. In the libraries for
+ * many ranks (MANY_RANKS, rules/device_layout.h) a mask has DEVICE_RANK_WORDS words, and lane n
+ * has the values of the ranks n, n + 32, and so on.
+ *
+ * Where each lane handles one rank at a time, for_each_group() calls a function once per group of
+ * 32 ranks. In the usual libraries it calls the function once, without a loop. */
+#ifndef EPIC_RANKS_CUH
+#define EPIC_RANKS_CUH
+
+#include "cuda/common/cuda_kernels.h"
+
+#define WARP 32
+#define ALL_LANES 0xffffffffu
+
+/* Returns the number of this thread in its warp, from 0 to 31. */
+__device__ __forceinline__ int lane_id()
+{
+    return threadIdx.x % WARP;
+}
+
+/* Calls use(first) for each group of 32 ranks: the ranks `first` to first + 31, of which the last
+ * ones may not exist. Called by a whole warp. */
+template <class Use>
+__device__ __forceinline__ void for_each_group(const p2p_self &self, Use use)
+{
+#if MANY_RANKS
+    for (int first = 0; first < self.num_ranks; first += WARP) use(first);
+#else
+    (void)self;
+    use(0);
+#endif
+}
+
+#if MANY_RANKS
+struct RankMask {
+    uint32_t words[DEVICE_RANK_WORDS];
+};
+
+/* Returns the mask without ranks. */
+__host__ __device__ __forceinline__ RankMask no_ranks()
+{
+    RankMask mask;
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) mask.words[w] = 0;
+    return mask;
+}
+
+/* Returns the mask that has only rank q. */
+__host__ __device__ __forceinline__ RankMask rank_bit(int q)
+{
+    RankMask mask = no_ranks();
+    mask.words[q / 32] = 1u << q % 32;
+    return mask;
+}
+
+__host__ __device__ __forceinline__ bool has_rank(const RankMask &mask, int q)
+{
+    return mask.words[q / 32] >> q % 32 & 1;
+}
+
+/* Returns true if the mask has any rank. */
+__host__ __device__ __forceinline__ bool has_any(const RankMask &mask)
+{
+    uint32_t all = 0;
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) all |= mask.words[w];
+    return all != 0;
+}
+
+/* Returns the lowest rank of the mask. The mask must have one. */
+__device__ __forceinline__ int first_rank(const RankMask &mask)
+{
+    int w = 0;
+    while (w < DEVICE_RANK_WORDS - 1 && !mask.words[w]) w++;
+    return w * 32 + __ffs(mask.words[w]) - 1;
+}
+
+__device__ __forceinline__ void add_rank(RankMask &mask, int q)
+{
+    mask.words[q / 32] |= 1u << q % 32;
+}
+
+__device__ __forceinline__ void remove_rank(RankMask &mask, int q)
+{
+    mask.words[q / 32] &= ~(1u << q % 32);
+}
+
+__device__ __forceinline__ void add_ranks_of(RankMask &mask, const RankMask &more)
+{
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) mask.words[w] |= more.words[w];
+}
+
+__device__ __forceinline__ void remove_ranks_of(RankMask &mask, const RankMask &others)
+{
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) mask.words[w] &= ~others.words[w];
+}
+
+/* Removes the lowest rank from the mask. */
+__device__ __forceinline__ void remove_first(RankMask &mask)
+{
+    remove_rank(mask, first_rank(mask));
+}
+
+/* Returns the `count` ranks from `first` on, as a word whose bit i stands for rank first + i.
+ * count: at most 31. */
+__device__ __forceinline__ uint32_t part_of_ranks(const RankMask &mask, int first, int count)
+{
+    uint64_t words = mask.words[first / 32];
+    if (first / 32 + 1 < DEVICE_RANK_WORDS) words |= (uint64_t)mask.words[first / 32 + 1] << 32;
+    return (uint32_t)(words >> first % 32) & ((1u << count) - 1);
+}
+
+/* Returns those of the `count` ranks from `first` on that the mask has. count: at most 31. */
+__device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, int count)
+{
+    RankMask some = no_ranks();
+    for (int q = first; q < first + count; q++)
+        if (has_rank(mask, q)) add_rank(some, q);
+    return some;
+}
+
+/* Returns the ranks that the lanes of a warp pass. `rank`: -1 if the lane passes none. Called by a
+ * whole warp. */
+__device__ __forceinline__ RankMask ranks_of_lanes(int rank)
+{
+    RankMask mask;
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++)
+        mask.words[w] =
+            __reduce_or_sync(ALL_LANES, rank >= 0 && rank / 32 == w ? 1u << rank % 32 : 0);
+    return mask;
+}
+
+/* For each rank a number, of which each lane has the numbers of some ranks. */
+struct RankNumbers {
+    int32_t numbers[DEVICE_RANK_WORDS];
+};
+
+/* Sets the number of rank first + lane_id(), where `first` is a multiple of 32. */
+__device__ __forceinline__ void set_number(RankNumbers &n, int first, int32_t value)
+{
+    n.numbers[first / 32] = value;
+}
+
+/* Returns the number of a rank. Called by a whole warp, with the same rank. */
+__device__ __forceinline__ int32_t number_of_rank(const RankNumbers &n, int rank)
+{
+    return __shfl_sync(ALL_LANES, n.numbers[rank / 32], rank % 32);
+}
+
+/* Returns the largest of the numbers, which are not negative. Called by a whole warp. */
+__device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
+{
+    int32_t most = 0;
+    for (int w = 0; w < DEVICE_RANK_WORDS; w++) most = max(most, n.numbers[w]);
+    return (int32_t)__reduce_max_sync(ALL_LANES, (uint32_t)most);
+}
+
+/* Packs a mask of culprits into 32 bits: up to MOST_NAMED ranks of 10 bits, the lowest ones, and
+ * their number in the two highest bits. */
+#define MOST_NAMED 3
+__device__ __forceinline__ uint32_t pack_ranks(RankMask mask)
+{
+    uint32_t packed = 0;
+    int count = 0;
+    for (; count < MOST_NAMED && has_any(mask); count++) {
+        packed |= (uint32_t)first_rank(mask) << 10 * count;
+        remove_first(mask);
+    }
+    return packed | (uint32_t)count << 30;
+}
+
+/* Returns the ranks of a word from pack_ranks(). */
+__device__ __forceinline__ RankMask unpack_ranks(uint32_t packed)
+{
+    RankMask mask = no_ranks();
+    for (int i = 0; i < (int)(packed >> 30); i++)
+        add_rank(mask, (packed >> 10 * i & 1023) % DEVICE_MAX_RANKS);
+    return mask;
+}
+#else
+typedef uint32_t RankMask;
+
+/* These macros do what the functions of the same names above do. They are macros because the
+ * compiler inlines functions only after its first optimizations. With functions, the kernels
+ * would have other machine code than with the operators themselves. */
+#define no_ranks() 0u
+#define rank_bit(q) (1u << (q))
+#define has_rank(mask, q) ((mask) >> (q)&1)
+#define has_any(mask) (mask)
+#define first_rank(mask) (__ffs(mask) - 1)
+#define add_rank(mask, q) ((void)((mask) |= 1u << (q)))
+#define remove_rank(mask, q) ((void)((mask) &= ~(1u << (q))))
+#define add_ranks_of(mask, more) ((void)((mask) |= (more)))
+#define remove_ranks_of(mask, others) ((void)((mask) &= ~(others)))
+#define remove_first(mask) ((void)((mask) &= (mask)-1))
+#define part_of_ranks(mask, first, count) ((mask) >> (first) & ((1u << (count)) - 1))
+#define only_ranks(mask, first, count) ((mask) & ((1u << (count)) - 1) << (first))
+#define ranks_of_lanes(rank) __reduce_or_sync(ALL_LANES, (rank) >= 0 ? 1u << (rank) : 0)
+
+typedef int32_t RankNumbers;
+
+#define set_number(numbers, first, value) ((void)(first), (void)((numbers) = (value)))
+#define number_of_rank(numbers, rank) __shfl_sync(ALL_LANES, numbers, rank)
+#define largest_number(numbers) ((int32_t)__reduce_max_sync(ALL_LANES, (uint32_t)(numbers)))
+#define pack_ranks(mask) (mask)
+#define unpack_ranks(packed) (packed)
+#endif
+
+#endif
