@@ -30,7 +30,7 @@ kernels/cuda/dispatch kernels/cuda/allreduce
 kernels/cuda/combine
 kernels/cuda/lowlat
 src/backend
-src/backend/shared src/bootstrap
+src/backend/shared src/bootstrap src/members
 src/net
 src/net/striped
 src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/net/ucx

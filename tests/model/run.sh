@@ -1,10 +1,12 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Lets Spin search all states of the models of two protocols: of backend hosts (hosts.pml) and of
-# windows (windows.pml). Then breaks a model, one rule after the other, and checks that Spin finds
+# Lets Spin search all states of the models of three protocols: of backend hosts (hosts.pml), of
+# windows (windows.pml) and of the decision on a generation's members (members.pml). Then breaks a model, one rule after the other, and checks that Spin finds
 # each error.
-# usage: run.sh [NAME...]   NAME: right, fault0 to fault4, windows, a mutant's name, mutants (all
-#                           mutants of hosts.pml) or windows-mutants
+# usage: run.sh [NAME...]   NAME: right, fault0 to fault4, windows, members, members-cut,
+#                           members-deaths, members-stopped, members-authority, a mutant's name,
+#                           mutants (all mutants of hosts.pml), windows-mutants or
+#                           members-mutants
 #   MODEL_OUT  folder where the searches are built
 #   MODEL_CC   compiler for them
 tests=$(cd "$(dirname "$0")" && pwd)
@@ -20,7 +22,7 @@ search() {
     rm -rf "${out:?}/$name" && mkdir -p "$out/$name" && cd "$out/$name" || exit 1
     spin -a "$@" "$tests/${model:-hosts}.pml" >spin 2>&1 || { cat spin; exit 1; }
     "$MODEL_CC" -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=1800 -o pan pan.c || exit 1
-    ./pan -m100000 -w22 >said 2>&1
+    ./pan $pan -m100000 -w22 >said 2>&1
     states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' said)
     seconds=$(sed -n 's/^pan: elapsed time \([0-9.]*\) seconds/\1/p' said)
 }
@@ -32,14 +34,15 @@ holds() {
     unreached=$(grep 'state [0-9]*, "' said | grep -v '"-end-"')
     grep -q 'errors: 0$' said || verdict="FAILS: $(grep -m 1 '^pan:1' said)"
     grep -q 'Search not completed\|max search depth too small' said && verdict="FAILS: not searched to the end"
-    case $1 in fault*) unreached= ;; esac
+    case $1 in fault* | members*) unreached= ;; esac
     [ -n "$unreached" ] && verdict="FAILS: never reached: $unreached"
     tell
 }
 
 caught() {
     name=$1
-    search "$name" "-DMUTANT_$name" $2
+    shift
+    search "$name" "-DMUTANT_$name" "$@"
     verdict="caught: $(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' said)"
     grep -q '^pan:1: \(assertion violated\|invalid end state\)' said || verdict="NOT CAUGHT"
     tell
@@ -54,20 +57,35 @@ mutants="OUTBOX_UNASKED FREED_EARLY EARLY_ANNOUNCE EARLY_ROW STALE_IDS ORDER_OF_
     HALF_STAMPED HALF_HEARD ONE_PARITY UNHEARD POISON_KEPT DEAD_UNSEEN BROKEN_UNTOLD"
 windows_mutants="STORE_UNASKED COUNT_UNFENCED COUNT_EARLY COUNT_UNSTAMPED END_UNHEARD
     CLOSE_UNORDERED CLOSE_UNASKED"
-[ $# -gt 0 ] || set -- right fault0 fault1 fault2 fault3 fault4 mutants windows windows-mutants
+members_mutants="LIVING SILENT FORGETS HASTY EARLIER_ENTERED"
+[ $# -gt 0 ] || set -- members members-cut members-deaths members-stopped members-authority \
+    members-mutants right fault0 fault1 fault2 fault3 fault4 mutants windows windows-mutants
 # shellcheck disable=SC2046 # words
 set -- $(for what in "$@"; do
     case $what in
     mutants) echo $mutants ;;
     windows-mutants) echo $windows_mutants ;;
+    members-mutants) echo $members_mutants ;;
     *) echo "$what" ;;
     esac
 done)
 for what in "$@"; do
     model=hosts
+    pan=
     case " windows $(echo $windows_mutants) " in *" $what "*) model=windows ;; esac
+    # In members.pml a leader may wait for ever for a seat that is cut off, so such an end is no
+    # error. The model checks itself that all living seats have entered.
+    case " members $(echo $members_mutants) " in *" ${what%%-*} "*) model=members pan=-E ;; esac
     case $what in
     windows) holds windows ;;
+    members) holds members -DN=3 -DDEATHS=1 ;;
+    members-cut) holds members-cut -DN=5 -DFOCUS -DDEATHS=2 ;;
+    members-deaths) holds members-deaths -DN=3 -DDEATHS=2 ;;
+    members-stopped) holds members-stopped -DN=3 -DDEATHS=0 -DSLOW=2 -DROUNDS=1 ;;
+    members-authority) holds members-authority -DN=3 -DDEATHS=0 -DROUNDS=1 -DAUTHORITY=6 ;;
+    LIVING) caught LIVING -DN=5 -DFOCUS ;;
+    SILENT | FORGETS | HASTY) caught "$what" -DN=3 -DDEATHS=1 ;;
+    EARLIER_ENTERED) caught "$what" -DN=3 -DDEATHS=0 -DROUNDS=1 -DAUTHORITY=6 ;;
     right) holds right ;;
     fault*) holds "$what" "-DFAULTS=${what#fault}" ;;
     DEAD_UNSEEN | BROKEN_UNTOLD) caught "$what" -DFAULTS=4 ;;
