@@ -2,11 +2,12 @@
 /* Decides which members form the next generation of a group (docs/internals/members.md).
  *
  * A seat is a place of a group, numbered like its rank. A generation is a set of seats that
- * does not change. This is a pure state machine: the caller passes in messages, deaths and
- * the time, and the machine passes out messages through `send`. It has no threads, locks or
- * memory of its own, so tests and a model checker can try all orders of events. The call
- * that makes the next generation of a group (epic_regroup) runs it over the liveness
- * connections. */
+ * does not change. This is a pure state machine: the caller passes in messages, deaths and the
+ * time, and the machine passes out messages through `send`. It has no threads, locks or memory
+ * of its own, so tests and a model checker can try all orders of events.
+ *
+ * epic_regroup, the call that makes the next generation of a group, will run it over the
+ * liveness connections. Until that call exists, only tests use it. */
 #ifndef EPIC_MEMBERS_H
 #define EPIC_MEMBERS_H
 
