@@ -9,7 +9,8 @@ list(FILTER epic_cuda_alone EXCLUDE REGEX "/(dense_tokens|layer_fits|loss)\\.cu$
 file(GLOB epic_cuda_ranks CONFIGURE_DEPENDS ${here}/*/*.cu)
 list(REMOVE_ITEM epic_cuda_ranks ${epic_cuda_alone})
 set(epic_hosts_ranks ${epic_cuda_ranks})
-list(FILTER epic_hosts_ranks EXCLUDE REGEX "/dispatch/(bulk|windows)\\.cu$") # only p2p has these
+list(FILTER epic_hosts_ranks EXCLUDE REGEX # only p2p has these
+     "/(dispatch/(bulk|windows)|combine/(backward_)?windows)\\.cu$")
 set(epic_many_ranks ${epic_hosts_ranks}) # with EPIC_MANY_RANKS, for p2p and for hosts
 list(FILTER epic_many_ranks EXCLUDE REGEX "/lowlat/")
 file(GLOB p2p CONFIGURE_DEPENDS ${src}/backend/p2p/*.c)

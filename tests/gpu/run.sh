@@ -58,7 +58,7 @@ for ranks in 2 3 4; do # each form in turn, twice
     run gpu_check $ranks 1 threads 72 $((SEED + ranks * 1000 + 700)) lowlat forms
 done
 for ranks in 1 2 3 4; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 900)) usual windows; done
-run gpu_check 4 1 threads "$CASES" $((SEED + 9700)) tight windows
+for ranks in 2 3 4; do run gpu_check $ranks 1 threads "$CASES" $((SEED + ranks * 1000 + 5700)) tight windows; done
 run gpu_check 2 1 processes 10 $((SEED + 9800)) usual windows
 run gpu_check 16 1 threads 20 $((SEED + 16000))
 run gpu_check 16 1 threads 20 $((SEED + 16300)) lowlat
@@ -88,6 +88,7 @@ if [ "$GPUS" -gt 1 ]; then
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 500))
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 800)) lowlat
         run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 950)) usual windows
+        run gpu_check $ranks "$GPUS" processes "$CASES" $((SEED + ranks * 1000 + 5950)) tight windows
     done
     run gpu_check "$GPUS" "$GPUS" threads "$CASES" $((SEED + 10000))
     run gpu_storm "$GPUS" "$GPUS" processes "$STORM" $((SEED + 20))

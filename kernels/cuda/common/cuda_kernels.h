@@ -330,10 +330,13 @@ typedef struct p2p_dispatch_job {
     /* how many packed rows fit in the shared memory of each warp; set by the launcher */
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
-     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL: the context
-     * has none, or the call cannot use them. recv_place: place of `recv` (p2p_window_words) */
+     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL: `recv` does
+     * not lie in a window, or the call cannot use windows. recv_place: place of `recv`
+     * (p2p_window_words) */
     const p2p_mapped_window *windows;
     uint64_t recv_place;
+    int32_t num_remote_ctas; /* number of CTAs that store rows to peers; set by the launcher */
+    int32_t pad;
 } p2p_dispatch_job;
 
 /* Returns the bytes of a packed row: a row and its scales, each rounded up to a multiple of 16
@@ -372,7 +375,11 @@ typedef struct p2p_combine_job {
     /* The sum tree may have several leaves (blocks of experts) on each rank. Number of these
      * leaves, if the kernel for this case may be used. Otherwise 0. */
     int32_t leaves;
-    uint32_t pad;
+    /* The next fields are only for the kernel that stores into windows (combine/windows.cu), and
+     * have the same meaning as in p2p_dispatch_job. out_place: place of `out` */
+    int32_t num_remote_ctas;
+    const p2p_mapped_window *windows;
+    uint64_t out_place;
 } p2p_combine_job;
 
 #define P2P_STREAM_LEAVES 8 /* largest value of p2p_combine_job.leaves; a power of two */
@@ -410,6 +417,12 @@ typedef struct p2p_combine_backward_job {
     /* 1: the scales of every row begin at a multiple of 4 bytes and have a multiple of 4
      * bytes */
     int32_t scales_in_words;
+    /* The next fields are only for the kernel that stores into windows
+     * (combine/backward_windows.cu), and have the same meaning as in p2p_dispatch_job.
+     * d_rows_place: place of `d_rows` */
+    int32_t num_remote_ctas;
+    const p2p_mapped_window *windows;
+    uint64_t d_rows_place;
 } p2p_combine_backward_job;
 
 /* Arguments of the operation allreduce_sum, which adds the arrays of all ranks in place. */
@@ -451,7 +464,15 @@ cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
 cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
+/* Launches the kernel that stores results into windows. The job has windows, aligned rows, and
+ * one choice per token. */
+cudaError_t p2p_launch_combine_windows(const p2p_combine_job *job, int num_sms,
+                                       cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
+                                        cudaStream_t stream);
+/* Launches the kernel that stores gradients into windows. The job has windows and aligned rows. It
+ * has no weights, and does not quantize. */
+cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_lowlat_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, int num_sms,
@@ -475,6 +496,7 @@ cudaError_t p2p_load_dispatch_packed(void);
 cudaError_t p2p_load_dispatch_bulk(void);
 cudaError_t p2p_load_dispatch_windows(void);
 cudaError_t p2p_load_combine(void);
+cudaError_t p2p_load_combine_windows(void);
 cudaError_t p2p_load_combine_backward(void);
 cudaError_t p2p_load_lowlat_plan(void);
 cudaError_t p2p_load_lowlat_dispatch(void);

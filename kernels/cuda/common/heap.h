@@ -248,20 +248,22 @@ typedef struct p2p_control {
  * The first index [2] is the parity of the epoch, or of the number of an exchange. The index
  * [DEVICE_MAX_RANKS] is the rank that writes. */
 #define P2P_MAX_WINDOWS 256      /* largest number of windows of a context */
-#define P2P_WINDOW_OUTPUTS 3     /* number of outputs of one call that can lie in windows */
 #define P2P_WINDOW_PLACE_BITS 48 /* number of bits of the offset in a place */
 
-/* The words by which a kernel that stores rows into windows informs its peers, before it sends
- * the signature of its announcement. */
+/* The words that a kernel which stores rows into windows sends to each peer when it begins. They
+ * are stamped words, each valid on its own, so the sender needs no fence between them. */
 typedef struct p2p_window_words {
-    /* Stamped word. Its value is how many tokens of this rank go through staging in any case,
-     * because they are sent before the plan exists. If the stamp is of an older epoch, the rank
-     * runs a kernel that sends and receives all rows through staging. */
+    /* The number of tokens of this rank that go through staging in any case, because they are
+     * sent before the plan exists. If the stamp is of an older epoch, the rank runs a kernel that
+     * sends and receives all rows through staging. */
     uint64_t begun;
-    /* The place of each output of the call: 1 plus the number of a window, shifted by
-     * P2P_WINDOW_PLACE_BITS, plus an offset in this window in bytes. 0: the output is in no
-     * window. */
-    uint64_t places[P2P_WINDOW_OUTPUTS];
+    uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
+    uint64_t rows; /* number of rows of the output */
+    /* Place of the output of the call: 1 plus the number of a window, shifted by
+     * P2P_WINDOW_PLACE_BITS, plus an offset in this window in bytes. The first word has the low
+     * 32 bits of the place, the second one the high 32 bits. */
+    uint64_t place[2];
+    uint64_t reserved[3];
 } p2p_window_words;
 
 /* The message of a rank to all ranks when a window is added (src/backend/p2p/windows.c). */
@@ -276,9 +278,9 @@ typedef struct p2p_window_message {
 } p2p_window_message;
 
 typedef struct p2p_window_area {
-    /* Counters that only this rank's kernels write. num_planned: how many planner CTAs have
-     * made their part of the plan. num_stored: how many CTAs have stored all their rows into
-     * windows. The last CTA of the operation sets both to 0. */
+    /* Only this rank's kernels write these two counters. num_planned: number of planner CTAs
+     * that have made their part of the plan. num_stored: number of CTAs that have stored all
+     * their rows into windows. The CTA that finishes last sets both to 0. */
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];

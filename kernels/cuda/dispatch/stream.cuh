@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Moves rows without scales, for dispatch.cu and windows.cu. dispatch.cu explains the units.
- * Move is DispatchMove in dispatch.cu, where all rows go through staging. It is WindowMove in
- * windows.cu, where some rows are stored into windows. Functions that differ between the two
- * are overloaded: open_windows(), send_unit(), read_ahead(), is_stored_directly() and
- * expects_no_row(). */
+/* Moves rows without scales through staging, for dispatch.cu and windows.cu. dispatch.cu
+ * explains the units. Move is DispatchMove in dispatch.cu and WindowMove in windows.cu, which
+ * has a send_early() of its own. */
 #ifndef EPIC_DISPATCH_STREAM_CUH
 #define EPIC_DISPATCH_STREAM_CUH
 
@@ -11,36 +9,12 @@
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Called before the first unit of a round. In dispatch.cu it does nothing. In windows.cu it
- * reads what the peers have announced about their windows. Returns false if the group of ranks
- * has failed. */
-__device__ __forceinline__ bool open_windows(const DispatchMove &)
-{
-    return true;
-}
-
-/* Returns true if the row of a token of `rank` is stored into a window of this rank, so that it
- * does not arrive in staging. `slot`, `more`: what read_record() has returned. */
-__device__ __forceinline__ bool is_stored_directly(const DispatchMove &, int, int32_t, int32_t,
-                                                   bool)
-{
-    return false;
-}
-
-/* Returns true if it is known, before the token's record (list of slots) is read, that the row
- * does not arrive in staging. Then the warp copies no piece from staging. There is one
- * exception: if the plan turns out to be invalid, the row arrives in staging. */
-__device__ __forceinline__ bool expects_no_row(const DispatchMove &, int, int32_t)
-{
-    return false;
-}
-
 /* Copies the pieces of a warp's units from memory into the warp's ring buffer in shared memory,
  * some pieces before the warp uses them. Returns the pieces in the same order. EXACT: rows
  * consist of whole pieces. */
-template <bool EXACT, class Move> struct PieceFeed {
+template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
-    const Move &m;
+    const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit of work whose pieces are copied now */
     /* Address of this lane's first vector of the piece that is copied next. NULL: the pieces of
@@ -50,16 +24,15 @@ template <bool EXACT, class Move> struct PieceFeed {
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
     int32_t round_end;   /* the first token after the running round */
 
-    __device__ __forceinline__ PieceFeed(const Move &move, const UnitWalk &first, int32_t end,
-                                         const uint8_t *memory)
+    __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
+                                         int32_t end, const uint8_t *memory)
         : m(move), ring(memory), walk(first), round_end(end)
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit of work to which `walk` points. Three kinds of
-     * pieces are not copied: those in host memory, those that this rank only forwards to other
-     * ranks, and those that do not arrive in staging (expects_no_row()). Each of them still
-     * uses one buffer of the ring, which stays empty. So the buffers keep the order of the
+    /* Prepares to copy the pieces of the unit at `walk`. Two kinds of pieces are not copied:
+     * those in host memory, and those that this rank only forwards to other ranks. Each of them
+     * still uses one buffer of the ring, which stays empty. So the buffers keep the order of the
      * pieces. */
     __device__ __forceinline__ void open_unit()
     {
@@ -77,7 +50,6 @@ template <bool EXACT, class Move> struct PieceFeed {
                    ? row + lane_offset(vector)
                    : NULL;
         if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
-        if (staged && expects_no_row(m, rank_of_role(self, role), token)) from = NULL;
     }
     /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
      * unit. */
@@ -115,7 +87,7 @@ template <bool EXACT, class Move> struct PieceFeed {
  * needs the token. `word`: in lane k, choice k of the token (from read_ahead()). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
-                                          uint64_t word, PieceFeed<EXACT, DispatchMove> &feed)
+                                          uint64_t word, PieceFeed<EXACT> &feed)
 {
     const int32_t token = m.round_begin + walk.step;
     const bool copied = m.shape.aligned;
@@ -165,19 +137,18 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives the pieces that a unit of work has for one token, and stores them to the token's
- * slots on this rank. `word`: this lane's word of the token's record (list of slots), from
- * peek_record() or, if FLAT, peek_row(). `copied`: true if the pieces are in the warp's ring in
- * shared memory. Returns false if the group of ranks has failed. */
-template <bool EXACT, bool FLAT, class Move>
-__device__ __forceinline__ bool receive_token(const Move &m, int32_t token,
+/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
+ * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
+ * peek_row(). `copied`: true if the pieces are in the warp's ring in shared memory. Returns
+ * false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
-                                              PieceFeed<EXACT, Move> &feed)
+                                              PieceFeed<EXACT> &feed)
 {
     const p2p_self &self = m.job.plan.self;
     const int role = source_role(m, walk), source = role - 1, rank = rank_of_role(self, role);
-    const int first = first_piece(m, walk);
-    int count = pieces_of(m, walk);
+    const int first = first_piece(m, walk), count = pieces_of(m, walk);
     int32_t slot = -1;
     bool more = false;
     if (token < number_of_rank(m.tokens_of, rank)) {
@@ -190,12 +161,6 @@ __device__ __forceinline__ bool receive_token(const Move &m, int32_t token,
         if (copied) feed.skip_pieces(count);
         return true;
     }
-    const bool is_direct = is_stored_directly(m, rank, token, slot, more);
-    if (copied && (is_direct || expects_no_row(m, rank, token))) {
-        feed.skip_pieces(count);
-        copied = false;
-    }
-    if (is_direct) count = 0;
     const bool with_extras = FLAT && first == 0;
     const bool with_weights = first == 0 && m.job.weights && !with_extras;
     uint32_t weight = 0;
@@ -280,14 +245,24 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
     }
 }
 
+/* Sends the first m.num_early_tokens tokens before the first unit of a round. In windows.cu it
+ * does nothing, because the kernel has sent them before. */
+template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchMove &m)
+{
+    if (m.num_early_tokens && HOSTS)
+        send_early_spans<EXACT>(m);
+    else if (m.num_early_tokens)
+        send_early_tokens<EXACT>(m);
+}
+
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs (one per local expert), rounded
- * up; a negative value means that no padding is written here. Returns false if the group of
- * ranks has failed. */
-template <bool EXACT, bool FLAT, class Move>
-__device__ __forceinline__ bool receive_unit(const Move &m, const UnitWalk &walk, uint64_t word,
-                                             int slab_bits, PieceFeed<EXACT, Move> &feed)
+ * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
+ * negative, writes no padding. Returns false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
+                                             uint64_t word, int slab_bits,
+                                             PieceFeed<EXACT> &feed)
 {
     const p2p_self &self = m.job.plan.self;
     const int rank = rank_of_role(self, source_role(m, walk));
@@ -320,15 +295,11 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     };
     bool has_token_counts = !m.has_new_plan;
     int slab_bits = NOT_KNOWN;
-    if (m.num_early_tokens && HOSTS)
-        send_early_spans<EXACT>(m);
-    else if (m.num_early_tokens)
-        send_early_tokens<EXACT>(m);
-    if (!open_windows(m)) return false;
+    send_early<EXACT>(m);
     UnitWalk next(m.stride);
     next.step += m.num_early_tokens;
-    PieceFeed<EXACT, Move> feed(m, next, end, memory);
-    for (int i = 0; i < PieceFeed<EXACT, Move>::Pieces::AHEAD && m.shape.aligned; i++)
+    PieceFeed<EXACT> feed(m, next, end, memory);
+    for (int i = 0; i < PieceFeed<EXACT>::Pieces::AHEAD && m.shape.aligned; i++)
         feed.copy_next();
     uint64_t next_word = read_ahead(m, next, peek);
     for (;;) {

@@ -1,21 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of rows without scales, in contexts that have windows. Like dispatch.cu, but rows
- * are stored into the windows of peers where that is possible. windows.cuh describes which rows
- * these are, and why every row is seen.
+/* dispatch of rows without scales, if the receive buffer of this rank lies in a window. If the
+ * receive buffers of all ranks do, rows are stored directly into their slots (windows.cuh).
+ * Otherwise all rows go through staging, like in dispatch.cu.
  *
  *   planner CTAs    make the plan, then count themselves in num_planned
  *   other CTAs      send the first `num_early_tokens` tokens through staging meanwhile
- *   all CTAs        wait for the plan and for the announcements of all ranks, then move units
+ *   all CTAs        wait for the plan and for the permits of all peers, then move rows
  *
- *     a unit that sends token i             a unit that receives token t of source q
- *
- *     tokens[i] -> ring -> registers        if the row is stored directly: nothing. Otherwise
- *                            |              like in dispatch.cu
- *     recv[slot] of peer a <-+
- *     staging of peer b    <-+
- *
- * The kernel moves only rows that are aligned to 16 bytes. */
+ * The kernel moves only rows that are aligned to 16 bytes, of layers with one choice per token
+ * (top-1) or with layout FLAT. */
 #include "cuda/dispatch/windows.cuh"
+
+/* Moves all rows through staging, because the operation is not direct. Called by all threads of
+ * all CTAs. Not inlined, because inlining would make the kernel spill registers. Returns false if
+ * the group of ranks has failed. */
+template <bool EXACT, bool FLAT>
+static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
+                                                const uint8_t *memory)
+{
+    const uint8_t *ring = memory + threadIdx.x / WARP * PieceRing<V, EXACT>::BYTES;
+    return move_rounds<EXACT, FLAT>(m, op, ring) && pad_all<EXACT>(m);
+}
 
 /* The kernel. There is one instance for each value of ROWS except ROWS_ANY, with and without
  * making the plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). */
@@ -37,11 +42,12 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if (threadIdx.x == 0) {
         stride.set_strides(job.total_warps, num_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
-        windows.targets = windows.sources = windows.stores = windows.is_open = 0;
+        windows.is_direct = 0;
     }
+    /* The first warp reads the plan meanwhile. */
+    if (is_last_cta() && threadIdx.x / WARP == 1)
+        permit_stores(self, job.recv_place, job.recv_rows, num_early_tokens);
     open_plan<WITH_PLAN>(plan, job);
-    if (is_last_cta() && threadIdx.x < WARP)
-        announce_windows(self, num_early_tokens, job.recv_place);
     if (!begin_operation(op, self, WITH_PLAN ? 0 : (uint32_t)plan.header.id, job.num_tokens,
                          WITH_PLAN ? read_capacity(job.plan) : 0, job.recv_rows))
         return;
@@ -50,23 +56,27 @@ __global__ void __launch_bounds__(BLOCK, 1)
         __threadfence();
         atomicAdd(&window_area(self, op.heap)->num_planned, 1u);
     }
-    const int32_t *slot_of = (const int32_t *)(job.plan.plan + job.plan.at.fate);
     WindowMove m = {{{job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}},
                     windows,
-                    slot_of,
-                    job.plan.layer.layout == EPIC_FLAT};
+                    (const int32_t *)(job.plan.plan + job.plan.at.fate)};
     m.has_new_plan = WITH_PLAN;
     m.num_early_tokens = num_early_tokens;
     m.tokens_of =
         !WITH_PLAN && lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
     m.most_tokens = WITH_PLAN ? (int32_t)self.max_tokens : plan.most_tokens;
-    if (ok && (WITH_PLAN || plan.header.result == EPIC_OK))
-        ok = move_rounds<EXACT, FLAT>(
-                 m, op, memory + threadIdx.x / WARP * PieceRing<V, EXACT>::BYTES) &&
-             pad_all<EXACT>(m);
+    if (ok && (WITH_PLAN || plan.header.result == EPIC_OK)) {
+        if (num_early_tokens) send_early_tokens<EXACT>(m);
+        ok = open_windows(m);
+        if (ok && windows.is_direct)
+            ok = move_directly<EXACT, FLAT>(m, memory);
+        else if (ok)
+            ok = move_staged<EXACT, FLAT>(m, op, memory);
+    }
     if (ok && job.zero_tail && plan.is_valid) ok = clear_tail<FLAT>(m);
-    if (ok && windows.is_open) close_windows(m);
-    if (finish_operation(op) && ok) clear_outputs<FLAT>(m);
+    if (ok && windows.is_direct && blockIdx.x == 0 && threadIdx.x < WARP) wait_stores(self, op);
+    if (!finish_operation(op)) return;
+    if (threadIdx.x == 0) reset_window_counters(self, op);
+    if (ok) clear_outputs<FLAT>(m);
 }
 
 static const Kernel kernels[] = {dispatch_windows_kernel<ROWS_ALIGNED, false, false>,
@@ -87,7 +97,8 @@ extern "C" cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, 
                                                    cudaStream_t stream)
 {
     const bool whole = job->row_bytes % (V * 512) == 0;
-    const p2p_dispatch_job copy = deal_dispatch(*job, job->row_bytes, num_sms);
+    p2p_dispatch_job copy = deal_dispatch(*job, job->row_bytes, num_sms);
+    copy.num_remote_ctas = count_remote_ctas(num_sms);
     const Kernel kernel = kernels[(job->flat != 0) * 4 + whole * 2 + (copy.plan.planners > 0)];
     return launch_dispatch(kernel, copy, num_sms, stream);
 }

@@ -1,98 +1,34 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How dispatch stores rows into windows of peers. A window is memory of a rank into which its
- * peers store rows directly, without staging.
+/* The parts of a direct dispatch: one in which rows are stored into windows, without staging
+ * (net/windows.cuh). In such a dispatch every token has at most one slot on each rank: the layer
+ * has one choice per token (top-1), or its layout is FLAT.
  *
- * This file has the functions that only windows.cu needs. stream.cuh has those that dispatch.cu
- * needs, too. A row of source rank s goes directly to its slot on rank d if all of these
- * conditions hold:
+ *   remote CTAs   the last CTAs of the grid. They store rows and weights to peers
+ *   local CTAs    the others. They copy rows to slots of this rank, write padding, receive what
+ *                 is not a row (weights, local experts and, for a new plan, records), and
+ *                 receive the rows of early tokens from staging
  *
- *   - both ranks run a kernel of windows.cu, and `recv` of d lies in a window
- *   - the token has exactly one slot on d. In layout FLAT this is always so
- *   - the kernel of s has the plan before it sends the token. If it also makes the plan, its
- *     first tokens go through staging (job.num_early_tokens)
- *   - the plan is valid
+ *   if there is only one CTA, it is both
  *
- * All other rows go through staging. s counts the choices of the token whose experts are on d,
- * and d counts the slots of the token. The two numbers are equal, so both ranks come to the
- * same decision. Weights and local experts go through the heap in any case.
- *
- * The memory order is shown below. n is the epoch. In the kernel of d, "announce" is the first
- * warp of the last CTA, and "end" is the first warp of CTA 0. In the kernel of s, "open" is the
- * first warp of each CTA.
- *
- *   d, announce   stores {n, early} (job.num_early_tokens) and the place of `recv`, executes a
- *                 system fence, then stores the signature of epoch n. Earlier kernels of d have
- *                 ended
- *   s, open       polls the signature, executes a system fence, reads the place and `early`.
- *                 A barrier of the CTA follows. So all stores of s come after everything that
- *                 d did with its window before this call
- *   s, all warps  store rows into the window of d, in any order
- *   s, end of     after a barrier of the CTA and a system fence, one thread increments
- *   each CTA      num_stored. The thread that counts the last CTA executes another system fence
- *                 and stores {n, 1} to the word `stored` of d
- *   d, end        polls the words `stored` of its sources, and executes a system fence. Fences
- *                 are cumulative: d, and later kernels on its stream, see all rows
- *
- * The word `stored` has two halves, for even and odd epochs, like all words that peers write. If
- * an operation has several rounds, it stores the word in the epoch of the last one.
- *
- * A rank that runs another kernel does not store {n, early}. A peer that has read its signature
- * finds the stamp of an older epoch, and sends and expects all rows through staging.
- *
- * Ranks cannot wait for each other in a circle. Every kernel announces before it waits. A CTA
- * counts itself in num_stored when it has sent and received all its rows. For this it needs no
- * word `stored`. */
+ * Early tokens are those that were sent through staging while the plan was made
+ * (job.num_early_tokens). */
 #ifndef EPIC_DISPATCH_WINDOWS_CUH
 #define EPIC_DISPATCH_WINDOWS_CUH
 
+#include "cuda/dispatch/list_rows.cuh"
 #include "cuda/dispatch/stream.cuh"
-
-/* Places and sizes of the windows of all ranks. Each CTA has a copy in shared memory. */
-struct WindowState {
-    /* for each rank, the address of its `recv`, as this rank has mapped it */
-    uint8_t *recv[DEVICE_MAX_RANKS];
-    /* for each rank, how many rows of that buffer this rank may store to */
-    int32_t rows[DEVICE_MAX_RANKS];
-    /* for each rank, how many of its first tokens always go through staging */
-    int32_t num_early_tokens[DEVICE_MAX_RANKS];
-    /* Bit masks of ranks. targets: the ranks whose `recv` lies in a window. sources: the ranks
-     * that store into the `recv` of this rank. Neither mask contains this rank, or a rank that
-     * does not run a kernel of windows.cu. */
-    uint32_t targets, sources;
-    /* the ranks into whose windows this rank stores (bit mask): `targets`, or 0 if the plan is
-     * invalid */
-    uint32_t stores;
-    uint32_t is_open; /* 1 after open_windows() */
-};
 
 /* Like DispatchMove, for kernels that store into windows. */
 struct WindowMove : DispatchMove {
     WindowState &windows;
     /* [num_tokens, top_k]: slot of each choice of this rank's tokens */
     const int32_t *slot_of;
-    bool flat; /* the plan is FLAT */
 };
 
-/* Returns the part of a heap for windows. `heap`: base address of the heap. */
-__device__ __forceinline__ p2p_window_area *window_area(const p2p_self &self, uint8_t *heap)
+/* Does for windows.cu what stream.cuh describes: nothing, because the kernel itself has called
+ * send_early_tokens(). */
+template <bool EXACT> __device__ __forceinline__ void send_early(const WindowMove &)
 {
-    return (p2p_window_area *)(heap + p2p_window_area_at(&self.at));
-}
-
-/* Stores to all ranks where the output of this rank lies, and how many tokens it sends through
- * staging in any case. Called by the warp that later announces the operation, before
- * begin_operation(). The fence of announce_operation() orders these words before the
- * signature. */
-__device__ __forceinline__ void announce_windows(const p2p_self &self, int32_t num_early_tokens,
-                                                 uint64_t place)
-{
-    if (lane_id() >= self.num_ranks || self.operation == EPIC_OP_NONE || read_broken(self))
-        return;
-    const uint32_t epoch = epoch_after(load_relaxed(&control_of(self)->epoch));
-    p2p_window_words *to =
-        &window_area(self, self.heap[lane_id()])->announced[epoch & 1][self.rank];
-    store_relaxed(&to->places[0], place);
-    store_relaxed(&to->begun, (uint64_t)epoch << 32 | (uint32_t)num_early_tokens);
 }
 
 /* Waits until all planner CTAs of this rank have made their parts of the plan. Called by a whole
@@ -106,234 +42,173 @@ __device__ __forceinline__ bool wait_planners(const WindowMove &m)
            });
 }
 
-/* Sets the WindowState of this CTA. Lane q reads the words that rank q has announced about its
- * window, and sets the elements of rank q. Called by one warp, after the announcements of all
- * ranks have arrived. */
-__device__ __forceinline__ void read_windows(const WindowMove &m)
-{
-    const p2p_self &self = m.job.plan.self;
-    WindowState &w = m.windows;
-    const int q = lane_id();
-    const bool is_peer = q < self.num_ranks && q != self.rank;
-    uint64_t begun = 0, place = 0;
-    if (is_peer) {
-        const p2p_window_words *words =
-            &window_area(self, m.op.heap)->announced[epoch_parity(m.op)][q];
-        begun = load_relaxed(&words->begun);
-        place = load_relaxed(&words->places[0]);
-    }
-    const bool stores = is_peer && is_stamped(m.op, begun);
-    if (stores && place) {
-        const uint64_t number = (place >> P2P_WINDOW_PLACE_BITS) - 1;
-        const int64_t offset = (int64_t)(place & ((1ull << P2P_WINDOW_PLACE_BITS) - 1));
-        const uint64_t *entry =
-            (const uint64_t *)(m.job.windows + number % P2P_MAX_WINDOWS * DEVICE_MAX_RANKS + q);
-        uint8_t *const at = (uint8_t *)load_relaxed(entry);
-        const int64_t bytes = at ? (int64_t)load_relaxed(entry + 1) : 0;
-        const uint64_t announced =
-            load_relaxed(announcement_words(self, m.op, m.op.heap, q) + P2P_ANNOUNCED_ROWS);
-        /* The place may be damaged, so check it: this rank must never write outside of the
-         * window. */
-        const bool fits =
-            number < P2P_MAX_WINDOWS && offset <= bytes && ((uintptr_t)at + offset) % 16 == 0;
-        const int64_t rows = fits ? (bytes - offset) / m.shape.row_bytes : 0;
-        w.recv[q] = at + offset;
-        w.rows[q] = (int32_t)min(rows, (int64_t)(int32_t)(uint32_t)announced);
-    }
-    w.num_early_tokens[q] = (int32_t)(uint32_t)begun;
-    const uint32_t sources = __ballot_sync(ALL_LANES, stores),
-                   targets = __ballot_sync(ALL_LANES, stores && place);
-    if (q != 0) return;
-    w.sources = m.job.recv_place ? sources : 0;
-    w.targets = targets;
-    w.stores = header_of(m)->result == EPIC_OK ? targets : 0;
-    w.is_open = 1;
-}
-
-/* Waits until the plan exists and all ranks have announced this operation. Then reads where
- * their windows are. Does nothing in later rounds. Called by all threads of a CTA. Returns false
- * if the group of ranks has failed. */
+/* Waits until the plan exists and all peers have sent their permits. Called by all threads of a
+ * CTA. Returns false if the group of ranks has failed. */
 __device__ __forceinline__ bool open_windows(const WindowMove &m)
 {
     bool ok = true;
-    if (m.round_begin) return true;
-    if (threadIdx.x < WARP) {
-        ok = (!m.has_new_plan || wait_planners(m)) && wait_announcements(m.op);
-        if (ok) read_windows(m);
-    }
+    if (threadIdx.x < WARP)
+        ok = (!m.has_new_plan || wait_planners(m)) &&
+             read_permits(m.job.plan.self, m.op, m.windows, m.job.windows, m.shape.row_bytes,
+                          header_of(m)->result == EPIC_OK);
     return __syncthreads_and(ok) != 0;
 }
 
-/* Counts this CTA among those that have stored their rows. The last CTA reports to all targets
- * that this rank has stored all its rows. CTA 0 waits until all sources have reported the same
- * to this rank. Called by all threads of all CTAs. If a wait is given up, finish_operation() reports
- * it. */
-static __device__ void close_windows(const WindowMove &m)
+/* --------------------------------------------------------------------------------- rows ---- */
+
+/* Sends the weight of choice k of a token to a peer. n: how many choices of the token with lower
+ * k go to this peer. */
+__device__ __forceinline__ void send_weight(const WindowMove &m, int32_t token, int k, int rank,
+                                            int n)
 {
     const p2p_self &self = m.job.plan.self;
-    const WindowState &w = m.windows;
-    p2p_window_area *area = window_area(self, m.op.heap);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence_system();
-        if (atomicAdd(&area->num_stored, 1u) == gridDim.x - 1) {
-            area->num_stored = area->num_planned = 0;
-            __threadfence_system();
-            for (uint32_t left = w.targets; left; left &= left - 1) {
-                const int q = __ffs(left) - 1;
-                store_relaxed(
-                    &window_area(self, self.heap[q])->stored[epoch_parity(m.op)][self.rank],
-                    stamp_word(m.op, 1));
-            }
-        }
-    }
-    if (blockIdx.x != 0 || threadIdx.x >= WARP) return;
-    __syncwarp();
-    const int q = lane_id();
-    const bool waits = w.sources >> q & 1;
-    const uint64_t *stored = &area->stored[epoch_parity(m.op)][q];
-    (void)wait_warp(m.op, waits ? q : -1, P2P_PHASE_ROW, [&] {
-        return __all_sync(ALL_LANES, !waits || is_stamped(m.op, load_relaxed(stored))) != 0;
-    });
-    fence_system();
+    const int source = wrap_rank(self.rank + self.num_ranks - rank - 1, self.num_ranks);
+    uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
+                   (int64_t)token * float_stride(m.top_k);
+    store_relaxed(to + n, read_weight(m, token, k));
 }
 
-/* Returns the rank and the slot of choice k of this rank's token, from the plan: the rank in
- * the low 32 bits, the slot in the high ones. All bits are 1 if there is no choice k. */
-__device__ __forceinline__ uint64_t read_placed_choice(const WindowMove &m, int32_t token,
-                                                       int k)
+/* Copies the rows of this rank's tokens: to peers, or to slots of this rank. Early tokens are
+ * already on their way to peers. Called by all threads of the CTAs of a team. */
+static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLOCK> &list,
+                                                const CopyTeam team)
 {
-    const int64_t at = (int64_t)token * m.top_k + k;
-    if (k >= m.top_k) return ~0ull;
-    /* This kernel may have written the plan, so the loads must not use the read-only cache. */
-    return (uint64_t)(uint32_t)__ldcg(m.slot_of + at) << 32 |
-           (uint32_t)__ldcg(m.plan.rank_of + at);
+    const int32_t first = team.is_remote ? min(m.num_early_tokens, m.job.num_tokens) : 0;
+    const auto send = [&](int32_t token, int k, int rank, int n) {
+        if (team.is_remote && m.job.weights) send_weight(m, token, k, rank, n);
+    };
+    copy_items(
+        m.windows, team, list, m.job.num_tokens - first, BLOCK / m.top_k, m.job.tokens,
+        m.job.recv, m.shape, m.policy,
+        [&](int64_t begin, int64_t end) {
+            list_rows(m, m.job.plan.self, m.windows, list, m.slot_of, m.job.recv_rows,
+                      team.is_remote, first + (int32_t)begin, first + (int32_t)end, send);
+        },
+        [](const ListedRow &, uint4(&)[PART_V]) {});
 }
 
-/* Like read_ahead() of dispatch.cuh. But if the unit sends, returns read_placed_choice(). */
-template <class Peek>
-__device__ __forceinline__ uint64_t read_ahead(const WindowMove &m, const UnitWalk &walk,
-                                               Peek peek)
-{
-    const int32_t token = token_of(m, walk);
-    if (walk.role != 0) return read_ahead((const DispatchMove &)m, walk, peek);
-    return token < m.job.num_tokens && m.windows.stores
-               ? read_placed_choice(m, token, lane_id())
-           : token < m.job.num_tokens ? read_choice(m, token, lane_id())
-                                      : ~0ull;
-}
+/* ---------------------------------------------------------------------------- the rest ---- */
 
-/* The peers to which a unit sends pieces of a token, and how. */
-struct SendTargets {
-    /* Bit masks of peers. staged: the row goes to them through staging. direct: the row is
-     * stored into their windows. */
-    uint32_t staged, direct;
-    int32_t slot; /* in lane q, if q is in `direct`: the token's slot on rank q */
-};
-
-/* Like choose_peers(), but also decides which peers get the row directly. `word`: this lane's
- * choice, from read_placed_choice(). Called by a whole warp. */
-__device__ __forceinline__ SendTargets choose_targets(const WindowMove &m, int32_t token,
-                                                      bool with_weights, uint64_t word)
+/* Receives what is not a row, of one token of the rank with number `role`: the record, the
+ * weights and, with FLAT, the local experts. If the token was sent early, also receives its row.
+ * Called by a whole warp. Returns false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
-    const bool both = m.top_k > WARP;
-    const uint64_t word2 = both ? read_placed_choice(m, token, WARP + lane_id()) : ~0ull;
-    const uint32_t weight = with_weights ? read_weight(m, token, lane_id()) : 0;
-    const uint32_t weight2 = with_weights && both ? read_weight(m, token, WARP + lane_id()) : 0;
-    SendTargets to = {0, 0, -1};
-#pragma unroll 1
-    for (int distance = 1; distance < self.num_ranks; distance++) {
-        const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        const bool goes = (int32_t)word == rank, goes2 = both && (int32_t)word2 == rank;
-        const uint32_t first = __ballot_sync(ALL_LANES, goes);
-        const uint32_t second = __ballot_sync(ALL_LANES, goes2);
-        if (!(first | second)) continue;
-        const bool is_single = m.flat || __popc(first) + __popc(second) == 1;
-        if (is_single && (m.windows.stores >> rank & 1)) {
-            const int32_t slot = __shfl_sync(ALL_LANES, (int32_t)((first ? word : word2) >> 32),
-                                             __ffs(first ? first : second) - 1);
-            if (lane_id() == rank) to.slot = slot;
-            to.direct |= 1u << rank;
-        } else {
-            to.staged |= 1u << rank;
-        }
-        if (!with_weights) continue;
-        const int source = self.num_ranks - 1 - distance;
-        uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
-                           (int64_t)token * float_stride(m.top_k);
-        if (goes) store_relaxed(floats + __popc(first & lanes_below()), weight);
-        if (goes2)
-            store_relaxed(floats + __popc(first) + __popc(second & lanes_below()), weight2);
-    }
-    return to;
-}
-
-/* Stores a piece of a row to the slots of all ranks in `to.direct`. A slot beyond the rows of
- * the rank's buffer is left out; the rank then reports that its buffer is too small. Called by a
- * whole warp. */
-template <bool EXACT>
-__device__ __forceinline__ void store_to_windows(const WindowMove &m, const SendTargets &to,
-                                                 int piece, const uint4 (&q)[V])
-{
-#pragma unroll 1
-    for (uint32_t left = to.direct; left; left &= left - 1) {
-        const int rank = __ffs(left) - 1;
-        const int32_t slot = __shfl_sync(ALL_LANES, to.slot, rank);
-        if ((uint32_t)slot >= (uint32_t)m.windows.rows[rank]) continue;
-        send_piece<V, EXACT>((uint4 *)(m.windows.recv[rank] + row_offset(slot, m.shape)),
-                             piece * V * WARP, m.shape.vectors, q);
-    }
-}
-
-/* Like send_unit() of stream.cuh, but stores the pieces into windows (memory of peers, without
- * staging) where that is possible. */
-template <bool EXACT>
-__device__ __forceinline__ void send_unit(const WindowMove &m, const UnitWalk &walk,
-                                          uint64_t word, PieceFeed<EXACT, WindowMove> &feed)
-{
-    const int32_t token = m.round_begin + walk.step;
-    const int count = pieces_of(m, walk);
-    const bool with_weights = walk.span == 0 && m.job.weights;
-    SendTargets to = {0, 0, -1};
-    if (token < min(feed.round_end, m.job.num_tokens)) {
-        if (m.windows.stores)
-            to = choose_targets(m, token, with_weights, word);
-        else
-            to.staged = choose_peers(m, token, with_weights, word);
-    }
-    if (!(to.staged | to.direct)) {
-        feed.skip_pieces(count);
-        return;
-    }
-#pragma unroll 1
-    for (int i = 0; i < count; i++) {
-        const int piece = first_piece(m, walk) + i;
-        uint4 q[V];
-        feed.read_piece(q, piece * V * WARP);
-        store_to_windows<EXACT>(m, to, piece, q);
-        if (to.staged) send_to_peers<EXACT>(m, token, piece, to.staged, q);
-    }
-}
-
-/* Does for windows.cu what stream.cuh describes: returns true if the row of a token of `rank` is
- * stored into a window of this rank. Called by a whole warp. */
-__device__ __forceinline__ bool is_stored_directly(const WindowMove &m, int rank, int32_t token,
-                                                   int32_t slot, bool more)
-{
-    if (!(m.windows.sources >> rank & 1) || token < m.windows.num_early_tokens[rank] || more)
+    const int source = role - 1, rank = rank_of_role(self, role);
+    const uint64_t word = FLAT ? peek_row(m, rank, token) : peek_record(m, rank, token, 0);
+    int32_t slot;
+    bool more;
+    if (!(FLAT ? read_row(m, rank, token, true, word, slot, more)
+               : read_record(m, rank, token, 0, true, word, slot, more)))
         return false;
-    const bool is_slot = slot >= 0 && slot != (int32_t)RECORD_DISCARD;
-    return __popc(__ballot_sync(ALL_LANES, is_slot)) == 1;
+    if (!FLAT && m.has_new_plan && !more) end_record(m, rank, token, 0);
+    if (!__any_sync(ALL_LANES, slot >= 0)) return true;
+    const bool with_weights = !FLAT && m.job.weights;
+    const bool is_staged = rank != self.rank && token < m.windows.num_early_tokens[rank];
+    FlatExtras extras;
+    uint32_t weight = 0;
+    if (FLAT) extras = peek_extras(m, rank, source, token, 0);
+    if (with_weights) weight = peek_weight(m, rank, source, token, 0, slot);
+#pragma unroll 1
+    for (int piece = 0; piece < m.shape.pieces && is_staged; piece++) {
+        uint4 q[V];
+        if (!receive_row_piece<EXACT>(m, rank, source, token, piece, false, q)) return false;
+        fill_slots<EXACT>(m, piece * V * WARP, slot, q);
+    }
+    if (FLAT)
+        return receive_extras(m, rank, source, token, __shfl_sync(ALL_LANES, slot, 0), extras);
+    return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Does for windows.cu what stream.cuh describes: returns true if it is known without the token's
- * record that its row does not arrive in staging. That is so if a token can have only one slot
- * on a rank. */
-__device__ __forceinline__ bool expects_no_row(const WindowMove &m, int rank, int32_t token)
+/* Reads the slot of this lane's token of `rank`, which has one choice. Sets `slot` to -1 if the
+ * token has no slot here. If the kernel makes the plan, waits for the record, and copies it into
+ * the plan. Called by a whole warp. Returns false if the group of ranks has failed. */
+__device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32_t token,
+                                            bool exists, int32_t &slot)
 {
-    return (m.windows.sources >> rank & 1) && token >= m.windows.num_early_tokens[rank] &&
-           (m.flat || m.top_k == 1);
+    const p2p_self &self = m.job.plan.self;
+    const int64_t at = record_index(self, rank, token, 1);
+    slot = -1;
+    if (!m.has_new_plan) {
+        if (exists) slot = __ldg(m.plan.records + at);
+        return true;
+    }
+    const uint64_t *from = record_address(self, m.op, rank, exists ? token : 0, 1);
+    uint64_t word = 0;
+    const bool ok = wait_warp(m.op, rank, P2P_PHASE_RECORD, [&] {
+        if (exists) word = load_relaxed(from);
+        return __all_sync(ALL_LANES, !exists || is_stamped(m.op, word)) != 0;
+    });
+    const uint32_t value = (uint32_t)word & ~RECORD_LAST;
+    if (ok && exists && value < RECORD_DISCARD) slot = (int32_t)value;
+    if (ok && exists) ((int32_t *)m.plan.records)[at] = slot;
+    return ok;
+}
+
+/* Like receive_one(), but for up to 32 tokens with one choice each, which were not sent early:
+ * tokens from `first` on, one per lane. Called by a whole warp. Returns false if the group of
+ * ranks has failed. */
+__device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, int32_t first)
+{
+    const int rank = rank_of_role(m.job.plan.self, role);
+    const int32_t token = first + lane_id();
+    const bool exists = token < __shfl_sync(ALL_LANES, m.tokens_of, rank);
+    int32_t slot;
+    if (!read_single(m, rank, token, exists, slot)) return false;
+    if (!m.job.weights) return true;
+    uint32_t weight = 0;
+    if (rank == m.job.plan.self.rank) {
+        if (slot >= 0) weight = __float_as_uint(__ldg(m.job.weights + token));
+    } else {
+        uint32_t *from = weight_address(m, role - 1, slot >= 0 ? token : 0, 0);
+        const bool ok = wait_warp(m.op, rank, P2P_PHASE_FLOAT, [&] {
+            if (slot >= 0) weight = load_relaxed(from);
+            return __any_sync(ALL_LANES, slot >= 0 && weight == POISON) == 0;
+        });
+        if (!ok) return false;
+        if (slot >= 0) *from = POISON;
+    }
+    if (slot >= 0 && slot < m.job.recv_rows) m.job.slot_weights[slot] = __uint_as_float(weight);
+    return true;
+}
+
+/* Writes padding, and receives what is not a row, and the rows of early tokens. `warp`: number
+ * of this warp among the `warps` warps of all local CTAs. Returns false if the group of ranks
+ * has failed. */
+template <bool EXACT, bool FLAT>
+static __device__ __noinline__ bool receive_rest(WindowMove &m, int warp, int warps)
+{
+    const p2p_self &self = m.job.plan.self;
+    if (m.has_new_plan && !read_token_counts(m)) return false;
+    for_each_padding_piece(m.plan, header_of(m)->owned, m.shape.pieces, warp, warps,
+                           [&](int32_t slot, int piece) { pad_piece<EXACT>(m, slot, piece); });
+    if (!m.has_new_plan && !m.job.weights && !FLAT) return true;
+    for (int role = 1; role <= self.num_ranks; role++) {
+        const int rank = rank_of_role(self, role);
+        const int32_t tokens = __shfl_sync(ALL_LANES, m.tokens_of, rank);
+        const int32_t early = min(m.windows.num_early_tokens[rank], tokens);
+        for (int32_t token = warp; token < (FLAT ? tokens : early); token += warps)
+            if (!receive_one<EXACT, FLAT>(m, role, token)) return false;
+        for (int32_t first = early + (warps - 1 - warp) * WARP; !FLAT && first < tokens;
+             first += warps * WARP)
+            if (!receive_singles(m, role, first)) return false;
+    }
+    return true;
+}
+
+/* Moves all rows of a direct dispatch. `memory`: dynamic shared memory. Called by all threads of
+ * all CTAs. Returns false if the group of ranks has failed. */
+template <bool EXACT, bool FLAT>
+__device__ __forceinline__ bool move_directly(WindowMove &m, uint8_t *memory)
+{
+    RowList<BLOCK> &list = *(RowList<BLOCK> *)memory;
+    const int local = copy_as_teams(m.job.plan.self, m.op, m.job.num_remote_ctas,
+                                    [&](const CopyTeam &team) { copy_tokens(m, list, team); });
+    return !local ||
+           receive_rest<EXACT, FLAT>(m, (int)threadIdx.x / WARP * local + (int)blockIdx.x,
+                                     BLOCK / WARP * local);
 }
 
 #endif

@@ -38,6 +38,9 @@ static epic_result load_code(void)
         TRY(p2p_cuda(p2p_load_dispatch_windows(),
                      "loading the dispatch kernels that store into windows"));
     TRY(p2p_cuda(p2p_load_combine(), "loading the combine kernels"));
+    if (WITH_WINDOWS)
+        TRY(p2p_cuda(p2p_load_combine_windows(),
+                     "loading the combine kernels that store into windows"));
     TRY(p2p_cuda(p2p_load_combine_backward(), "loading the combine_backward kernels"));
     if (!MANY_RANKS) TRY(load_lowlat());
     TRY(p2p_cuda(p2p_load_flat_floats(), "loading the kernel for floats of FLAT plans"));
@@ -123,7 +126,11 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
         quantized.quantize = EPIC_QUANTIZE_1X128;
         error = p2p_launch_combine_backward(&backward, 1, stream);
         if (error == cudaSuccess) error = p2p_launch_combine_backward(&quantized, 1, stream);
+        if (WITH_WINDOWS && aligned && error == cudaSuccess)
+            error = p2p_launch_backward_windows(&backward, 1, stream);
         if (error == cudaSuccess) error = launch_sums(combine, stream);
+        if (WITH_WINDOWS && aligned && error == cudaSuccess)
+            error = p2p_launch_combine_windows(&combine, 1, stream);
     }
     return error;
 }

@@ -189,6 +189,24 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
+/* Returns whether rows of all tokens fit into the staging memory at once. Otherwise an operation
+ * that uses staging moves them in several rounds. */
+static bool fits_staging(const epic_group *g, int64_t row_bytes)
+{
+    return g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
+}
+
+/* Returns whether dispatch stores rows into windows, if all ranks have them. This needs a layer in
+ * which a token has at most one slot on each rank. With top-1 it is faster than staging. With
+ * other FLAT layers it is not, so dispatch does it only to avoid rounds (docs/lab/cuda.md). */
+static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
+{
+    const epic_layer *layer = &job->plan.layer;
+    if (!WITH_WINDOWS || !job->aligned || !job->row_bytes) return false;
+    return layer->top_k == 1 ||
+           (layer->layout == EPIC_FLAT && !fits_staging(g, job->row_bytes));
+}
+
 /* Fills in *job, the struct of arguments of a dispatch kernel. Mixes the arguments that must be
  * equal on all ranks into the signature *a. The caller has set job->plan.layer. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
@@ -209,10 +227,8 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
-    if (WITH_WINDOWS && job->aligned && job->row_bytes) {
-        job->windows = p2p_window_table(g);
-        job->recv_place = p2p_window_place(g, args->recv);
-    }
+    if (uses_windows(g, job)) job->recv_place = p2p_window_place(g, args->recv);
+    if (job->recv_place) job->windows = p2p_window_table(g);
     signature_mix(a, (uint64_t)job->row_bytes);
     signature_mix(a, args->slot_weights != NULL);
     return fill_scales(g, job, args, a);
@@ -414,10 +430,16 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     const bool is_lowlat =
         !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
         fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    return p2p_cuda(!MANY_RANKS && is_lowlat
-                        ? p2p_launch_lowlat_combine(job, sms_of(g, call), stream_of(call))
-                        : p2p_launch_combine(job, sms_of(g, call), stream_of(call)),
-                    "launching combine");
+    /* If no rounds are needed, staging is faster (docs/lab/cuda.md). */
+    if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
+        !fits_staging(g, job->row_bytes))
+        job->out_place = p2p_window_place(g, out);
+    if (job->out_place) job->windows = p2p_window_table(g);
+    cudaError_t (*const launch)(const p2p_combine_job *, int, cudaStream_t) =
+        !MANY_RANKS && is_lowlat       ? p2p_launch_lowlat_combine
+        : WITH_WINDOWS && job->windows ? p2p_launch_combine_windows
+                                       : p2p_launch_combine;
+    return p2p_cuda(launch(job, sms_of(g, call), stream_of(call)), "launching combine");
 }
 
 /* Implements epic_ops.combine: sends rows back to their tokens' ranks, and sums the rows of
@@ -541,9 +563,16 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
                   (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
     fill_self(&job.self, g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
     p2p_expect_layer(&job.self, &layer);
-    return p2p_cuda(
-        p2p_launch_combine_backward(&job, sms_of(g, &args->call), stream_of(&args->call)),
-        "launching combine_backward");
+    const bool only_moves = !args->quantize && !args->slot_weights && !args->d_slot_weights;
+    const bool has_single_slots = layer.top_k == 1 || layer.layout == EPIC_FLAT;
+    if (WITH_WINDOWS && only_moves && has_single_slots && job.aligned && job.row_bytes &&
+        !fits_staging(g, job.row_bytes))
+        job.d_rows_place = p2p_window_place(g, args->d_rows);
+    if (job.d_rows_place) job.windows = p2p_window_table(g);
+    cudaError_t (*const launch)(const p2p_combine_backward_job *, int, cudaStream_t) =
+        WITH_WINDOWS && job.windows ? p2p_launch_backward_windows : p2p_launch_combine_backward;
+    return p2p_cuda(launch(&job, sms_of(g, &args->call), stream_of(&args->call)),
+                    "launching combine_backward");
 }
 
 /* --------------------------------------------------------------------------------- sum ---- */
