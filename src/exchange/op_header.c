@@ -148,9 +148,9 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* The defaults of some fields depend on fields before them in this list. The comparison in
-     * this order names the field that the caller passed differently, and not a default that
-     * follows from it. */
+    /* Some fields have defaults that depend on fields before them in this list. If the caller
+     * passes one field differently, such a default differs, too. Because the comparison has
+     * this order, the error names the field that the caller passed. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,

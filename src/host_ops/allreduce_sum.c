@@ -51,9 +51,10 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* First half of the sum, callback collect.fill_entry (exchange.h): writes this rank's numbers
- * of a block to a ring entry, for the rank that owns (adds up) the block. A block is one
- * piece. */
+/* The sum has two halves: each rank first adds some blocks of the array, which it owns, and
+ * then sends their sums to all. This function belongs to the first half. It copies this rank's
+ * block to a ring entry, for the rank that owns the block. It is the callback
+ * collect.fill_entry (exchange.h). A block fits into one entry, so `piece` is always 0. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;

@@ -260,8 +260,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* Checks that the caller passed not both forced ids and a table, and no forced weights without
- * forced ids. */
+/* Checks the arguments with which the caller forces a routing. Forced weights need forced ids.
+ * The caller may pass either forced ids or a table, but not both. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)

@@ -102,10 +102,11 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* Offsets in bytes of the arrays for a product on tensor cores. The arrays follow the list of
- * tiles. `components` contains the components of the float32 factor, three bf16 numbers for
- * each float32: [depth, GATE_COMPONENTS, columns]. `sums` contains the product with each
- * component: float32 [slices, lines, GATE_COMPONENTS, columns]. */
+/* Tensor cores multiply bf16 numbers, but one factor of the product is float32. So each of its
+ * numbers is split into three bf16 numbers (components), and each component is multiplied on
+ * its own. These are the offsets in bytes of the arrays, which follow the list of tiles:
+ * `components` is bf16 [depth, GATE_COMPONENTS, columns]. `sums` is float32 [slices, lines,
+ * GATE_COMPONENTS, columns], the products with each component. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;

@@ -54,7 +54,8 @@
     "for each"
 
 #define SENTENCE_ROOM /* arguments: num_local_experts, largest number of experts on a rank */ \
-    "moe.experts.num_local_experts is %lld: the placement gives a rank %lld"
+    "moe.experts.num_local_experts is %lld: must be at least %lld, because a rank owns so "   \
+    "many experts in rank_of_expert"
 
 #define SENTENCE_LAYER \
     "layer is not the plan's: must equal the layer that epic_plan was given; pass that"

@@ -88,15 +88,17 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* the units that the warp begins next: positions in the two lists of units (expert units
-     * and source units, combine.cu) */
+    /* The units of work that the warp begins next. An expert unit sends a partial sum to the
+     * rank of a token. A source unit adds the partial sums of a token of this rank. Each kind
+     * has a list, and these are positions in the two lists (combine.cu). */
     UnitWalk expert_walk, source_walk;
     /* Words of the next units, loaded early because a load takes long. In lane n, expert_slot
      * and source_slot are the n-th slot of the token of the next expert unit and of the next
      * source unit. source_rank is the rank to which choice n of the latter token goes. */
     int32_t expert_slot, source_slot, source_rank;
-    /* This round has expert units for tokens below expert_end, and source units for tokens
-     * below source_end. */
+    /* An operation may need several rounds, each with other tokens. In this round the last
+     * token with expert units is number expert_end - 1, and the last one with source units is
+     * number source_end - 1. */
     int32_t expert_end, source_end;
     /* In lane p: the rank at position p of the sum order. -1 if there is no such rank, or if it
      * is this rank itself. */

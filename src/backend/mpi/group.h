@@ -143,8 +143,8 @@ enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQ
  * reads from the slot's rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
-/* The state of the calls of wait() for one op slot. epic_group.wait is the state of the threads
- * that wait for any free op slot. */
+/* What wait() stores between its calls. Each op slot has one such struct. The group has one
+ * more, epic_group.wait, for threads that wait until any op slot is free. */
 typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;

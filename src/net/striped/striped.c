@@ -52,11 +52,11 @@ typedef struct job {
 typedef struct stripe {
     net *net;                       /* this stripe's net, opened by striped_over.engine */
     net *owner;                     /* the striped net that the stripe belongs to */
-    uint64_t posted[NET_MAX_HOSTS]; /* puts passed to `net`, by host */
-    /* by host: the first completed[host] puts that this stripe has sent to the host have
-     * completed; later puts may have completed, too */
+    uint64_t posted[NET_MAX_HOSTS]; /* for each host, the number of puts passed to `net` */
+    /* For each host, the number of puts that are known to have completed. Puts to a host
+     * complete in any order. This counts the puts before the first one that has not. */
     uint64_t completed[NET_MAX_HOSTS];
-    bool failed[NET_MAX_HOSTS]; /* by host: true if the host is gone */
+    bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
     bool has_thread; /* true: the thread was started; it closes `net` before it ends */
     /* queued: number of jobs that the caller has queued. started: number of jobs that the

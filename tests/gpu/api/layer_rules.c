@@ -205,7 +205,7 @@ static void test_wrong(void)
 {
     static const int32_t crowded[] = {0, 0, 0, 1};
     wrong tables = {small_problem(2), crowded,
-                    "moe.experts.num_local_experts is 2: the placement gives a rank 3"};
+                    "moe.experts.num_local_experts is 2: must be at least 3"};
     run_team(run_wrong, &tables, &tables.p, "p2p");
     free_problem(&tables.p);
 }
@@ -346,7 +346,7 @@ static void run_refused(void *what, int rank, epic_context *ctx, const epic_conf
     expect_refusal(t, ctx, EPIC_ENOTSUP, "moe.shared.gemm");
     t->moe.shared = NULL;
     t->experts.num_local_experts--;
-    expect_refusal(t, ctx, EPIC_EINVAL, "moe.experts.num_local_experts is 3: the placement");
+    expect_refusal(t, ctx, EPIC_EINVAL, "moe.experts.num_local_experts is 3: must be at least");
     t->experts.num_local_experts++;
     t->moe.capacity = EPIC_CAPACITY_EXACT;
     cudaGraph_t graph;
