@@ -167,10 +167,13 @@ static inline uint32_t p2p_culprit_word(int rank)
 /* Returns whether p2p_status.culprits names this rank. */
 static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 {
-    if (!MANY_RANKS) return culprits >> rank % 32 & 1;
+#if MANY_RANKS
     for (uint32_t i = 0; i < culprits >> 30; i++)
         if ((int)(culprits >> 10 * i & 1023) == rank) return true;
     return false;
+#else
+    return culprits >> rank % 32 & 1;
+#endif
 }
 
 /* Makes this rank's heap accessible to the other ranks of this host. Adds the heap to the list
