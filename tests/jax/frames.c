@@ -59,8 +59,9 @@ static int plan_dispatch(const char *group, int64_t top_k, XLA_FFI_DataType row_
 {
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_S32, chosen, TOKENS, 1);
-    add_none(c, ARG);
-    add_none(c, ARG);
+    add_none(c, ARG); /* rank_of_expert */
+    add_none(c, ARG); /* logical_of_expert */
+    add_none(c, ARG); /* capacity_limit */
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add(c, ARG, XLA_FFI_DataType_F32, w, TOKENS, 1);
     add_site(c);
