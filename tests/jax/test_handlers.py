@@ -57,7 +57,7 @@ def make_programs(group: Any) -> list[Callable[[], Any]]:
     copied = epic.jax.Layer(E, K, num_logical=4)
 
     def steps(x: Any, w: Any) -> Any:
-        limits = {"capacity": SLOTS, "capacity_limit": jnp.int32(SLOTS)}
+        limits: dict[str, Any] = {"capacity": SLOTS, "capacity_limit": jnp.int32(SLOTS)}
         plan = epic.jax.plan(group, LAYER, ids, rank_of_expert=owners, **limits)
         recv, slot = epic.jax.dispatch(plan, x, w)
         _, again, slots = epic.jax.plan_dispatch(group, LAYER, ids, x, w, **limits)
