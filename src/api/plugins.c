@@ -13,8 +13,8 @@
 #include "rules/device_layout.h"
 
 typedef struct plugin {
-    const char *name; /* name of the backend, as in config.backend */
     int max_ranks;    /* largest number of ranks of its groups */
+    const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
     /* Second halves of the error sentence. when_absent: the library does not exist.
@@ -26,22 +26,22 @@ typedef struct plugin {
 /* A backend may have several plugins. A group uses the first one that allows its number of ranks,
  * or the last one, which then refuses the group. */
 static const plugin plugins[NUM_PLUGINS] = {
-    {"mpi", EPIC_MAX_RANKS, "libepic_mpi.so", "epic_backend_mpi",
+    {EPIC_MAX_RANKS, "mpi", "libepic_mpi.so", "epic_backend_mpi",
      "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "
      "libopenmpi-dev, openmpi-bin): build again",
      "install the MPI that it was built for (Debian, Ubuntu: openmpi-bin, or mpich)"},
-    {"p2p", DEVICE_FEW_RANKS, "libepic_cuda.so", "epic_backend_p2p",
+    {DEVICE_FEW_RANKS, "p2p", "libepic_cuda.so", "epic_backend_p2p",
      "it is not next to libepic.so; a build has it where it finds nvcc (CUDA's toolkit): build "
      "again",
      "install the CUDA runtime that it was built for"},
-    {"hosts", DEVICE_FEW_RANKS, "libepic_hosts.so", "epic_backend_hosts",
+    {DEVICE_FEW_RANKS, "hosts", "libepic_hosts.so", "epic_backend_hosts",
      "GPUs of several hosts need it: install CUDA's toolkit (nvcc) and UCX (Debian, Ubuntu: "
      "libucx-dev) and build libepic again",
      "install the CUDA runtime that it was built for"},
-    {"p2p", DEVICE_MOST_RANKS, "libepic_cuda_many.so", "epic_backend_p2p",
+    {DEVICE_MOST_RANKS, "p2p", "libepic_cuda_many.so", "epic_backend_p2p",
      "groups of more than 32 GPUs need it: build libepic again with EPIC_MANY=ON",
      "install the CUDA runtime that it was built for"},
-    {"hosts", DEVICE_MOST_RANKS, "libepic_hosts_many.so", "epic_backend_hosts",
+    {DEVICE_MOST_RANKS, "hosts", "libepic_hosts_many.so", "epic_backend_hosts",
      "groups of more than 32 GPUs need it: install UCX (Debian, Ubuntu: libucx-dev) and build "
      "libepic again with EPIC_MANY=ON",
      "install the CUDA runtime that it was built for"},
