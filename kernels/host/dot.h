@@ -64,9 +64,11 @@ INLINE float add_accumulators(const float *sums)
 {
     __m256 by_8[4];
     for (int i = 0; i < 4; i++) by_8[i] = add_groups(sums + i * 8 * GROUP);
-    /* Adds the sums of the 32 groups at distances 16, 8, 4, 2 and 1. A vector has them in the
-     * order that add_groups() returns: 0, 2, 4, 6, 1, 3, 5, 7. So groups at distance 4 are two
-     * places apart, groups at distance 2 one place, and groups at distance 1 four places. */
+    /* Adds the sums of the 32 groups in five steps: first each group g and group g + 16, then
+     * the results g and g + 8, g and g + 4, g and g + 2, g and g + 1. add_groups() returns
+     * eight groups in the order 0, 2, 4, 6, 1, 3, 5, 7. For example, groups 0 and 4 are in
+     * elements 0 and 2, groups 0 and 2 in elements 0 and 1, and groups 0 and 1 in elements 0
+     * and 4. */
     const __m256 eight =
         _mm256_add_ps(_mm256_add_ps(by_8[0], by_8[2]), _mm256_add_ps(by_8[1], by_8[3]));
     const __m256 four = _mm256_add_ps(eight, _mm256_permute_ps(eight, 0x4e));

@@ -33,8 +33,10 @@ enum { /* elements of epic_op_header.common */
        COMMON_REPLICAS,
        COMMON_COUNT,
        COMMON_LAYER_FLAGS,
-       COMMON_OPTIONS,       /* layer_options.hash; 0: not compared */
-       COMMON_LAYER_WEIGHTS, /* layer_options.weights_hash; 0: not compared */
+       /* layer_options.hash; 0: the ranks do not compare their options */
+       COMMON_OPTIONS,
+       /* layer_options.weights_hash; 0: the ranks do not compare their weights */
+       COMMON_LAYER_WEIGHTS,
        NUM_COMMON
 };
 

@@ -24,7 +24,8 @@ epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_wi
  * window, or if peers cannot store into the window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
-/* Stores the place of output `which` in an op header. */
+/* Stores the window and the offset of output `which` in an op header, as one number
+ * (window_place()). */
 static inline void op_header_set_window(epic_op_header *header, epic_context *ctx,
                                         enum window_output which, const void *data,
                                         int64_t bytes)

@@ -357,8 +357,8 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Writes to `out` the outputs that have one row per slot. A row of slot_weights has `weights`
- * floats. */
+/* Describes the three output arrays of dispatch that have one row per slot: writes the address,
+ * row size and number of rows of each to `out`. A row of slot_weights has `weights` floats. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};

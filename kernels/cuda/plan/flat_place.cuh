@@ -60,11 +60,12 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 }
 
 /* Sends to every rank the row numbers and records of as many tokens as fit in the lanes of a
- * warp. `token`: this lane's token. `in`: true if this token exists. c[0]: where this lane's
- * choice among the token's first 32 choices goes. c[1]: where this lane's choice among the
- * later choices goes, if the token has more than 32. On return, c[0].row and c[1].row are set
- * in all lanes of a token. `bad`: true if the plan is invalid. Then the function sends
- * RECORD_DISCARD as row number, and receivers discard the rows. Called by one warp. */
+ * warp. `token`: this lane's token. `in`: true if this token exists. The lanes of a token
+ * share its choices. c[0] describes where this lane's choice goes. A token with more than 32
+ * choices gives each lane a second choice, and c[1] describes where that one goes. On return,
+ * c[0].row and c[1].row are set in every lane that has these choices. `bad`: true if the plan
+ * is invalid. Then the function sends RECORD_DISCARD as row number, and receivers discard the
+ * rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])

@@ -23,7 +23,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns where in `heap` `rank` stores how many choices it has of each logical expert. */
+/* Returns an address in a heap: where the rank with number `rank` stores how many choices it has
+ * of each logical expert. `heap`: base address of that heap. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {

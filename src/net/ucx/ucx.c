@@ -58,8 +58,10 @@ struct net {
     ucp_mem_h inbox, outbox;
     /* 64 random bits; receive_message() ignores messages without this token */
     uint64_t token;
-    uint64_t domains;    /* bit mask of the memory domains of the inbox's key (ucx_domains()) */
-    const char *segment; /* size of TCP segments (lanes.h); "": UCX has no TCP */
+    uint64_t domains; /* bit mask of the memory domains of the inbox's key (ucx_domains()) */
+    /* Size of TCP segments as a text for UCX's configuration (lanes.h). It is empty if UCX
+     * cannot use TCP. */
+    const char *segment;
     peer peers[NET_MAX_HOSTS];
 };
 
