@@ -2,8 +2,8 @@
 /* One step of a Mixture-of-Experts layer: sends tokens to their experts and sums what returns.
  *
  *     build/examples/step                                                    one rank
- *     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2900 build/examples/step &
- *     RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=2900 build/examples/step
+ *     RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 build/examples/step &
+ *     RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 build/examples/step
  */
 #include <stdio.h>
 
@@ -11,7 +11,8 @@
 
 enum { TOKENS = 4, TOP_K = 2, EXPERTS = 8, HIDDEN = 16 };
 
-/* The experts of this rank: expert e multiplies its rows by e + 1. */
+/* The experts of this rank: expert e multiplies its rows by e + 1. results is the same memory as
+ * rows, so an expert that needs a whole row for each of its results must copy the row first. */
 static void run_experts(const epic_slots *slots)
 {
     const float *row = slots->rows;

@@ -236,10 +236,9 @@ typedef struct epic_call {
 /* Handle of a dispatcher. */
 typedef struct epic_dispatcher epic_dispatcher;
 
-/* Configuration of a dispatcher.  All fields are equal on all ranks, except max_tokens, ctx and
- * stream. */
+/* Configuration of a dispatcher.  All fields are equal on all ranks, except ctx and stream. */
 typedef struct epic_dispatcher_config {
-    int64_t max_tokens;   /* largest number of tokens that this rank sends in one step;
+    int64_t max_tokens;   /* largest number of tokens that any rank sends in one step;
                              required */
     uint32_t num_experts; /* number of experts of the layer, a multiple of num_ranks */
     uint32_t top_k;       /* number of experts that each token chooses */
