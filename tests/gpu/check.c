@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks random cases on a CUDA backend against plain loops, bit for bit.
  *
- *   gpu_check RANKS GPUS threads|processes CASES SEED
+ *   gpu_check RANKS GPUS threads|processes|RANKS_PER_PROCESS CASES SEED
  *             [big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]
  *
  *   lowlat  contexts for low-latency kernels (at most TEAM_LOWLAT_TOKENS tokens)
@@ -210,7 +210,7 @@ static int run_rank(team_rank *me)
 int main(int argc, char **argv)
 {
     if (argc < 6) {
-        fprintf(stderr, "gpu_check RANKS GPUS threads|processes CASES SEED "
+        fprintf(stderr, "gpu_check RANKS GPUS threads|processes|RANKS_PER_PROCESS CASES SEED "
                         "[big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]\n");
         return 2;
     }
@@ -230,10 +230,10 @@ int main(int argc, char **argv)
     /* the cases of these options are selected, so all of them run */
     const bool selected = options.forms || options.leaves || most;
     options.cases = selected ? atoi(argv[4]) : scaled_cases(atoi(argv[4]));
-    options.arena_bytes = big ? (size_t)3 << 30 : (size_t)1200 << 20;
+    options.arena_bytes = (size_t)(big ? 3072 : small ? 128 : 1200) << 20;
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),
-              .processes = !strcmp(argv[3], "processes"),
+              .ranks_per_process = team_ranks_per_process(argv[3]),
               .max_tokens = big      ? 4096
                             : small  ? SMALL_CASE_TOKENS
                             : most   ? MOST_CASE_TOKENS

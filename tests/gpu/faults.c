@@ -195,7 +195,7 @@ int main(int argc, char **argv)
         apart = i / NUM_FAULTS % 2;
         team t = {.num_ranks = ranks,
                   .num_gpus = atoi(argv[2]),
-                  .processes = !strcmp(argv[3], "processes"),
+                  .ranks_per_process = team_ranks_per_process(argv[3]),
                   .max_tokens = TOKENS,
                   .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                   .max_row_bytes = HIDDEN * 2,

@@ -263,7 +263,7 @@ int main(int argc, char **argv)
     windows = argc > 6 && !strcmp(argv[6], "windows");
     const team t = {.num_ranks = atoi(argv[1]),
                     .num_gpus = atoi(argv[2]),
-                    .processes = !strcmp(argv[3], "processes"),
+                    .ranks_per_process = team_ranks_per_process(argv[3]),
                     .max_tokens = TOKENS,
                     .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                     .max_row_bytes = HIDDEN * 4,

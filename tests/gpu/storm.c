@@ -104,7 +104,7 @@ int main(int argc, char **argv)
     first_seed = strtoull(argv[5], NULL, 10);
     team t = {.num_ranks = atoi(argv[1]),
               .num_gpus = atoi(argv[2]),
-              .processes = !strcmp(argv[3], "processes"),
+              .ranks_per_process = team_ranks_per_process(argv[3]),
               .max_tokens = MAX_CASE_TOKENS,
               .lowlat_tokens = TEAM_LOWLAT_TOKENS,
               .max_row_bytes = MAX_ROW_BYTES,

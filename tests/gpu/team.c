@@ -149,16 +149,17 @@ static void *run_thread(void *self)
     return NULL;
 }
 
-static int run_threads(const team *t)
+/* Runs ranks first to end - 1 as threads of this process. */
+static int run_threads(const team *t, int first, int end)
 {
     pthread_t threads[DEVICE_MAX_RANKS];
     seat seats[DEVICE_MAX_RANKS];
     int failed = 0;
-    for (int q = 0; q < t->num_ranks; q++) {
+    for (int q = first; q < end; q++) {
         seats[q] = (seat){t, q, 0};
         pthread_create(&threads[q], NULL, run_thread, &seats[q]);
     }
-    for (int q = 0; q < t->num_ranks; q++) {
+    for (int q = first; q < end; q++) {
         pthread_join(threads[q], NULL);
         failed += seats[q].result != 0;
     }
@@ -168,30 +169,43 @@ static int run_threads(const team *t)
 /* The parent process makes no CUDA call. */
 static int run_processes(const team *t)
 {
+    const int each = t->ranks_per_process;
     pid_t children[DEVICE_MAX_RANKS], ended;
-    int failed = 0, status;
+    int count = 0, failed = 0, status;
     fflush(NULL);
-    for (int q = 0; q < t->num_ranks; q++) {
-        children[q] = fork();
-        if (children[q] == 0) {
-            const int result = run_rank(t, q);
+    for (int q = 0; q < t->num_ranks; q += each) {
+        children[count] = fork();
+        if (children[count++] == 0) {
+            const int end = q + each < t->num_ranks ? q + each : t->num_ranks;
+            const int result = each == 1 ? run_rank(t, q) : run_threads(t, q, end);
             fflush(NULL);
             _exit(result != 0);
         }
     }
     while ((ended = wait(&status)) > 0) {
         failed += status != 0;
-        for (int q = 0; q < t->num_ranks; q++) {
-            if (children[q] == ended) children[q] = 0;
-            /* this rank would wait forever */
-            if (status && children[q]) kill(children[q], SIGKILL);
+        for (int i = 0; i < count; i++) {
+            if (children[i] == ended) children[i] = 0;
+            /* its ranks would wait forever */
+            if (status && children[i]) kill(children[i], SIGKILL);
         }
     }
     return failed;
 }
 
+int team_ranks_per_process(const char *argument)
+{
+    if (!strcmp(argument, "threads")) return 0;
+    return !strcmp(argument, "processes") ? 1 : atoi(argument);
+}
+
 int team_run(const team *t)
 {
+    if (t->num_ranks < 1 || t->num_gpus < 1) {
+        fprintf(stderr, "%d ranks, %d GPUs: there must be at least one\n", t->num_ranks,
+                t->num_gpus);
+        return 1;
+    }
     static uint64_t groups = 0;
     pthread_barrierattr_t attributes;
     const size_t bytes = sizeof *place + t->shared_bytes;
@@ -203,6 +217,7 @@ int team_run(const team *t)
     pthread_barrierattr_setpshared(&attributes, PTHREAD_PROCESS_SHARED);
     pthread_barrier_init(&place->barrier, &attributes, (unsigned)t->num_ranks);
     place->group_id = 0x1234567 + ++groups * 977 + (uint64_t)getpid() * 65537;
-    const int failed = t->processes ? run_processes(t) : run_threads(t);
+    const int failed =
+        t->ranks_per_process > 0 ? run_processes(t) : run_threads(t, 0, t->num_ranks);
     return failed;
 }

@@ -19,8 +19,8 @@ typedef struct team_rank { /* the arguments of a rank of the test */
 
 typedef struct team {
     int num_ranks;
-    int num_gpus;   /* rank r uses GPU r % num_gpus */
-    bool processes; /* true: ranks are processes, false: threads */
+    int num_gpus;          /* rank r uses GPU r % num_gpus */
+    int ranks_per_process; /* 0: all ranks are threads of this process */
     int64_t max_tokens, max_row_bytes, staging_bytes;
     /* token limit of the low-latency kernels, for example TEAM_LOWLAT_TOKENS; 0: the library's
      * limit */
@@ -31,8 +31,12 @@ typedef struct team {
     size_t shared_bytes;
 } team;
 
-/* Runs `work` on every rank; returns how many failed. */
+/* Runs `work` on every rank; returns how many failed, or 1 if there is no rank or no GPU. */
 int team_run(const team *t);
+
+/* Returns the ranks per process of an argument: 0 of "threads", 1 of "processes", or a number.
+ * One GPU serves about 30 processes, and 32 ranks of one process. */
+int team_ranks_per_process(const char *argument);
 
 /* Waits for all ranks of the team, on the host. */
 void team_barrier(team_rank *me);
