@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests EPIC_INVARIANT on GPUs: the rows of a token in out and d_x have the same bits for every
- * number of tokens and of ranks (moe_selection.h). Odd seeds have sizes for tensor cores. Also
- * tests that arrays at other addresses, which would use other kernels, are refused.
+ * number of tokens and of ranks (moe_selection.h), and for every number of SMs. Odd seeds have
+ * sizes for tensor cores. Also tests that arrays at other addresses, which would use other
+ * kernels, are refused.
  * usage: layer_invariant [cases] [p2p|hosts] */
 #define MOST_NUMBERS (1 << 10)
 #include "layer_part.h"
@@ -9,11 +10,29 @@
 #include "unit/moe_selection.h"
 
 static const char *backend = "p2p";
+static uint32_t device_sms; /* SMs of a GPU */
+static uint32_t runs;       /* number of groups that run() has opened */
+
+/* Draws a number of SMs from 1 to `most`, or 0 for the default. */
+static uint32_t draw_sms(source *s, uint32_t most)
+{
+    return below(s, most + 1);
+}
+
+/* Gives each call of a rank a number of SMs, which differs from those of other ranks. Values
+ * above the context's number limit only the experts. */
+static void draw_sms_of_calls(part *t)
+{
+    source s = source_of(9000000 + runs * MOST_RANKS + (uint32_t)t->rank);
+    t->forward.call.max_sms = draw_sms(&s, device_sms);
+    t->backward.call.max_sms = draw_sms(&s, device_sms);
+}
 
 static void run_rank(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     const problem *p = what;
     device_part d = device_part_make(p, rank, config);
+    draw_sms_of_calls(d.t);
     both_ways(d.t, ctx);
     must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
@@ -22,8 +41,11 @@ static void run_rank(void *what, int rank, epic_context *ctx, const epic_config 
 
 static void run(problem *p)
 {
+    source s = source_of(8000000 + ++runs);
     epic_config config = config_of(p);
     config.backend = backend;
+    /* The ranks may share a GPU, and leave a quarter of its SMs free. */
+    config.max_sms = draw_sms(&s, device_sms * 3 / 4 / (uint32_t)p->num_ranks);
     team_threads(run_rank, p, &config);
 }
 
@@ -64,6 +86,9 @@ int main(int argc, char **argv)
     const uint32_t count = (uint32_t)scaled_cases(argc > 1 ? atoi(argv[1]) : 40);
     failures = share(sizeof *failures);
     if (argc > 2) backend = argv[2];
+    int sms = 0;
+    must_succeed(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "the SMs");
+    device_sms = (uint32_t)sms;
     test_unaligned();
     for (uint32_t seed = 0; seed < count; seed++) test_selections(seed, seed % 2 ? 8 : 1, 4);
     return atomic_load(failures) ? 1 : 0;
