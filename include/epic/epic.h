@@ -1553,6 +1553,10 @@ typedef struct epic_moe_args {
  *     the gradients of losses, which are a part of d_x, depend on all tokens.
  *   - Gradients of parameters have the bits that EPIC_TREE promises.
  *   - The layer must have EPIC_TREE, `leaves` and EPIC_OVERFLOW_ERROR, and no gemm.
+ *   - All replicas of a logical expert must have equal weights, and be in one leaf: num_experts /
+ *     leaves consecutive experts.  A choice may go to another replica in another batch, and a
+ *     replica in another leaf would change the order of the sum.  CUDA contexts do not check
+ *     this.
  *   - Host contexts multiply with EPIC's own kernels.  The bits then depend neither on OpenBLAS
  *     nor on the processor, and BF16 rows do not use oneDNN.
  *   - On CUDA contexts x, d_out, d_x and weights must begin at multiples of 16 bytes.  Results

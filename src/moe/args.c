@@ -2,6 +2,8 @@
 /* Reads and checks the arguments of epic_moe_plan, epic_moe_forward and epic_moe_backward.
  * Checks the configuration first (config.c), then shapes, weights and buffer sizes (buffers.c),
  * and last the addresses of arrays (arrays.c). */
+#include <string.h>
+
 #include "moe/args.h"
 
 #include "base/error.h"
@@ -260,6 +262,37 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
+/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Which
+ * replica computes a choice depends on other tokens. With replicas in several leaves, the order
+ * in which combine adds the rows would depend on other tokens too. Ignores invalid entries,
+ * because epic_plan reports them. */
+static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
+{
+    uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves that the loop has left */
+    if (!j->is_invariant || !logical_of_expert) return EPIC_OK;
+    const uint32_t experts = j->layer.num_experts, logical = j->layer.num_logical;
+    const uint32_t of_leaf = experts / j->layer.leaves;
+    memset(seen, 0, sizeof seen);
+    for (uint32_t begin = 0; begin < experts; begin += of_leaf) {
+        for (uint32_t e = begin; e < begin + of_leaf; e++) {
+            const uint32_t id = (uint32_t)logical_of_expert[e];
+            if (id < logical && seen[id / 64] >> id % 64 & 1)
+                return epic_fail(EPIC_EINVAL,
+                                 "logical_of_expert: expert %u is a replica of logical expert "
+                                 "%u, which also has a replica in another leaf: with "
+                                 "EPIC_INVARIANT all its replicas must be in one leaf (%u "
+                                 "consecutive experts); set a smaller moe.layer.leaves, or "
+                                 "EPIC_TREE without EPIC_INVARIANT",
+                                 e, id, of_leaf);
+        }
+        for (uint32_t e = begin; e < begin + of_leaf; e++) {
+            const uint32_t id = (uint32_t)logical_of_expert[e];
+            if (id < logical) seen[id / 64] |= (uint64_t)1 << id % 64;
+        }
+    }
+    return EPIC_OK;
+}
+
 /* Checks the arguments with which the caller forces a routing. Forced weights need forced ids.
  * The caller may pass either forced ids or a table, but not both. */
 static epic_result check_forced(const epic_moe_args *a)
@@ -307,9 +340,9 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(check_loss_type(j, a->loss_type));
-    if (j->is_device && a->rank_of_expert)
-        /* a table in device memory is checked by the kernels that make the plan */
-        return EPIC_OK;
+    /* The kernels that make the plan check tables in device memory. */
+    if (!j->is_device) TRY(check_replicas(j, a->logical_of_expert));
+    if (j->is_device && a->rank_of_expert) return EPIC_OK;
     return check_placement(j, a->rank_of_expert);
 }
 

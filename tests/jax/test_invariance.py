@@ -4,6 +4,7 @@
 Also tests check_invariance.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,9 @@ from conftest import make_mesh
 from steps import numbers
 
 HIDDEN, INNER, EXPERTS = 24, 16, 8
+# The logical expert of each of 16 experts. The replicas of an expert are in one leaf of the tree.
+LOGICAL = np.arange(16, dtype=np.int32) // 2
+BLOCKS = {1: [0], 2: [1, 0], 4: [2, 0, 3, 1]}  # the rank of each block of experts, by ranks
 
 
 def options_of(**more: Any) -> epic.jax.Moe:
@@ -53,6 +57,47 @@ def test_groups(opened: Any, dtype: str) -> None:
         assert report.batches == (64, 32, 7, 2, 1)
         prints.add(report.fingerprint)
     assert len(prints) == 1
+
+
+def replicas_of(ranks: int) -> tuple[epic.jax.Moe, dict[str, Any]]:
+    """Return the options of a layer with replicas, and its tables."""
+    options = options_of()
+    layer = replace(options.layer, num_experts=len(LOGICAL), num_logical=EXPERTS)
+    owners = np.repeat(np.array(BLOCKS[ranks], np.int32), len(LOGICAL) // ranks)
+    tables = {"rank_of_expert": owners, "logical_of_expert": LOGICAL}
+    return replace(options, layer=layer), tables
+
+
+def placed_weights(tables: dict[str, Any], factor: float = 1.0) -> epic.jax.MoeWeights:
+    """Return the weights of all replicas, in the order of the ranks that own them.
+
+    factor: by how much the weights of replica 4 differ from those of its expert.
+    """
+    whole = weights_of("float32")
+    order = np.argsort(tables["rank_of_expert"], kind="stable")
+    w_down = whole.w_down[LOGICAL].at[4].multiply(factor)
+    return whole._replace(w_gate_up=whole.w_gate_up[LOGICAL[order]], w_down=w_down[order])
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.night), 4])
+def test_replicas(opened: Any, ranks: int) -> None:
+    """Replicas, and experts that other ranks own, have the bits of a layer without replicas."""
+    mesh = make_mesh(ranks)
+    group = opened(mesh)
+    options, tables = replicas_of(ranks)
+    report = epic.jax.check_invariance(mesh, group, options, placed_weights(tables), **tables)
+    assert report.is_invariant, report
+    alone = epic.jax.check_invariance(mesh, group, options_of(), weights_of("float32"))
+    assert report.fingerprint == alone.fingerprint
+
+
+def test_unequal_replicas(opened: Any) -> None:
+    """A replica whose weights differ from those of its expert is found in the product."""
+    mesh = make_mesh(1)
+    options, tables = replicas_of(1)
+    weights = placed_weights(tables, factor=1.5)
+    report = epic.jax.check_invariance(mesh, opened(mesh), options, weights, **tables)
+    assert report.first is not None and report.first.stage == "product", report
 
 
 def test_few_tokens(opened: Any) -> None:
@@ -97,8 +142,10 @@ def test_refused(opened: Any) -> None:
     for name, value in values.items():
         with pytest.raises(refused, match=f"{name} is given: must be None"):
             epic.jax.sharded.moe(mesh, group, options_of(), x, weights, **{name: value})
-    replicas = epic.jax.Moe.of(
-        num_experts=8, num_logical=4, top_k=2, hidden=HIDDEN, inner=INNER, invariant=True
-    )
-    with pytest.raises(epic.jax.EpicUnsupportedError, match="num_logical is given"):
-        epic.jax.check_invariance(mesh, group, replicas, weights)
+    replicas, tables = replicas_of(2)
+    placed = placed_weights(tables)
+    with pytest.raises(refused, match="logical_of_expert is None and num_logical is 8"):
+        epic.jax.check_invariance(mesh, group, replicas, placed)
+    tables["logical_of_expert"] = np.arange(16, dtype=np.int32) % 8
+    with pytest.raises(Exception, match="which also has a replica in another leaf"):
+        epic.jax.check_invariance(mesh, group, replicas, placed, **tables)

@@ -4,6 +4,7 @@
 Also tests check_invariance.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,46 @@ def test_groups(world: Any, dtype: torch.dtype) -> None:
     assert {report.fingerprint for report in reports} == {reports[0].fingerprint}
     assert reports[0].batches == (48, 32, 7, 2, 1)
     assert reports[0].layers == ("",)
+
+
+def report_of_replicas(_: int, ep: int) -> list[epic.torch.InvarianceReport]:
+    """Return the reports about layers with equal replicas, with unequal ones, and with none."""
+    plain = options_of()
+    layer = replace(plain.layer, num_experts=16, num_logical=8)
+    options = replace(plain, layer=layer)
+    found = []
+    with group_of(ep, **SIZES) as group:
+        for factor in (1.0, 1.5):
+            copies = epic.torch.MoE(group, options, logical_of_expert=[e // 2 for e in range(16)])
+            copies.w_down.data[0] *= factor
+            found.append(epic.torch.check_invariance(copies))
+        found.append(epic.torch.check_invariance(epic.torch.MoE(group, plain)))
+    return found
+
+
+def test_replicas(world: Any) -> None:
+    """Check that replicas have the bits of a layer without them, if their weights are equal."""
+    for equal, unequal, alone in world.run(report_of_replicas, 4):
+        assert equal.is_invariant and alone.is_invariant, (equal, alone)
+        assert equal.fingerprint == alone.fingerprint
+        assert unequal.first is not None and unequal.first.stage == "product"
+
+
+def other_leaves(_: int) -> str:
+    """Return the error for two replicas in different leaves."""
+    plain = options_of()
+    options = replace(plain, layer=replace(plain.layer, num_experts=16, num_logical=8))
+    with group_of(2, **SIZES) as group:
+        layer = epic.torch.MoE(group, options, logical_of_expert=[e % 8 for e in range(16)])
+        with pytest.raises(epic.torch.EpicArgumentError) as caught:
+            layer(numbers(1, 4, HIDDEN))
+    return str(caught.value)
+
+
+def test_other_leaves(world: Any) -> None:
+    """Check the error for replicas whose rows would be added in another order."""
+    for text in world.run(other_leaves):
+        assert "expert 8 is a replica of logical expert 0" in text
 
 
 def few_tokens(rank: int, ep: int) -> list[tuple[np.ndarray, np.ndarray]]:

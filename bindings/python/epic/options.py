@@ -431,7 +431,8 @@ class Moe(Keyed):
             on the capacity or on the alignment (see the guide "Reproducibility"). Only gradients of
             losses depend on all tokens. It needs overflow "error", and sum_order "tree" with
             `leaves`, which is then the largest number of ranks. `Moe.of` sets sum_order to "tree",
-            and leaves to the largest power of two up to 8 that divides num_experts.
+            and leaves to the largest power of two up to 8 that divides num_experts. All replicas of
+            an expert must be in one leaf: num_experts / leaves consecutive experts.
         quantize: "1x128" or "1x32": rows are sent to the experts in e4m3, with a float32 scale for
             128 columns or an e8m0 scale for 32 columns. None: rows are sent unchanged.
 

@@ -10,7 +10,6 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from epic.errors import EpicUnsupportedError
 from epic.invariance import (
     InvarianceReport,
     Rows,
@@ -53,9 +52,11 @@ class Probe:
         weights: MoeWeights,
         dtype: Any,
         most: int,
+        tables: dict[str, Any],
         grouped_gemm: Any,
     ) -> None:
-        self.mesh, self.group, self.weights, self.grouped_gemm = mesh, group, weights, grouped_gemm
+        self.mesh, self.group, self.weights, self.tables = mesh, group, weights, tables
+        self.grouped_gemm = grouped_gemm
         # No losses, because their gradients depend on all tokens.
         self.options = replace(options, balance_coeff=0.0, z_coeff=0.0, sequence_tokens=0)
         rows, gradients = draw_pool(most, options.experts.hidden)
@@ -73,9 +74,8 @@ class Probe:
 
     def run(self, options: Moe, x: Any, weights: Any, **more: Any) -> Any:
         """Run the layer over the mesh."""
-        return sharded.moe(
-            self.mesh, self.group, options, x, weights, grouped_gemm=self.grouped_gemm, **more
-        )
+        more |= {**self.tables, "grouped_gemm": self.grouped_gemm}
+        return sharded.moe(self.mesh, self.group, options, x, weights, **more)
 
     def run_layer(self, x: Any, ct: Any, weights: Any) -> Any:
         """Return the output, the routing and the gradient of the tokens."""
@@ -100,7 +100,9 @@ class Probe:
 
     def run_travel(self, x: Any, ids: Any) -> Any:
         """Return the rows x after they were sent to the experts in ids and back."""
-        plan, rows, _ = sharded.plan_dispatch(self.mesh, self.group, self.options.layer, ids, x)
+        plan, rows, _ = sharded.plan_dispatch(
+            self.mesh, self.group, self.options.layer, ids, x, **self.tables
+        )
         return sharded.combine(self.mesh, plan, rows)
 
     def run_one_expert(self, x: Any, ids: Any, weights: Any) -> Any:
@@ -136,6 +138,8 @@ def check_invariance(
     weights: MoeWeights,
     *,
     dtype: Any = None,
+    rank_of_expert: Any = None,
+    logical_of_expert: Any = None,
     grouped_gemm: Any = None,
 ) -> InvarianceReport:
     """Check whether the bits of a token depend on its batch or its device.
@@ -149,9 +153,12 @@ def check_invariance(
     Args:
         mesh: the mesh that the group was opened with.
         group: the group.
-        options: the layer, without replicas.
-        weights: global arrays, as for `epic.jax.sharded.moe`.
+        options: the layer.
+        weights: global arrays, as for `epic.jax.sharded.moe`.  Replicas of an expert must have
+            equal weights.
         dtype: dtype of the tokens; None: that of w_gate_up.
+        rank_of_expert: as for `epic.jax.moe`.
+        logical_of_expert: as for `epic.jax.moe`.
         grouped_gemm: as for `epic.jax.moe`.
 
     Returns:
@@ -160,17 +167,12 @@ def check_invariance(
 
     Raises:
         EpicArgumentError: an argument is wrong.
-        EpicUnsupportedError: the layer has replicas.
 
     """
-    if options.layer.num_logical:
-        raise EpicUnsupportedError(
-            "options.layer.num_logical is given: not supported by check_invariance; call it for "
-            "the layer without replicas"
-        )
     devices, sizes = mesh.devices.size, batch_sizes(group.max_tokens)
     kind = weights.w_gate_up.dtype if dtype is None else dtype
-    probe = Probe(mesh, group, options, weights, kind, devices * sizes[0], grouped_gemm)
+    tables = {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
+    probe = Probe(mesh, group, options, weights, kind, devices * sizes[0], tables, grouped_gemm)
     batches = [size * devices for size in sizes]
     differences, references = compare_batches("", batches, probe, dict, list, 0)
     found = (replace(d, num_tokens=d.num_tokens // devices) for d in differences)
