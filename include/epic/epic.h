@@ -1517,6 +1517,8 @@ typedef struct epic_moe_args {
                                     weights; NULL: the router computes them */
     int32_t *topk_idx_out;       /* out [num_tokens, top_k]: the ids that the layer used */
     void *topk_weights_out;      /* out [num_tokens, top_k], type of w_gate: their weights */
+    const int32_t *capacity_limit; /* [1]; like epic_plan_args.capacity_limit, for
+                                      moe.capacity; NULL: no other limit */
 } epic_moe_args;
 
 /* Computes the layer.  For each token, `out` is the weighted sum of its experts' outputs, plus
@@ -1536,7 +1538,7 @@ typedef struct epic_moe_args {
  *     the router and scale_of_expert have no gradients, except those of the losses.
  *   - The losses use the scores of all experts, and the load that the forced ids cause.
  *   - With EPIC_PLANNED, epic_moe_forward does not read topk_idx_in and topk_weights_in,
- *     because epic_moe_plan has read them.
+ *     because epic_moe_plan has read them.  This is also true for capacity_limit.
  *
  * If the caller sets sum_order to EPIC_TREE, and all ranks have equally many tokens, outputs
  * and gradients have the same bits for every number of ranks.  With EPIC_SUM_DENSE this is also

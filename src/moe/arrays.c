@@ -107,6 +107,7 @@ epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a)
     add_array(&p, "table", a->table, a->table_rows > 0 ? j->top_k : 0, 4, false);
     add_array(&p, "rank_of_expert", a->rank_of_expert, experts, 4, false);
     add_array(&p, "logical_of_expert", a->logical_of_expert, experts, 4, false);
+    add_array(&p, "capacity_limit", a->capacity_limit, 1, 4, false);
     add_rows(&p, j, "out.data", a->out.data, true);
     add_array(&p, "loss", a->loss, 1, number, true);
     add_array(&p, "balance_loss", a->balance_loss, 1, number, true);

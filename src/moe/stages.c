@@ -25,7 +25,8 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                             .expert_tokens = j->saved.expert_tokens,
                             .load = j->saved.load,
                             .logical_load = j->layer.num_logical ? j->saved.logical_load : NULL,
-                            .demand = a->demand};
+                            .demand = a->demand,
+                            .capacity_limit = a->capacity_limit};
 }
 
 /* Calls epic_experts_forward for all slots. If `flags` is 0, this computes work.y. If `flags`

@@ -111,6 +111,7 @@ static inline void move_in(device_part *d)
     f->topk_weights_in = given[TOPK_WEIGHTS];
     f->topk_idx_out = to_device(d, t->topk_idx, choices * 4, true);
     f->topk_weights_out = to_device(d, t->topk_weights, choices * 4, true);
+    f->capacity_limit = to_device(d, (void *)(uintptr_t)f->capacity_limit, 4, false);
     f->saved = poisoned_device(d, t->memory.saved_bytes);
     f->saved_bytes = t->memory.saved_bytes;
     f->workspace = poisoned_device(d, t->memory.forward_bytes);

@@ -189,6 +189,13 @@ static int64_t expert_limit(const problem *p, uint32_t e)
     return limit;
 }
 
+/* Returns how many slots a rank has: the capacity, or the rank's limit if that is smaller. */
+static int64_t slots_in(const problem *p, int rank)
+{
+    const int64_t limit = p->limit_of[rank] > 0 ? p->limit_of[rank] : 1;
+    return p->is_limited && limit < p->moe.capacity ? limit : p->moe.capacity;
+}
+
 /* Computes which choices are kept: the first ones of an expert, up to the limits of the expert
  * and of its rank. */
 static void oracle_plan(oracle *o)
@@ -205,7 +212,7 @@ static void oracle_plan(oracle *o)
         if (limit[e] > expert_limit(p, e)) limit[e] = expert_limit(p, e);
     for (int r = 0; r < p->num_ranks && p->layer.overflow == EPIC_OVERFLOW_DROP; r++) {
         int64_t most = p->total * p->layer.top_k;
-        while (slots_of(o, r, most, limit) > p->moe.capacity) most--;
+        while (slots_of(o, r, most, limit) > slots_in(p, r)) most--;
         for (uint32_t e = 0; e < p->layer.num_experts; e++)
             if (owner_of(p, e) == r && limit[e] > most) limit[e] = most;
     }

@@ -90,6 +90,7 @@ static const wrong wrongs[] = {
      "0x1004",
      {SET(plan.topk_idx, 0x1004), SET(plan.index_type, EPIC_I64)}},
     {PLAN, BAD, "rank_of_expert", "0x1001", {SET(plan.rank_of_expert, 0x1001)}},
+    {PLAN, BAD, "capacity_limit", "0x1001", {SET(plan.capacity_limit, 0x1001)}},
     {PLAN, BAD, "load", "0x1001", {SET(plan.load, 0x1001)}},
 
     {DISPATCH, BAD, "layer", "NULL", {SET(dispatch.layer, 0)}},

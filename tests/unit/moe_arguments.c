@@ -103,6 +103,7 @@ static const wrong table[] = {
      "topk_idx_in is NULL"},
     {FORWARD, FIELD(forward.topk_idx_out), 0x1002, "topk_idx_out", "0x1002"},
     {FORWARD, FIELD(forward.topk_weights_out), 0x1002, "topk_weights_out", "0x1002"},
+    {FORWARD, FIELD(forward.capacity_limit), 0x1002, "capacity_limit", "0x1002"},
     {BACKWARD, FIELD(backward.d_topk_weights_in), 0x1004, "d_topk_weights_in is not NULL",
      "EPIC_FORCED_WEIGHTS"},
     {FORWARD, FIELD(forward.rank_of_expert), 0x1002, "rank_of_expert", "0x1002"},

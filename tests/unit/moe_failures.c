@@ -67,6 +67,22 @@ static void too_small(void *what, int rank, epic_context *ctx, const epic_config
     go_on(&f->p, rank, ctx, config);
 }
 
+/* The limit of rank 1 is too small for a layer that may not drop choices. With a larger limit
+ * the next call succeeds. */
+static void limited(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    failing *f = what;
+    int32_t limit = rank == 1 ? 2 : 60;
+    part *t = part_make(&f->p, rank, config, 1);
+    t->forward.capacity_limit = &limit;
+    check_forward(f, t, ctx);
+    limit = 60;
+    CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
+    part_free(t);
+    go_on(&f->p, rank, ctx, config);
+}
+
 static void no_such_rank(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     failing *f = what;
@@ -280,6 +296,7 @@ int main(void)
 {
     failures = share(sizeof *failures);
     test("too small", too_small, RANKS, EPIC_BY_RANK, EPIC_EOVERFLOW, "rank 1 has 2 slots");
+    test("limited", limited, RANKS, EPIC_BY_RANK, EPIC_EOVERFLOW, "rank 1 has 2 slots");
     test("no such rank", no_such_rank, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "has owner 7");
     test("damaged", damaged, RANKS, EPIC_BY_RANK, EPIC_EINVAL, "plan of rank 1 cannot be used");
     test("token id", bad_token_id, RANKS, EPIC_BY_RANK, EPIC_EINVAL,

@@ -197,7 +197,8 @@ static inline void make_calls(part *t, uint64_t tag)
         .topk_idx_in = t->topk_idx_in,
         .topk_weights_in = g[TOPK_WEIGHTS],
         .topk_idx_out = t->topk_idx,
-        .topk_weights_out = t->topk_weights};
+        .topk_weights_out = t->topk_weights,
+        .capacity_limit = p->is_limited ? &p->limit_of[t->rank] : NULL};
     t->backward =
         (epic_moe_backward_args){.call.tag = tag,
                                  .moe = &t->moe,

@@ -162,7 +162,9 @@ typedef struct problem {
     /* planned by epic_moe_plan, with exactly as many slots as needed */
     bool planned;
     bool has_shared, shared_gated, biased, gate_biased, scaled, wants_no_gradient, wants_no_d_x;
-    epic_moe moe; /* its pointers are not set */
+    epic_moe moe;                 /* its pointers are not set */
+    bool is_limited;              /* the layer gets a capacity_limit */
+    int32_t limit_of[MOST_RANKS]; /* the capacity_limit of each rank */
     int32_t rank_of_expert[64];
     bool placed;            /* experts are placed by the table below */
     int32_t logical_of[64]; /* used if layer.num_logical is set */

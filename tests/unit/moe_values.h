@@ -199,6 +199,28 @@ static inline void draw_capacity(problem *p, source *s)
     }
 }
 
+/* Makes a layer drop the choices that do not fit. */
+static inline void drop_choices(problem *p)
+{
+    p->layer.overflow = EPIC_OVERFLOW_DROP;
+    p->moe.flags &= ~(uint32_t)EPIC_INVARIANT; /* such layers must not drop choices */
+}
+
+/* Gives half of the layers that may drop choices a capacity_limit on each rank: 0 or less, about
+ * the number of slots that the rank needs, or more than the capacity. */
+static inline void draw_limits(problem *p, uint32_t seed)
+{
+    source s = source_of(seed + 7000000);
+    const int64_t slots = p->total * p->layer.top_k / p->num_ranks + p->layer.alignment;
+    if (p->layer.overflow != EPIC_OVERFLOW_DROP || below(&s, 2)) return;
+    p->is_limited = true;
+    for (int r = 0; r < p->num_ranks; r++) {
+        const int64_t limits[] = {-(int64_t)below(&s, 3), 1 + below(&s, (uint32_t)slots + 1),
+                                  1 + below(&s, (uint32_t)slots + 1), p->moe.capacity + 5};
+        p->limit_of[r] = (int32_t)limits[below(&s, 4)];
+    }
+}
+
 /* Gives every second layer that supports it the flag EPIC_INVARIANT. */
 static inline void choose_invariant(problem *p, uint32_t seed)
 {
@@ -284,6 +306,7 @@ static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
     make_given(&p, &s);
     if (is_forced) draw_forced(&p, seed);
     draw_capacity(&p, &s);
+    draw_limits(&p, seed);
     choose_invariant(&p, seed);
     if (!below(&s, 3)) skew(&p);
     if (k->table) draw_table(&p, &s);

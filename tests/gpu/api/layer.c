@@ -3,6 +3,7 @@
  * gradients against central differences of these (tests/unit/moe_values.h), and both against
  * the layer on host contexts. Half of the cases run in a captured graph; some weight gradients
  * have the type of the rows; some layers have the exact capacity that epic_moe_plan returns.
+ * Layers also run in a captured graph whose capacity_limit changes.
  *
  *   api_layer [CASES] [MOST_RANKS] [SEED] */
 #include "layer_part.h"
@@ -90,6 +91,66 @@ static void run_on_host(void *what, int rank, epic_context *ctx, const epic_conf
     part_free(t);
 }
 
+/* ------------------------------------------------------------------------------- limits ---- */
+
+static void launch(device_part *d, cudaGraphExec_t exec, int32_t limit)
+{
+    void *to = (void *)(uintptr_t)d->t->forward.capacity_limit;
+    if (to)
+        must_succeed(
+            cudaMemcpyAsync(to, &limit, sizeof limit, cudaMemcpyHostToDevice, d->stream),
+            "a copy");
+    must_succeed(cudaGraphLaunch(exec, d->stream), "a graph");
+    must_succeed(cudaStreamSynchronize(d->stream), "a graph");
+}
+
+/* Captures the calls once, and launches the graph with a small limit, then with the limit of
+ * the problem. */
+static void run_with_limits(void *what, int rank, epic_context *ctx, const epic_config *config)
+{
+    const problem *p = what;
+    device_part d = device_part_make(p, rank, config);
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    must_succeed(cudaStreamBeginCapture(d.stream, cudaStreamCaptureModeThreadLocal), "capture");
+    both_ways(d.t, ctx);
+    must_succeed(cudaStreamEndCapture(d.stream, &graph), "capture");
+    must_succeed(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    launch(&d, exec, 1);
+    launch(&d, exec, p->limit_of[rank]);
+    CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+    device_part_end(&d);
+}
+
+/* A captured layer with a limit has the bits of a layer with this capacity. */
+static void test_limits(uint32_t seed, int num_ranks)
+{
+    problem given = draw(seed, num_ranks, EPIC_F32);
+    const int32_t half = (int32_t)(given.total * given.layer.top_k / num_ranks / 2);
+    const int32_t limits[] = {half + 1, 0, (int32_t)given.moe.capacity + 3};
+    given.backward_flags = 0;
+    drop_choices(&given);
+    for (int i = 0; i < 3; i++) {
+        problem limited = given, plain = given;
+        limited.is_limited = true;
+        for (int r = 0; r < num_ranks; r++) limited.limit_of[r] = limits[i];
+        plain.is_limited = false;
+        plain.moe.capacity = slots_in(&limited, 0);
+        epic_config config = config_of(&given);
+        config.backend = "p2p";
+        make_results(&limited);
+        make_results(&plain);
+        team_threads(run_with_limits, &limited, &config);
+        team_threads(run_with_limits, &plain, &config);
+        compare_bits(&plain, &limited, "of a layer with capacity_limit");
+        free_results(&limited);
+        free_results(&plain);
+    }
+    free_given(&given);
+}
+
 /* ------------------------------------------------------------------------------- tests ---- */
 
 /* Returns true if no rank can need more slots than moe.capacity. */
@@ -130,6 +191,8 @@ int main(int argc, char **argv)
     for_devices = true;
     for (uint32_t i = 0; i < count; i++)
         test_random(first + i, 1 + (int)((first + i) / 2) % most);
+    for (uint32_t i = 0; i < (count + 5) / 6; i++)
+        test_limits(first + i, 1 + (int)(first + i) % most);
     printf("layer: %u cases, largest error %.2g of the tolerance: %s\n", count, worst,
            *failures ? "WRONG" : "good");
     return *failures != 0;
