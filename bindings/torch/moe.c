@@ -148,6 +148,7 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;
     const call_array forced = call_arg_or_none(&call, "topk_idx_in", EPIC_I32, 2);
     const call_array forced_weights = call_arg_or_none(&call, "topk_weights_in", type, 2);
+    const call_array limit = call_arg_or_none(&call, "capacity_limit", EPIC_I32, 0);
     const int64_t saved_bytes = call_int(&call), workspace_bytes = call_int(&call);
     const epic_call where = call_enter(&call);
     read_numbers(&call, &job);
@@ -169,7 +170,8 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
                           .logical_of_expert = logical.data,
                           .loss_type = type,
                           .topk_idx_in = forced.data,
-                          .topk_weights_in = forced_weights.data};
+                          .topk_weights_in = forced_weights.data,
+                          .capacity_limit = limit.data};
     args.out = call_rows(call_result_like(&call, "out", job.x.type, job.x));
     args.loss = call_result(&call, "loss", type, 1, -1).data;
     args.load = call_result(&call, "load", EPIC_I32, job.layer.num_experts, -1).data;
@@ -268,7 +270,7 @@ static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t
 static const torch_op ops[] = {
     OP(moe, WEIGHTS ", Tensor? token_ids, Tensor? table, Tensor? rank_of_expert, "
                     "Tensor? logical_of_expert, Tensor? topk_idx_in, Tensor? topk_weights_in, "
-                    "SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
+                    "Tensor? capacity_limit, SymInt saved_bytes, SymInt workspace_bytes" NUMBERS
                     ") -> (Tensor out, Tensor loss, Tensor load, Tensor demand, "
                     "Tensor logical_load, Tensor topk_idx, Tensor topk_weights, Tensor saved)"),
     OP(moe_backward,

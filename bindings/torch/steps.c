@@ -30,12 +30,12 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* The overloads of plan and plan_dispatch: none, `compared` with the options of a whole layer, and
- * `limited` with capacity_limit. */
+/* The overloads of plan and plan_dispatch: none, `compared` with the options of a whole layer and
+ * perhaps capacity_limit, and `limited` with capacity_limit. */
 typedef enum overload { DEFAULT, COMPARED, LIMITED } overload;
 
-/* Reads the layer, the capacity, the tag, the placement tables, and with LIMITED capacity_limit. A
- * negative capacity stands for the capacity that always suffices. */
+/* Reads the layer, the capacity, the tag, the placement tables, and capacity_limit, which DEFAULT
+ * does not have. A negative capacity stands for the capacity that always suffices. */
 static void read_layout(torch_call *call, plan_job *job, overload form)
 {
     job->args.call = call_enter_layer(call, &job->stored);
@@ -46,6 +46,8 @@ static void read_layout(torch_call *call, plan_job *job, overload form)
     const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
     if (form == LIMITED)
         job->args.capacity_limit = call_arg(call, "capacity_limit", EPIC_I32, 0).data;
+    if (form == COMPARED)
+        job->args.capacity_limit = call_arg_or_none(call, "capacity_limit", EPIC_I32, 0).data;
     job->args.layer = &job->stored.layer;
     job->args.rank_of_expert = table.data;
     job->args.logical_of_expert = logical.data;
@@ -540,7 +542,8 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
 /* The overload "compared", for programs that compose a layer of single operators. Its last
- * arguments are the options of the whole layer, which the ranks compare. */
+ * arguments are the options of the whole layer, which the ranks compare. In both overloads
+ * capacity_limit follows the other arguments of the layout. */
 #define WHOLE_LAYOUT                          \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"
@@ -548,13 +551,13 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
     {                                                               \
 #name "." #form, #name "." #form schema, op_##name##_##form \
     }
-/* capacity_limit follows the other arguments of the layout in the overload "limited". */
+#define COMPARED_LAYOUT WHOLE_LAYOUT ", Tensor? capacity_limit"
 #define LIMITED_LAYOUT WHOLE_LAYOUT ", Tensor capacity_limit"
 
 static const torch_op ops[] = {
-    OVERLOAD(plan, compared, CHOSEN WHOLE_LAYOUT COMPARED_SCHEMA PLANNED),
+    OVERLOAD(plan, compared, CHOSEN COMPARED_LAYOUT COMPARED_SCHEMA PLANNED),
     OVERLOAD(plan_dispatch, compared,
-             SENT WHOLE_LAYOUT ", int dispatch_flags" COMPARED_SCHEMA PLANNED_SENT),
+             SENT COMPARED_LAYOUT ", int dispatch_flags" COMPARED_SCHEMA PLANNED_SENT),
     OVERLOAD(plan, limited, CHOSEN LIMITED_LAYOUT PLANNED),
     OVERLOAD(plan_dispatch, limited, SENT LIMITED_LAYOUT ", int dispatch_flags" PLANNED_SENT),
     OP(plan, CHOSEN LAYOUT PLANNED),

@@ -108,6 +108,26 @@ def case_capacity_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> 
         assert same(*results)
 
 
+def case_layer_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check that layers with a limit in a tensor agree with layers with that capacity."""
+    wish = {**WISH, "alignment": 1, "overflow": "drop"}
+    for slots in (1, 5, 9):
+        for mask in (None, torch.arange(6) % 3 != 1):
+            results = []
+            limit = torch.tensor(slots, dtype=torch.int32)
+            for group, size, more in (
+                (on_gpu, 12, {"capacity_limit": limit}),
+                (on_host, slots, {}),
+            ):
+                layer = epic.torch.MoE(group, epic.torch.Moe.of(**wish, capacity=size))
+                x = numbers(30 + group.rank, 6, 16).requires_grad_()
+                out, loss = layer(x, token_mask=mask, **more)
+                (out.square().sum() + loss).backward()
+                assert x.grad is not None
+                results.append([out, loss, x.grad, *(p.grad for p in layer.parameters())])
+            agree(results[0], results[1], 2e-5)
+
+
 def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """Check that flat rows, dropping, tree sums and placed experts return the host's bits."""
     for name in FORMS:

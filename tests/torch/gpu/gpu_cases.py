@@ -184,6 +184,27 @@ def case_capacity_limit(group: Group) -> None:
     del graph
 
 
+def case_layer_limit(group: Group) -> None:
+    """Check a captured layer whose capacity_limit changes between the replays."""
+    wish = {"num_experts": EXPERTS, "top_k": 2, "hidden": 16, "inner": 16, "overflow": "drop"}
+    limit = torch.zeros((), dtype=torch.int32, device=group.device)
+    layer = epic.torch.MoE(group, epic.torch.Moe.of(**wish, capacity=40))
+    x = numbers(30 + group.rank, UNEVEN[group.rank % 4], 16).to(group.device).requires_grad_()
+
+    def step(slots: int, **more: Any) -> list[torch.Tensor]:
+        options = epic.torch.Moe.of(**wish, capacity=slots)
+        out = epic.torch.moe(group, options, x, layer.weights(), **more).out
+        return [out, *torch.autograd.grad(out.square().sum(), (x, *layer.parameters()))]
+
+    graph, captured = capture(group, lambda: step(40, capacity_limit=limit))
+    for slots in (1, 5, 17, 3):
+        limit.fill_(slots)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert same([v.clone() for v in captured], step(slots))
+    del graph
+
+
 def case_pipeline(group: Group) -> None:
     """Run three micro-batches in the order of a pipeline (1F1B), eager and captured, and compare
     with the bits of separate runs."""

@@ -286,6 +286,7 @@ class MoE(nn.Module):
         token_mask: Tensor | None = None,
         *,
         forced: Given | None = None,
+        capacity_limit: Tensor | None = None,
         return_routing: bool = False,
     ) -> Any:
         """Run the layer.
@@ -297,6 +298,8 @@ class MoE(nn.Module):
                 result of zeros and no part in the losses. None: all tokens count.
             forced: A `Routing`, (ids, weights) or ids alone, as for `moe`: the experts of each
                 token, which replace the router's choice. All ranks pass it, or none.
+            capacity_limit: A 0-d int32 tensor on the device of x, as for `moe`: the rank then has
+                at most this many slots.
             return_routing: Whether the result also has the `Routing` that the layer used.
 
         Returns:
@@ -317,6 +320,7 @@ class MoE(nn.Module):
             self.weights(),
             grouped_mm=self.grouped_mm,
             logical_of_expert=self.logical_of_expert,
+            capacity_limit=capacity_limit,
             token_mask=token_mask,
             forced=forced,
             return_routing=return_routing or self.recorded is not None,

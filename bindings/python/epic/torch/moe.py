@@ -56,7 +56,7 @@ from epic.torch.ops import (
     translate_errors,
     write_out,
 )
-from epic.torch.plans import SMS_SHIFT, Plan, limit_number, tables_of
+from epic.torch.plans import SMS_SHIFT, Plan, check_limit, limit_number, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.routing import Given, Routing, as_forced
 from epic.torch.scaled import E4M3
@@ -306,6 +306,8 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
 # Ids that replace the choices of the router: token_ids, table, and forced ids [num_tokens, top_k].
 # If all are None, the router chooses.
 Chosen = tuple[Tensor | None, Tensor | None, Tensor | None]
+# rank_of_expert, logical_of_expert and capacity_limit
+Tables = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 def forward_args(
@@ -313,20 +315,20 @@ def forward_args(
     tag: int,
     facts: MoeFacts,
     chosen: Chosen,
-    tables: tuple[Tensor | None, Tensor | None],
+    tables: Tables,
     forced_weights: Tensor | None,
     x: Tensor,
     *weights: Tensor | None,
 ) -> tuple[Any, ...]:
     """Return the arguments of the operator moe.
 
-    tables: rank_of_expert and logical_of_expert. weights: the weights in ORDER.
+    tables: rank_of_expert, logical_of_expert and capacity_limit. weights: the weights in ORDER.
     """
     number = limit_number(group.number, facts.max_sms)
     numbers = (facts.saved_bytes, facts.forward_bytes, number, tag, *facts.forward)
     if facts.weight_type == "e4m3":
         weights = with_experts(weights, round_weights(x, experts_in(weights)))
-    given = (*chosen[:2], *tables, chosen[2], forced_weights)
+    given = (*chosen[:2], *tables[:2], chosen[2], forced_weights, tables[2])
     return (group.order_token, x, *weights, *given, *numbers)
 
 
@@ -356,7 +358,7 @@ class Layer(EpicFunction):
         facts: MoeFacts,
         _sum_order: int | None,
         chosen: Chosen,
-        tables: tuple[Tensor | None, Tensor | None],
+        tables: Tables,
         forced_weights: Tensor | None,
         x: Tensor,
         *weights: Tensor | None,
@@ -620,7 +622,7 @@ def run_composed(
     x: Tensor,
     weights: MoeWeights,
     given: Chosen,
-    tables: tuple[Tensor | None, Tensor | None],
+    tables: Tables,
     forced_weights: Tensor | None,
     mask: Tensor | None,
     tag: int,
@@ -629,7 +631,7 @@ def run_composed(
     """Run a composed layer: call its functions one after the other. Collective.
 
     The arguments are those of `moe`, after their checks. given: ids that replace the choices of the
-    router. tables: rank_of_expert and logical_of_expert.
+    router. tables: rank_of_expert, logical_of_expert and capacity_limit.
     """
     # Padding may contain any values, also NaN.
     x = x if mask is None else torch.where(mask[:, None], x, 0)
@@ -645,6 +647,7 @@ def run_composed(
     late = options.experts.weighting == "late"
     more: dict[str, Any] = {"capacity": options.capacity, "tag": tag, "max_sms": max_sms or None}
     more |= {"rank_of_expert": tables[0], "logical_of_expert": tables[1]}
+    more["capacity_limit"] = tables[2]
     more["num_local_experts"] = local if tables[0] is not None else None
     up = weights.w_gate_up
     kinds = (dtype_name(x), type_of_weights(options.experts, up), dtype_name(up))
@@ -726,6 +729,7 @@ def moe(
     table: Tensor | None = None,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
+    capacity_limit: Tensor | None = None,
     token_mask: Tensor | None = None,
     forced: Given | None = None,
     return_routing: bool = False,
@@ -752,6 +756,9 @@ def moe(
             blocks. Needs options.capacity.
         logical_of_expert: Integers [num_experts], with options.layer.num_logical: the logical
             expert that each expert is a replica of.
+        capacity_limit: A 0-d int32 tensor on the device of x. The rank then has min(capacity,
+            capacity_limit) slots, at least one. Forward reads it on the device, so each replay of a
+            CUDA graph uses its value at that time.
         token_mask: bool [...]. A token whose element is False (padding) has no expert, a result of
             zeros and no part in the losses. None: all tokens count.
         forced: A `Routing`, (ids, weights) or ids alone: the experts of each token, which replace
@@ -795,7 +802,10 @@ def moe(
     weights = MoeWeights(*weights)
     check_moe(options, x, weights)
     rows = flatten_rows("x", x).contiguous()
-    tables = tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
+    if capacity_limit is not None:
+        check_limit(capacity_limit, "x", x)
+    placed = tables_of(options.layer, rank_of_expert, logical_of_expert, rows)
+    tables = (*placed, capacity_limit)
     if token_ids is not None:
         token_ids = as_flat("token_ids", token_ids, x.shape[:-1])
     if table is not None:

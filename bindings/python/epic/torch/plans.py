@@ -266,6 +266,23 @@ def check_local(spec: PlanSpec, ranks: Any, local: int, room: int) -> None:
 PlanRequest = tuple[PlanSpec, int, int, tuple[Any, ...]]
 
 
+def check_limit(limit: Any, name: str, like: Tensor) -> None:
+    """Check the argument capacity_limit.
+
+    Args:
+        limit: The argument.
+        name: Name of a tensor of the call, for errors.
+        like: This tensor, on whose device the limit must be.
+    """
+    if not isinstance(limit, Tensor) or limit.dtype != torch.int32 or limit.dim() != 0:
+        found = f"{limit.dtype} {list(limit.shape)}" if isinstance(limit, Tensor) else repr(limit)
+        raise EpicArgumentError(f"capacity_limit is {found}: must be a 0-d int32 tensor, or None")
+    if limit.device != like.device:
+        raise EpicArgumentError(
+            f"capacity_limit is on {limit.device}: must be on {like.device}, as {name}"
+        )
+
+
 def limit_capacity(request: PlanRequest, limit: Any, chosen: Tensor, out: Any) -> PlanRequest:
     """Check the argument capacity_limit, and return the request with it.
 
@@ -276,15 +293,9 @@ def limit_capacity(request: PlanRequest, limit: Any, chosen: Tensor, out: Any) -
         out: The argument out.
     """
     spec, num_tokens, slots, tables = request
-    if not isinstance(limit, Tensor) or limit.dtype != torch.int32 or limit.dim() != 0:
-        found = f"{limit.dtype} {list(limit.shape)}" if isinstance(limit, Tensor) else repr(limit)
-        raise EpicArgumentError(f"capacity_limit is {found}: must be a 0-d int32 tensor, or None")
-    if limit.device != chosen.device:
-        raise EpicArgumentError(
-            f"capacity_limit is on {limit.device}: must be on {chosen.device}, as topk_idx"
-        )
-    if slots == EXACT or out is not None or spec.compared:
-        name = "capacity=EXACT" if slots == EXACT else "out=" if out is not None else "compared="
+    check_limit(limit, "topk_idx", chosen)
+    if slots == EXACT or out is not None:
+        name = "capacity=EXACT" if slots == EXACT else "out="
         raise EpicArgumentError(f"capacity_limit is a tensor with {name}: must be None")
     return spec, num_tokens, slots, (*tables, limit)
 

@@ -115,14 +115,14 @@ def plan(
             request = limit_capacity(request, capacity_limit, topk_idx, out)
         spec, num_tokens, slots, tables = request
         spec = limit_spec(spec, max_sms)
-        if capacity_limit is not None:
-            given = (spec.layer, slots, spec.tag, *tables)
-            data = ops.plan.limited(group.order_token, topk_idx, *given)
-        elif out is not None:
+        if out is not None:
             data = plan_into(spec, topk_idx, slots, tables, out)
         elif compared:
-            given = (spec.layer, slots, spec.tag, *tables, *compared)
+            given = (spec.layer, slots, spec.tag, *tables[:2], capacity_limit, *compared)
             data = ops.plan.compared(group.order_token, topk_idx, *given)
+        elif capacity_limit is not None:
+            given = (spec.layer, slots, spec.tag, *tables)
+            data = ops.plan.limited(group.order_token, topk_idx, *given)
         else:
             call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
             data = call(group.order_token, topk_idx, spec.layer, slots, spec.tag, *tables)
@@ -566,7 +566,8 @@ def plan_dispatch_op(
     spec, _, slots, tables = request
     order_token = spec.group.order_token
     if spec.compared:
-        given = (spec.layer, slots, spec.tag, *tables, int(zero_tail), *spec.compared)
+        placed = (*tables, None)[:3]  # there may be a capacity_limit
+        given = (spec.layer, slots, spec.tag, *placed, int(zero_tail), *spec.compared)
         return ops.plan_dispatch.compared(order_token, chosen, tokens, weights, *given)
     if len(tables) > 2:  # there is a capacity_limit
         given = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
