@@ -122,6 +122,7 @@ static const handler_array forward_arrays[] = {
     IN_OR_NONE("forced ids", FFI_SET_I32, forward.topk_idx_in, DIM_TOKENS, DIM_TOP_K),
     IN_OR_NONE("forced weights", HANDLER_WIDE_TYPE, forward.topk_weights_in, DIM_TOKENS,
                DIM_TOP_K),
+    IN_OR_NONE("capacity_limit", FFI_SET_I32, forward.capacity_limit, DIM_ONE),
     {.kind = HANDLER_SITE},
     {.kind = HANDLER_CHANNEL},
     HANDLER_ROWS(HANDLER_RESULT, "out", HANDLER_ROW_TYPE, AT(forward.out), DIM_TOKENS,

@@ -288,7 +288,7 @@ static int moe(handler *function)
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add_weights(c);
-    for (int i = 0; i < 6; i++) add_none(c, ARG);
+    for (int i = 0; i < 7; i++) add_none(c, ARG);
     add_site(c);
     add_number(c);
     add(c, RESULT, XLA_FFI_DataType_F32, out, TOKENS, HIDDEN);

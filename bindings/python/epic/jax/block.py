@@ -248,7 +248,7 @@ def apply_moe(module: Block, x: Any, weights: dict[str, Any], bias: Any, **token
         x: [B, ..., hidden].
         weights: the arrays by their names in MoeWeights.
         bias: [num_experts] or None: the bias for the choice of experts. Zero-experts get 0.
-        **tokens: token_ids, table, token_mask, forced and return_routing.
+        **tokens: token_ids, table, token_mask, forced, capacity_limit and return_routing.
 
     """
     x = x if module.dtype is None else x.astype(module.dtype)

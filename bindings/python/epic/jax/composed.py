@@ -141,7 +141,7 @@ def plan_and_dispatch(
         chosen: [num_tokens, top_k] int32.
         x: [num_tokens, hidden].
         w: [num_tokens, top_k]: the weights of the choices.
-        placed: rank_of_expert and logical_of_expert.
+        placed: rank_of_expert, logical_of_expert and capacity_limit.
         after: channel, after and max_sms, as for `plan`.
 
     Returns:
@@ -193,7 +193,7 @@ def compose_layer(
         x: [num_tokens, hidden].
         weights: the weights of this device.
         extras: the checked arguments token_ids, table, forced, forced_weights, token_mask,
-            rank_of_expert and logical_of_expert.
+            rank_of_expert, logical_of_expert and capacity_limit.
         after: channel, after and max_sms, as for `plan`.
 
     Returns:
@@ -201,7 +201,8 @@ def compose_layer(
 
     """
     logits = router_logits(x, weights)
-    placed = {name: extras.pop(name) for name in ("rank_of_expert", "logical_of_expert")}
+    names = ("rank_of_expert", "logical_of_expert", "capacity_limit")
+    placed = {name: extras.pop(name) for name in names}
     mask = extras.pop("token_mask")
     chosen, w = choose(options, logits, weights.bias, **extras)
     if mask is not None:

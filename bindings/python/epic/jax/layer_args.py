@@ -112,8 +112,9 @@ class MoeOut(NamedTuple):
         return self.load if self.logical_load is None else self.logical_load
 
 
-# The number of arrays token_ids, table, rank_of_expert, logical_of_expert and forced ids.
-NUM_TABLES = 5
+# The number of arrays token_ids, table, rank_of_expert, logical_of_expert, forced ids and
+# capacity_limit.
+NUM_TABLES = 6
 
 # The order of the weights in the handlers' arguments.
 WEIGHT_ORDER = (

@@ -92,6 +92,7 @@ class MoEBlock(nn.Module):
         token_mask: Any = None,
         *,
         forced: Any = None,
+        capacity_limit: Any = None,
     ) -> tuple[Any, Any]:
         """Run the layer.
 
@@ -101,13 +102,14 @@ class MoEBlock(nn.Module):
             table: [rows, top_k].
             token_mask: [B, ...] bool: False for padding tokens.
             forced: a `Routing` of [B, ..., top_k], or ids alone; see `epic.jax.moe`.
+            capacity_limit: int32 without dimensions; see `epic.jax.moe`.
 
         Returns:
             out [B, ..., hidden] and the loss [].
 
         """
         tokens: dict[str, Any] = {"token_ids": token_ids, "table": table}
-        tokens |= {"token_mask": token_mask}
+        tokens |= {"token_mask": token_mask, "capacity_limit": capacity_limit}
         block.check_module(self.mesh, self.group, self.options, self.biases)
         weights, bias = self.weights(), None
         if self.bias_rate:

@@ -113,8 +113,8 @@ def run_layer(
         x: [num_tokens, hidden].
         weights: the weights of this device.
         forced_weights: [num_tokens, top_k] or None: the weights of the forced ids.
-        ints: token_ids, table, rank_of_expert, logical_of_expert, forced ids, channel, then the
-            arrays to wait for.
+        ints: token_ids, table, rank_of_expert, logical_of_expert, forced ids, capacity_limit,
+            channel, then the arrays to wait for.
 
     Returns:
         out, loss [1], load, demand, logical_load or None, record, then ids and weights, or None
@@ -140,7 +140,8 @@ def run_layer_forward(
     if static.options.experts.weight_type == "e4m3":
         given = replace_experts(weights, e4m3.round_weights(x, expert_weights_of(weights)))
     arrays = [getattr(given, name) for name in WEIGHT_ORDER]
-    operands = [x, *arrays, *ints[:NUM_TABLES], forced_weights]
+    *tables, limit = ints[:NUM_TABLES]
+    operands = [x, *arrays, *tables, forced_weights, limit]
     operands += [*site_and_rank(static.group, x, *ints[NUM_TABLES:]), *ints[NUM_TABLES:]]
     out = call_handler("moe", results, operands, static.group, **static.attributes())
     saved_here = out[7]
@@ -327,6 +328,7 @@ def moe(
     return_routing: bool = False,
     rank_of_expert: Any = None,
     logical_of_expert: Any = None,
+    capacity_limit: Any = None,
     grouped_gemm: GroupedGemm | None = None,
     fsdp_axes: Sequence[str] = (),
     tensor_axis: str | None = None,
@@ -369,6 +371,9 @@ def moe(
         logical_of_expert: [num_experts] integers, with `Layer.num_logical`: the logical expert of
             which each expert is a replica.  The gradients of replicas are summed, so equal weights
             stay equal.
+        capacity_limit: an int32 array without dimensions.  This device then has
+            min(`options.capacity`, capacity_limit) slots, at least one.  It may be traced: a
+            program with another limit is not compiled again.
         grouped_gemm: a function like `jax.lax.ragged_dot`, called with rows [slots, k], weights
             [experts, k, n] and sizes [experts], that returns [slots, n].  None: the core's
             products.
@@ -442,7 +447,7 @@ def moe(
         more = {"token_ids": token_ids, "table": table, "token_mask": token_mask}
         more |= {"forced": forced, "return_routing": return_routing}
         more |= {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
-        more |= {"grouped_gemm": grouped_gemm}
+        more |= {"capacity_limit": capacity_limit, "grouped_gemm": grouped_gemm}
         more |= {"fsdp_axes": fsdp_axes, "loss_axes": loss_axes, "channel": channel, "after": after}
         more |= {"max_sms": max_sms}
         found = moe(group, options, x, weights, **more)
@@ -479,12 +484,14 @@ def moe(
     token_ids, table = routing.as_ids(token_ids, table, options.router.top_k, x.shape[:-1])
     routing.refuse_both(token_ids, forced)
     forced_ids, forced_weights = as_forced(options.router, forced, x)
+    limit = steps.as_capacity_limit(capacity_limit)
     mask = as_token_mask(options, token_mask, x)
     rows = rows if mask is None else jnp.where(mask[:, None], rows, 0)
     if grouped_gemm is not None or options.quantize is not None or mask is not None:
         extras = {"token_ids": token_ids, "table": table, "token_mask": mask}
         extras |= {"forced": forced_ids, "forced_weights": forced_weights}
         extras |= {"rank_of_expert": owners, "logical_of_expert": logical}
+        extras |= {"capacity_limit": None if limit is None else limit.reshape(())}
         order = {"channel": channel, "after": after, "max_sms": max_sms}
         out, plan, logits, chosen, w = compose_layer(
             group, options, grouped_gemm, rows, weights, extras, order
@@ -506,6 +513,7 @@ def moe(
         owners,
         logical,
         forced_ids,
+        limit,
         steps.as_channel(channel),
         *steps.ordering_deps(after),
     ]

@@ -136,6 +136,7 @@ class MoEBlock(nnx.Module):
         token_mask: Any = None,
         *,
         forced: Any = None,
+        capacity_limit: Any = None,
     ) -> tuple[Any, Any]:
         """Run the layer.
 
@@ -145,12 +146,14 @@ class MoEBlock(nnx.Module):
             table: [rows, top_k].
             token_mask: [B, ...] bool: False for padding tokens.
             forced: a `Routing` of [B, ..., top_k], or ids alone; see `epic.jax.moe`.
+            capacity_limit: int32 without dimensions; see `epic.jax.moe`.
 
         Returns:
             out [B, ..., hidden] and the loss [].
 
         """
-        out = self.moe(x, token_ids, table, token_mask, forced=forced)
+        more = {"forced": forced, "capacity_limit": capacity_limit}
+        out = self.moe(x, token_ids, table, token_mask, **more)
         return out.out, out.loss
 
     def moe(
@@ -161,13 +164,14 @@ class MoEBlock(nnx.Module):
         token_mask: Any = None,
         *,
         forced: Any = None,
+        capacity_limit: Any = None,
         return_routing: bool = False,
     ) -> MoeOut:
         """Run the layer; return its MoeOut, which also has the load and the demand."""
         if forced is None and self.replay_routing:
             forced = self.topk_idx[...]
         tokens: dict[str, Any] = {"token_ids": token_ids, "table": table}
-        tokens |= {"token_mask": token_mask, "forced": forced}
+        tokens |= {"token_mask": token_mask, "forced": forced, "capacity_limit": capacity_limit}
         tokens["return_routing"] = return_routing or self.record_routing
         weights = {name: getattr(self, name)[...] for name in self.names}
         bias = self.expert_bias[...] if self.bias_rate else None

@@ -203,7 +203,8 @@ def moe(
             over this axis, and each device gets the output of its own tokens.  That sends half the
             bytes of a sum over the axis.
         loss_axes: other mesh axes whose tokens also count in the losses.
-        **more: other arguments of `epic.jax.moe`: grouped_gemm, channel, after, max_sms.
+        **more: other arguments of `epic.jax.moe`: capacity_limit, grouped_gemm, channel, after,
+            max_sms.  All devices have the same capacity_limit.
 
     Returns:
         MoeOut: `loss` is one number: the mean of the losses of all groups.  With loss_axes it is
