@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.fsdp import fully_shard
 
 import epic.torch
@@ -128,6 +130,37 @@ def test_saved_in_another_form(world: World, ep: int, fsdp: bool, tmp_path: Path
     losses, _ = world.run(save_run, ep, fsdp, "adamw", folder, "sync")[0]
     for again, _ in world.run(resume_run, 4, False, "adamw", folder):
         assert again == pytest.approx(losses, rel=1e-10)
+
+
+def load_model(_: int, folder: str) -> tuple[torch.Tensor, int]:
+    """Load the parameters of the model alone; return those of this rank's experts."""
+    with group_of(2) as group:
+        model: Any = Model(group)
+        model.moe.reset_parameters(seed=5)
+        state = epic.torch.TrainingState(model, meshes[2]["ep"])
+        planner = DefaultLoadPlanner(allow_partial_load=True)  # the file has no counts of choices
+        dcp.load({"train": state}, checkpoint_id=folder, planner=planner)
+        return model.moe.w_down.detach(), group.rank
+
+
+@pytest.mark.night
+def test_single_file(world: World, tmp_path: Path) -> None:
+    """Check that one file holds the experts of all ranks, and that 2 ranks can load it."""
+    files = pytest.importorskip("safetensors.torch", reason="there is no safetensors package")
+    saved, file, again = (tmp_path / name for name in ("saved", "whole.pt", "again"))
+    losses, _ = world.run(save_run, 4, False, "adamw", os.fspath(saved), "sync")[0]
+    dcp_to_torch_save(saved, file)
+    whole = torch.load(file)["train"]
+    assert whole["optimizer"]["moe.w_down/exp_avg"].shape == (8, 12, 20)
+    torch_save_to_dcp(file, again)
+    for found, _ in world.run(resume_run, 2, False, "adamw", os.fspath(again)):
+        assert found == pytest.approx(losses, rel=1e-10)
+
+    files.save_file(whole["model"], tmp_path / "model.safetensors")
+    model = files.load_file(tmp_path / "model.safetensors")
+    dcp.save({"train": {"model": model}}, checkpoint_id=tmp_path / "model", no_dist=True)
+    for experts, rank in world.run(load_model, os.fspath(tmp_path / "model")):
+        assert torch.equal(experts, whole["model"]["moe.w_down"][4 * rank : 4 * rank + 4])
 
 
 def save_counts(rank: int, folder: str) -> None:

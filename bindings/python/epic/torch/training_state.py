@@ -268,5 +268,7 @@ def fill_missing_state(optimizer: torch.optim.Optimizer) -> None:
         parameter.grad = gradient
     for parameter in every:
         for value in optimizer.state[parameter].values():
-            if isinstance(value, Tensor):
-                value.zero_()
+            local = value.to_local() if hasattr(value, "to_local") else value  # of a DTensor
+            # The 8-bit tensors of torchao have no zero_, but they are already zero.
+            if type(local) is Tensor:
+                local.zero_()
