@@ -3,14 +3,18 @@
 
 import contextlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron compiles small functions, which takes time
 
+import megatron.core
 import torch
 from megatron.core.tensor_parallel import random
 from torch.overrides import TorchFunctionMode
+
+FOLDERS = tuple(megatron.core.__path__)
 
 
 def use_cpu() -> None:
@@ -22,8 +26,22 @@ def use_cpu() -> None:
     random.CudaRNGStatesTracker.fork = lambda *_, **__: same()  # type: ignore[method-assign]
 
 
+def widen(value: Any) -> Any:
+    """Return float64 in place of float32, and other values unchanged."""
+    return torch.float64 if value is torch.float32 else value
+
+
 class OnCpu(TorchFunctionMode):
-    """A context in which tensors are on the CPU that Megatron wants on a GPU."""
+    """A context in which tensors are on the CPU that Megatron wants on a GPU.
+
+    Args:
+        is_wide: Whether Megatron's own code gets float64 where it asks for float32, as for the
+            probabilities of the router and for the loss.  It has no option for that.
+    """
+
+    def __init__(self, is_wide: bool = False) -> None:
+        super().__init__()
+        self.is_wide = is_wide
 
     def __torch_function__(
         self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -36,4 +54,8 @@ class OnCpu(TorchFunctionMode):
             return "torch.cuda.FloatTensor"
         if "cuda" in str(kwargs.get("device")):
             kwargs = {**kwargs, "device": "cpu"}
+        if self.is_wide and sys._getframe(1).f_code.co_filename.startswith(FOLDERS):
+            function = torch.Tensor.double if function is torch.Tensor.float else function
+            args = tuple(map(widen, args))
+            kwargs = {name: widen(value) for name, value in kwargs.items()}
         return function(*args, **kwargs)

@@ -35,6 +35,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -56,7 +57,7 @@ class Norm(torch.nn.RMSNorm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps)
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
@@ -69,7 +70,7 @@ def make_config(args: argparse.Namespace) -> TransformerConfig:
         ffn_hidden_size=64,
         num_moe_experts=8,
         moe_router_topk=2,
-        moe_router_dtype="fp32",
+        moe_router_dtype="fp64" if args.float64 else "fp32",
         moe_router_load_balancing_type="none",
         moe_ffn_hidden_size=32,
         moe_token_dispatcher_type="allgather",  # "alltoall" needs a GPU
@@ -77,6 +78,7 @@ def make_config(args: argparse.Namespace) -> TransformerConfig:
         sequence_parallel=args.tp > 1,
         expert_model_parallel_size=args.ep,
         expert_tensor_parallel_size=1,
+        params_dtype=torch.float64 if args.float64 else torch.float32,
         calculate_per_token_loss=True,
         normalization="RMSNorm",
         gated_linear_unit=True,
@@ -92,6 +94,18 @@ def make_config(args: argparse.Namespace) -> TransformerConfig:
     )
 
 
+def separate_experts(model: GPTModel) -> None:
+    """Give the experts an optimizer of their own also if no expert parallelism divides them.
+
+    Megatron does that only with expert parallelism, and cannot load the state of two optimizers
+    into one.
+    """
+    for module in model.modules():
+        if isinstance(module, BaseMoELayer):
+            for parameter in module.experts.parameters():
+                parameter.allreduce = False  # type: ignore[attr-defined]
+
+
 def make_model(args: argparse.Namespace) -> DistributedDataParallel:
     """Return the model, with EPIC's dispatcher in each layer."""
     config = make_config(args)
@@ -105,6 +119,7 @@ def make_model(args: argparse.Namespace) -> DistributedDataParallel:
         max_sequence_length=LENGTH,
         position_embedding_type="rope",
     )
+    separate_experts(model)
     if not args.own:
         tokens = SEQUENCES // MICROBATCHES * LENGTH // dist.get_world_size()
         use_epic(model, max_tokens=tokens)
@@ -247,7 +262,7 @@ class Run:
             dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
             if dist.get_rank() == 0:
                 loss = total[0] / total[1]
-                print(f"step {self.step} loss {loss:.8f} norm {float(norm):.8f}", flush=True)
+                print(f"step {self.step} loss {loss:.12f} norm {float(norm):.8f}", flush=True)
 
 
 def main() -> None:
@@ -261,9 +276,12 @@ def main() -> None:
         "--parameters-of", help="a checkpoint; a new run begins with its parameters"
     )
     parser.add_argument("--own", action="store_true", help="use Megatron's own dispatcher")
+    parser.add_argument("--float64", action="store_true", help="compute in float64; only on CPUs")
     parser.add_argument("--plain", action="store_true", help="use no distributed optimizer")
     args = parser.parse_args()
     with_gpu = torch.cuda.is_available()
+    if args.float64 and with_gpu:
+        parser.error("--float64 works only on CPUs: hide the GPUs with CUDA_VISIBLE_DEVICES=")
     dist.init_process_group("nccl" if with_gpu else "gloo")
     args.ep = args.ep or dist.get_world_size()
     parallel_state.initialize_model_parallel(
@@ -277,7 +295,7 @@ def main() -> None:
     else:
         megatron_cpu.use_cpu()
     megatron_adam.fix_optimizer()
-    with contextlib.nullcontext() if with_gpu else megatron_cpu.OnCpu():
+    with contextlib.nullcontext() if with_gpu else megatron_cpu.OnCpu(args.float64):
         run = Run(args)
         run.train(args.steps)
         run.save()
