@@ -10,6 +10,7 @@ The last line that this program prints is "right".
 
 import ctypes
 import itertools
+import os
 import sys
 import threading
 import traceback
@@ -43,6 +44,7 @@ from parts import (
 from reference import relative
 
 RANKS = 2
+COMMS = (ctypes.c_void_p * RANKS)()  # communicators of the NCCL of tests/emulator
 GPU = ctypes.CDLL("libemulator.so")  # preloaded in place of the CUDA runtime
 open_on_host = groups.open_on
 
@@ -126,6 +128,22 @@ def case_layer_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> Non
                 assert x.grad is not None
                 results.append([out, loss, x.grad, *(p.grad for p in layer.parameters())])
             agree(results[0], results[1], 2e-5)
+
+
+def case_nccl(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check groups over an NCCL communicator: on GPUs, and on CPUs with a pointer of ctypes."""
+    rank = on_gpu.rank
+    on_gpu.close()  # it has all SMs
+    wish: dict[str, Any] = {**SIZES, "device": "cpu"}  # torch has no CUDA here
+    for backend, comm in (("p2p", COMMS[rank]), ("threads", ctypes.c_void_p(COMMS[rank]))):
+        over = epic.torch.Nccl(comm)
+        assert over.comm == COMMS[rank]
+        with epic.torch.Group(bootstrap=over, backend=backend, **wish) as group:
+            assert (group.rank, group.num_ranks, group.backend) == (rank, RANKS, backend)
+            assert same(steps_of(group), steps_of(on_host))
+    other = epic.torch.Nccl(COMMS[1 - rank])
+    device = f"the current device is {rank}: must be {1 - rank}"
+    told(lambda: epic.torch.Group(bootstrap=other, **wish), device)
 
 
 def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
@@ -488,6 +506,8 @@ def main() -> int:
     groups.open_on = open_on
     groups.choose_backend = lambda device, requested: requested
     names = [name for name in sys.argv[1:] if name != "quick"] or list(CASES)
+    if "nccl" in names:
+        assert ctypes.CDLL(os.environ["EPIC_NCCL"]).ncclCommInitAll(COMMS, RANKS, None) == 0
     bootstraps = {(n, b): epic.torch.threads(RANKS) for n in names for b in ("p2p", "threads")}
     failures = []
 

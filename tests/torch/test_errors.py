@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that every rank gets each error within the time limit, with the text of the core."""
 
+import ctypes
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +26,7 @@ from world import World
 
 SLACK = int(os.environ.get("EPIC_TEST_SLACK_MS", "0")) / 1000
 NOTICED = 1 + SLACK  # the limit of the fault tests, in seconds
+NCCL: dict[str, Any] = {"bootstrap": epic.torch.Nccl(1 << 40), "device": "cpu"}
 
 
 def told(call: Callable[[], Any], code: str, *words: str) -> str:
@@ -160,6 +164,8 @@ def test_options() -> None:
             {"rank": 1, "bootstrap": epic.torch.threads(2)[0]},
             "must be rank 0 of 2, as in bootstrap",
         ),
+        ({"rank": 1, **NCCL}, "rank is 1 and num_ranks is 1 with bootstrap=Nccl(...)"),
+        ({"num_ranks": 2, **NCCL}, "num_ranks is 2 with bootstrap=Nccl(...)"),
         ({"name": None}, "name is None: must be a str"),
         ({"name": "a\0b"}, "name is 'a\\x00b': must not contain a NUL"),
         ({"name": "a\udc80"}, "must be text that UTF-8 can encode"),
@@ -173,6 +179,29 @@ def test_options() -> None:
         with pytest.raises(EpicArgumentError) as caught:
             alone(**options)
         assert text in str(caught.value), caught.value
+
+
+def test_nccl() -> None:
+    """Check the errors of Nccl, and of a group over it in a process that has no NCCL."""
+    for wrong in (None, 0, 7, -5, 2.0, "comm", True, ctypes.c_void_p(None)):
+        with pytest.raises(EpicArgumentError, match=r"comm is .*: must be an initialized ncclComm"):
+            epic.torch.Nccl(wrong)
+    assert epic.torch.Nccl(ctypes.c_void_p(1 << 40)) == epic.torch.Nccl(1 << 40)
+    program = (
+        "import epic.torch\n"
+        "wish = {'max_tokens': 8, 'max_row_bytes': 64, 'device': 'cpu'}\n"
+        "try:\n"
+        "    epic.torch.Group(bootstrap=epic.torch.Nccl(1 << 40), **wish)\n"
+        "except epic.EpicError as error:\n"
+        "    print(error.code)\n"
+        "with epic.torch.Group(num_ranks=1, **wish) as group:\n"
+        "    print(group.num_ranks)\n"
+    )
+    # If there are kernels, the path of a library that is not NCCL leads to the same error.
+    environment = os.environ | {"EPIC_NCCL": "libm.so.6"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["EPIC_ENOTSUP", "1"], done.stdout + done.stderr
 
 
 def test_tcp_with_nul() -> None:

@@ -20,7 +20,7 @@ from epic.options import check_int, encode_text
 Exchange = Callable[[int, bytes], list[bytes]]
 ETIMEOUT, EPEER = 4, 8
 WORLD = "world"  # the value of native= that means MPI_COMM_WORLD
-LEAST_ADDRESS = 4096  # a smaller number cannot be the address of an MPI_Comm
+LEAST_ADDRESS = 4096  # a smaller number cannot be the address of a communicator
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,37 @@ class Tcp:
             encode_text("secret", self.secret)
         if not 1 <= check_int("port", self.port) <= 65535:
             raise EpicArgumentError(f"port is {self.port}: must be from 1 to 65535")
+
+
+@dataclass(frozen=True)
+class Nccl:
+    """A bootstrap over an NCCL communicator of your program, which stays yours.
+
+    The group has the ranks of the communicator. EPIC calls only ncclAllGather, for a few kilobytes,
+    and only while the group opens. Meanwhile no other thread may use the communicator. Your own
+    collectives on it must come before or after the opening in the same order on all ranks. The
+    group's device must be the device of the communicator. On a CPU group the current CUDA device
+    must be this device.
+
+    EPIC calls the NCCL that the process has loaded. If it has loaded several, set the environment
+    variable EPIC_NCCL to the path of the one that made the communicator.
+
+    Attributes:
+        comm: The ncclComm_t as an int or as a ctypes.c_void_p. For example, the attribute `comm` of
+            CuPy's NcclCommunicator.
+    """
+
+    comm: Any
+
+    def __post_init__(self) -> None:
+        given = self.comm
+        address = given.value if isinstance(given, ctypes.c_void_p) else given
+        if type(address) is not int or address < LEAST_ADDRESS:
+            raise EpicArgumentError(
+                f"comm is {given!r}: must be an initialized ncclComm_t, as an int or a "
+                "ctypes.c_void_p"
+            )
+        object.__setattr__(self, "comm", address)
 
 
 class Bootstrap:
@@ -138,6 +169,14 @@ def by_mpi(comm: int | None, timeout_ms: int) -> Bootstrap:
     """
     struct = _native.Bootstrap()
     _native.check(_native.core().epic_bootstrap_mpi(ctypes.addressof(struct), comm, timeout_ms))
+    return Bootstrap(struct)
+
+
+def by_nccl(nccl: Nccl, timeout_ms: int) -> Bootstrap:
+    """Return a bootstrap over an NCCL communicator, whose device is the current one."""
+    struct = _native.Bootstrap()
+    core = _native.core()
+    _native.check(core.epic_bootstrap_nccl(ctypes.addressof(struct), nccl.comm, timeout_ms))
     return Bootstrap(struct)
 
 

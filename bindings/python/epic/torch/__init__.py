@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Expert parallelism as PyTorch functions, on EPIC's C core.  docs/guide/torch.md is the guide."""
 
-from epic.bootstrapping import Tcp
+from epic.bootstrapping import Nccl, Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicNonFiniteError, EpicUnsupportedError
 from epic.invariance import Difference, InvarianceReport
 from epic.options import Experts, Layer, Moe, Router
@@ -62,6 +62,7 @@ __all__ = [
     "Moe",
     "MoeOut",
     "MoeWeights",
+    "Nccl",
     "Plan",
     "Router",
     "Routing",

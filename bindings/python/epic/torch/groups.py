@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from epic import _native, bootstrapping, endings, store
-from epic.bootstrapping import Bootstrap, Exchange, Tcp
+from epic.bootstrapping import Bootstrap, Exchange, Nccl, Tcp
 from epic.errors import EpicArgumentError, EpicError
 from epic.options import (
     INT64_MAX,
@@ -169,6 +169,15 @@ def choose_bootstrap(
 
     The arguments are those of `Group`, with process_group in place of ranks.
     """
+    if isinstance(bootstrap, Nccl):
+        if rank or num_ranks is not None:
+            raise EpicArgumentError(
+                f"rank is {rank} and num_ranks is {num_ranks} with bootstrap=Nccl(...): must be "
+                "left out, because the communicator contains both"
+            )
+        with current_device(device):
+            made = bootstrapping.by_nccl(bootstrap, timeout_ms)
+        return made, made.struct.rank, made.struct.num_ranks
     if isinstance(bootstrap, Bootstrap):
         mine, count = bootstrap.struct.rank, bootstrap.struct.num_ranks
         if (rank or mine) != mine or (num_ranks or count) != count:
@@ -220,12 +229,15 @@ def process_group_of(mesh: Any, dim: Any) -> Any:
     return mesh
 
 
-def choose_device(requested: Any, mesh: Any, process_group: Any) -> torch.device:
+def choose_device(
+    requested: Any, mesh: Any, process_group: Any, bootstrap: Any = None
+) -> torch.device:
     """Return the requested device, else that of the mesh or of the process group's backend.
 
-    Without all of them the result is the CPU. "cuda" without an index is the current GPU.
+    Without all of them the result is the CPU, or with an NCCL communicator the current GPU. "cuda"
+    without an index is the current GPU.
     """
-    kind = getattr(mesh, "device_type", None)
+    kind = "cuda" if isinstance(bootstrap, Nccl) else getattr(mesh, "device_type", None)
     if requested is None and kind is None and process_group is not None:
         has_store = store_of(process_group) is not None
         backend = dist.get_backend(process_group) if has_store else process_group.name()
@@ -243,9 +255,14 @@ def choose_backend(device: torch.device, requested: str | None) -> str | None:
     return backend_for(device.type == "cuda", requested)
 
 
+def current_device(device: torch.device) -> Any:
+    """Return a context manager that makes a GPU the current one; does nothing for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 def open_on(device: torch.device, bootstrap: Bootstrap, config: Any) -> int:
     """Open the context of this rank on its device."""
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with current_device(device):
         return bootstrapping.open_context(bootstrap, config)
 
 
@@ -279,10 +296,10 @@ class Group:
         max_tokens: Largest number of tokens that a rank passes to one call; equal on all ranks.
         max_row_bytes: Bytes of the widest row: hidden * bytes per element.
         device: torch.device or its name. None: the device of the mesh, the current GPU for a
-            process group of backend nccl, else the CPU.
+            process group of backend nccl and for `Nccl`, else the CPU.
         bootstrap: How ranks find each other without torch.distributed. Either `Tcp(...)`, or a
             function (rank, bytes) that returns a list with the bytes of every rank; both need rank=
-            and num_ranks=. Or one element of `threads(n)`.
+            and num_ranks=. Or `Nccl(comm)`, or one element of `threads(n)`.
         rank: Rank of this process; only with bootstrap=.
         num_ranks: Number of ranks; only with bootstrap=. Without bootstrap=, num_ranks=1 makes a
             group of this process only.
@@ -325,7 +342,7 @@ class Group:
         max_tokens: int,
         max_row_bytes: int,
         device: Any = None,
-        bootstrap: Tcp | Exchange | Bootstrap | None = None,
+        bootstrap: Tcp | Nccl | Exchange | Bootstrap | None = None,
         rank: int = 0,
         num_ranks: int | None = None,
         name: str = "epic",
@@ -347,7 +364,7 @@ class Group:
         over_processes = process_group is not None and bootstrap is None and num_ranks is None
         has_store = over_processes and store_of(process_group) is not None
         self.process_ranks = dist.get_process_group_ranks(process_group) if has_store else None
-        self.device = choose_device(device, ranks, process_group)
+        self.device = choose_device(device, ranks, process_group, bootstrap)
         backend = choose_backend(self.device, backend)
         self.on_gpu = backend in ON_GPUS  # whether the core computes on the GPU
         wait = check_int("timeout_ms", timeout_ms) or DEFAULT_TIMEOUT_MS
