@@ -79,6 +79,42 @@ def without_store(rank: int) -> None:
             right(group, rank)
 
 
+class Wrapped(dist.ProcessGroup):
+    """A process group in Python, without a store and without the name of a backend.
+
+    Like those of libraries for fault tolerance, its all-gather needs the options.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner, self.calls = inner, 0
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
+        """Call the inner group."""
+        self.calls += 1
+        return self.inner.allgather(outputs, inputs, opts)
+
+
+def without_names(rank: int) -> None:
+    """Open groups over process groups that torch.distributed does not know: a subclass in Python,
+    and one that has a store but was not made by new_group."""
+    inner = dist.new_group([1, 3, 0, 2], backend="gloo")  # torch sorts the ranks
+    store = dist.PrefixStore("without_names", dist.distributed_c10d._get_default_store())
+    with_store = dist.ProcessGroup(store, rank, 4)
+    gloo = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=60))
+    kind = dist.ProcessGroup.BackendType.GLOO
+    with_store._register_backend(torch.device("cpu"), kind, gloo)
+    wrapped = Wrapped(inner)
+    for own in (wrapped, with_store, inner):
+        for _ in range(2):
+            with epic.torch.Group(own, **SIZES) as group:
+                assert (group.rank, group.num_ranks, group.device.type) == (rank, 4, "cpu")
+                right(group, rank)
+    assert wrapped.calls > 0
+    wish = {**SIZES, "max_tokens": 64 + rank // 3}
+    told(lambda: epic.torch.Group(wrapped, **wish), "EPIC_EMISMATCH", "max_tokens")
+
+
 def reopened(rank: int) -> None:
     """Open and close a group twenty times over the same process group."""
     for _ in range(20):
@@ -126,7 +162,10 @@ def different_sizes(rank: int) -> None:
     told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
 
 
-WHAT = [ways, without_store, reopened, not_one_of_them, late, opens_after_failures, different_sizes]
+WHAT = [
+    ways, without_store, without_names, reopened, not_one_of_them, late, opens_after_failures,
+    different_sizes,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WHAT)

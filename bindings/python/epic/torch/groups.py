@@ -116,8 +116,9 @@ def threads(num_ranks: int, timeout_ms: int = 0) -> list[Bootstrap]:
 def store_of(process_group: Any) -> Any:
     """Return the store of a process group; None if torch.distributed did not make the group."""
     try:
+        dist.get_process_group_ranks(process_group)  # KeyError: torch.distributed did not make it
         return process_group.get_group_store()
-    except (AttributeError, RuntimeError):
+    except (AttributeError, KeyError, RuntimeError, ValueError):
         return None
 
 
@@ -125,7 +126,9 @@ def gather_bytes(process_group: Any, device: torch.device, _: int, mine: bytes) 
     """Exchange bytes by the process group's own all-gather, on the device of the group."""
     sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     parts = [torch.empty_like(sent) for _ in range(process_group.size())]
-    process_group.allgather([parts], [sent]).wait()
+    # The all-gather of a process group in Python may need the options.
+    options = dist.distributed_c10d.AllgatherOptions()
+    process_group.allgather([parts], [sent], options).wait()
     return [bytes(part.tolist()) for part in parts]
 
 
@@ -288,15 +291,16 @@ class Group:
 
     Args:
         ranks: A torch.distributed ProcessGroup, or a DeviceMesh (with `dim` if it has several
-            dimensions). A ProcessGroup without a store, such as a ProcessGroupNCCL that your
-            program made itself, exchanges by all-gathers while the group opens. None: all
-            processes of torch.distributed if it is initialized, else those that torchrun's
-            environment variables describe, else only this process.
+            dimensions). A ProcessGroup that torch.distributed did not make, such as a
+            ProcessGroupNCCL of your program or a subclass in Python, exchanges bytes by its own
+            `allgather` while the group opens. None: all processes of torch.distributed if it is
+            initialized, else those that torchrun's environment variables describe, else only this
+            process.
         dim: Dimension of the DeviceMesh, by name or number.
         max_tokens: Largest number of tokens that a rank passes to one call; equal on all ranks.
         max_row_bytes: Bytes of the widest row: hidden * bytes per element.
         device: torch.device or its name. None: the device of the mesh, the current GPU for a
-            process group of backend nccl and for `Nccl`, else the CPU.
+            process group whose name contains "nccl" and for `Nccl`, else the CPU.
         bootstrap: How ranks find each other without torch.distributed. Either `Tcp(...)`, or a
             function (rank, bytes) that returns a list with the bytes of every rank; both need rank=
             and num_ranks=. Or `Nccl(comm)`, or one element of `threads(n)`.
