@@ -147,5 +147,5 @@ def test_refused(opened: Any) -> None:
     with pytest.raises(refused, match="logical_of_expert is None and num_logical is 8"):
         epic.jax.check_invariance(mesh, group, replicas, placed)
     tables["logical_of_expert"] = np.arange(16, dtype=np.int32) % 8
-    with pytest.raises(Exception, match="which also has a replica in another leaf"):
+    with pytest.raises(refused, match="is 0 for experts 0 and 8: with invariant=True replicas"):
         epic.jax.check_invariance(mesh, group, replicas, placed, **tables)

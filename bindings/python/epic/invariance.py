@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from epic.errors import EpicArgumentError
+from epic.options import Moe
+
 # The stages in the order in which a layer computes them. If bits differ in one stage, they usually
 # differ in all later stages too.
 STAGES = ("gate", "router", "dispatch", "product", "combine", "gradient")
@@ -67,6 +70,29 @@ class InvarianceReport:
 
 
 Rows = dict[str, np.ndarray]  # by stage: [num_tokens, bytes] uint8
+
+
+def check_replicas(options: Moe, logical_of_expert: Sequence[int]) -> None:
+    """Raise an error for replicas in several leaves, with which no layer is invariant.
+
+    The core checks the same on CPUs only.
+
+    Args:
+        options: The options of the layer.
+        logical_of_expert: The logical expert of each expert.
+    """
+    if not options.invariant:
+        return
+    of_leaf = options.layer.num_experts // options.layer.leaves
+    first: dict[int, int] = {}
+    for expert, logical in enumerate(logical_of_expert):
+        other = first.setdefault(logical, expert)
+        if expert // of_leaf != other // of_leaf:
+            raise EpicArgumentError(
+                f"logical_of_expert is {logical} for experts {other} and {expert}: with "
+                f"invariant=True replicas must be in one leaf ({of_leaf} consecutive experts); "
+                "pass a smaller `leaves`, or sum_order='tree' without invariant=True"
+            )
 
 
 def as_bytes(*parts: np.ndarray) -> np.ndarray:

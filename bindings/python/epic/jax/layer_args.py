@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from epic import invariance
 from epic.errors import EpicArgumentError
 from epic.jax import e4m3, placement, steps
 from epic.jax import router as routing
@@ -222,6 +224,15 @@ def as_weights_of_layer(options: Moe, x: Any, weights: MoeWeights) -> MoeWeights
     for name in {"w_gate", "b_gate"} & set(found):
         found[name] = found[name].astype(wide_dtype(x))
     return MoeWeights(**{**found, "bias": routing.as_bias(options.router, weights.bias)})
+
+
+def check_replicas(options: Moe, logical_of_expert: Any) -> None:
+    """Raise an error if invariant=True does not allow these replicas.
+
+    If logical_of_expert is traced, only the core can check it, on CPUs.
+    """
+    if logical_of_expert is not None and not isinstance(logical_of_expert, jax.core.Tracer):
+        invariance.check_replicas(options, np.asarray(logical_of_expert).tolist())
 
 
 def check_experts(group: Group, options: Moe, rank_of_expert: Any) -> None:

@@ -59,6 +59,7 @@ from epic.jax.layer_args import (
     as_forced,
     as_weights_of_layer,
     check_parts,
+    check_replicas,
     check_tokens,
     complete_options,
     expert_weights_of,
@@ -461,6 +462,7 @@ def moe(
         group, promise_distinct(options, table, forced), weights, rank_of_expert
     )
     owners, logical = steps.expert_tables(group, options.layer, owners, logical_of_expert)
+    check_replicas(options, logical_of_expert)
     e4m3.check_e4m3(options.experts, group.platform, x, weights.w_gate_up)
     weights = as_weights_of_layer(options, x, weights)
     if group.platform == "gpu":

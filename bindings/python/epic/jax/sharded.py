@@ -261,6 +261,7 @@ def moe(
         )
     check_divisible(mesh, "x", x, spec)
     steps.expert_tables(group, options.layer, rank_of_expert, logical_of_expert)
+    layer_args.check_replicas(options, logical_of_expert)
     if tensor_axis:
         tensor.check_tensor_axis(options, tensor_axis, mesh.shape[tensor_axis])
     check_weights(group, options, x, weights, rank_of_expert)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
+from epic.invariance import check_replicas
 from epic.options import Moe
 from epic.torch.arguments import ROW_TYPES, assume_constant_result
 from epic.torch.experts import GroupedMm
@@ -156,6 +157,7 @@ class MoE(nn.Module):
         # before each forward.
         self.load = None if bias_rate is None else load
         self.replicas = logical_of_expert
+        check_replicas(options, logical_of_expert or ())
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
         self.register_buffer("logical_of_expert", whose)
         mark_experts(self, group)
