@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the documentation: links, anchors, code blocks, commands and the picture.
+"""Checks the documentation: links, anchors, code blocks, commands, names and the picture.
 
 Links must lead to files and headings, every page must be in the menu of the site, C blocks must
 compile, Python blocks must parse, and commands must name targets, files and options that exist
-(commands.py).  With a library the whole C programs and the commands of docs/guide/traces.md run
-too, as one rank.
+(commands.py).  Names of EPIC in the tables of other-libraries.md must exist.  With a library the
+whole C programs and the commands of docs/guide/traces.md run too, as one rank.
 
 usage: check.py [--library LIBEPIC] CC [FLAG...]"""
 
@@ -126,6 +126,29 @@ def bad_excerpts() -> list[str]:
     return bad
 
 
+def bad_names() -> list[str]:
+    """Return the names of EPIC in the tables of other-libraries.md that do not exist."""
+    page = ROOT / "docs/reference/other-libraries.md"
+    headers = "".join(h.read_text(encoding="utf-8") for h in (ROOT / "include/epic").glob("*.h"))
+    in_c = set(re.findall(r"\w+", headers))
+    bad = []
+    for name in re.findall(
+        r"\b(?:epic_|EPIC_|epic\.(?:torch|jax)\.)[\w.]+", page.read_text("utf-8")
+    ):
+        parts = name.rstrip(".").split(".")
+        if parts[0] != "epic":  # a type, a field, a function or a constant of C
+            bad += [f"{page.name}: no {word} in the header" for word in set(parts) - in_c]
+            continue
+        classes = [i for i, part in enumerate(parts) if part[0].isupper()]
+        last = classes[0] if classes else len(parts) - 1  # after a class follow its methods
+        module, name = parts[:last], parts[last]
+        folder = ROOT / "bindings/python" / "/".join(module)
+        source = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+        if not source.exists() or f'"{name}"' not in source.read_text(encoding="utf-8"):
+            bad.append(f"{page.name}: no {name} in __all__ of {'.'.join(module)}")
+    return bad
+
+
 def bad_programs(compiler: list[str], library: Path) -> tuple[int, list[str]]:
     """Run the C blocks that have a main; count them, and return those that fail."""
     num, bad = 0, []
@@ -175,7 +198,7 @@ def has_mpi(compiler: list[str]) -> bool:
 
 def main() -> int:
     """Return 1 if something is wrong."""
-    bad = bad_links() + missing_pages() + bad_python() + bad_excerpts()
+    bad = bad_links() + missing_pages() + bad_python() + bad_excerpts() + bad_names()
     drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
     if drawn.returncode:
         bad.append("docs/step-*.svg: run tools/picture.py")
