@@ -149,6 +149,22 @@ static inline void both_ways(part *t, epic_context *ctx)
           epic_error(ctx));
 }
 
+/* Like both_ways(), but captures the calls in a graph and runs it once. */
+static inline void both_ways_captured(device_part *d, epic_context *ctx)
+{
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    must_succeed(cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal),
+                 "capture");
+    both_ways(d->t, ctx);
+    must_succeed(cudaStreamEndCapture(d->stream, &graph), "capture");
+    must_succeed(cudaGraphInstantiate(&exec, graph, 0), "a graph");
+    must_succeed(cudaGraphLaunch(exec, d->stream), "a graph");
+    must_succeed(cudaStreamSynchronize(d->stream), "a graph");
+    cudaGraphExecDestroy(exec);
+    cudaGraphDestroy(graph);
+}
+
 /* Makes the rank's part on the device and uses its stream once. */
 static inline device_part device_part_make(const problem *p, int rank,
                                            const epic_config *config)

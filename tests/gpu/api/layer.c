@@ -52,27 +52,12 @@ static void make_plan(device_part *d, epic_context *ctx)
         "a copy");
 }
 
-static void run_captured(device_part *d, epic_context *ctx)
-{
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    must_succeed(cudaStreamBeginCapture(d->stream, cudaStreamCaptureModeThreadLocal),
-                 "capture");
-    both_ways(d->t, ctx);
-    must_succeed(cudaStreamEndCapture(d->stream, &graph), "capture");
-    must_succeed(cudaGraphInstantiate(&exec, graph, 0), "a graph");
-    must_succeed(cudaGraphLaunch(exec, d->stream), "a graph");
-    must_succeed(cudaStreamSynchronize(d->stream), "a graph");
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
-}
-
 static void run_on_device(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
     device_part d = device_part_make(what, rank, config);
     if (planned) make_plan(&d, ctx);
     if (captured)
-        run_captured(&d, ctx);
+        both_ways_captured(&d, ctx);
     else
         both_ways(d.t, ctx);
     must_succeed(cudaStreamSynchronize(d.stream), "the layer");

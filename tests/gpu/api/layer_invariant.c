@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests EPIC_INVARIANT on GPUs: the rows of a token in out and d_x have the same bits for every
- * number of tokens and of ranks (moe_selection.h), and for every number of SMs. Odd seeds have
- * sizes for tensor cores. Also tests that arrays at other addresses, which would use other
- * kernels, are refused.
+ * number of tokens and of ranks (moe_selection.h), and for every number of SMs. Half of the
+ * calls run in a captured graph. Odd seeds have sizes for tensor cores. Also tests that arrays
+ * at other addresses, which would use other kernels, are refused.
  * usage: layer_invariant [cases] [p2p|hosts] */
 #define MOST_NUMBERS (1 << 10)
 #include "layer_part.h"
@@ -33,7 +33,10 @@ static void run_rank(void *what, int rank, epic_context *ctx, const epic_config 
     const problem *p = what;
     device_part d = device_part_make(p, rank, config);
     draw_sms_of_calls(d.t);
-    both_ways(d.t, ctx);
+    if (runs % 2)
+        both_ways_captured(&d, ctx);
+    else
+        both_ways(d.t, ctx);
     must_succeed(cudaStreamSynchronize(d.stream), "the layer");
     CHECK(epic_check(ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     device_part_end(&d);
