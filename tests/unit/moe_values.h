@@ -221,12 +221,13 @@ static inline void draw_limits(problem *p, uint32_t seed)
     }
 }
 
-/* Gives every second layer that supports it the flag EPIC_INVARIANT. */
+/* Gives every second layer that supports it the flag EPIC_INVARIANT. Random replicas of an expert
+ * may be in several leaves, which this flag does not allow. */
 static inline void choose_invariant(problem *p, uint32_t seed)
 {
     source s = source_of(seed + 4000000);
-    const bool supported =
-        p->layer.sum_order == EPIC_TREE && p->layer.overflow == EPIC_OVERFLOW_ERROR;
+    const bool supported = p->layer.sum_order == EPIC_TREE &&
+                           p->layer.overflow == EPIC_OVERFLOW_ERROR && !p->layer.num_logical;
     if (supported && below(&s, 2)) p->moe.flags |= EPIC_INVARIANT;
 }
 
