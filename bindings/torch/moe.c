@@ -20,7 +20,7 @@ typedef struct moe_job {
 } moe_job;
 
 /* Two flags in the argument layer_leaves, next to the flags of epic_moe (options.h). They are
- * not separate arguments, because torch allows at most 64 arguments. */
+ * not separate arguments, because torch allows at most 64 arguments, and moe_out has 64. */
 enum { FORCED_WEIGHTS = 1 << 29, WITH_ROUTING = 1 << 30 };
 
 /* Reads x and the weights of the layer. */

@@ -283,12 +283,17 @@ static void add_weights(call *c)
     for (int i = 0; i < 8; i++) add_none(c, ARG);
 }
 
-static int moe(handler *function)
+/* limit: capacity_limit, or NULL. */
+static int moe(handler *function, const int32_t *limit)
 {
     call *c = calloc(1, sizeof *c);
     add(c, ARG, XLA_FFI_DataType_F32, x, TOKENS, HIDDEN);
     add_weights(c);
-    for (int i = 0; i < 7; i++) add_none(c, ARG);
+    for (int i = 0; i < 6; i++) add_none(c, ARG);
+    if (limit)
+        add(c, ARG, XLA_FFI_DataType_S32, limit, 1, 0);
+    else
+        add_none(c, ARG);
     add_site(c);
     add_number(c);
     add(c, RESULT, XLA_FFI_DataType_F32, out, TOKENS, HIDDEN);
@@ -490,10 +495,16 @@ static void test_layer(epic_context *ctx)
     direct(ctx, true);
     const results wanted = taken();
     CHECK(wanted.demand == 3 && wanted.loss > 0);
-    CHECK(moe(epic_jax_cuda_moe) == 0 && moe_backward() == 0);
+    CHECK(moe(epic_jax_cuda_moe, NULL) == 0 && moe_backward() == 0);
     results got = taken();
     CHECK(memcmp(&got, &wanted, sizeof got) == 0);
-    CHECK(moe(epic_jax_no_graph_moe) == 0 && moe_backward() == 0);
+    CHECK(moe(epic_jax_no_graph_moe, NULL) == 0 && moe_backward() == 0);
+    got = taken();
+    CHECK(memcmp(&got, &wanted, sizeof got) == 0);
+    int32_t limit = 2; /* the layer needs 3 slots, and may not drop choices */
+    CHECK(moe(epic_jax_cuda_moe, &limit) != 0 && strstr(said, "has 2 slots and needs 3"));
+    limit = 3;
+    CHECK(moe(epic_jax_cuda_moe, &limit) == 0 && moe_backward() == 0);
     got = taken();
     CHECK(memcmp(&got, &wanted, sizeof got) == 0);
 }
