@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# Virtual environments for the tests of the Python packages; sourced by jax/run.sh and
-# torch/environments.sh.
-# shellcheck shell=sh
+# Virtual environments for the tests of the Python packages, in the folder $build.
+# shellcheck shell=sh disable=SC2154
 missing= # packages that pip could not install
+# The first process stores the bytecode of each module in $build/bytecode. Without it each process would
+# compile all modules again, which takes 4 s for torch and 3 s for JAX.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="$build/bytecode"
 
 works() { "$1" -c "import sys, venv, ensurepip; assert '%d.%d' % sys.version_info[:2] == '$2'" 2>/dev/null; }
 

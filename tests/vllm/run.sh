@@ -23,8 +23,6 @@ if ! cmp -s $wanted "$venv/pins"; then
 fi
 
 "$venv/bin/python" tests/vllm/entry_point.py "$build/vllm-entry"
-# Without compiled modules each process of vLLM would compile them again.
-unset PYTHONDONTWRITEBYTECODE
 export EPIC_LIBRARY_PATH="$build/lib" PYTHONPATH="$PWD/bindings/python:$build/vllm-entry"
 export CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_CACHE_ROOT="$build/vllm-cache"
