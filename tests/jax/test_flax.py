@@ -155,7 +155,7 @@ def test_gate_dtype(opened: Any) -> None:
     x = jnp.asarray(layers.arrays()[0])
 
     def run(module: Any, params: Any) -> Any:
-        return jax.grad(lambda p: (module.apply({"params": p}, x)[0] ** 2).sum())(params)
+        return jax.jit(jax.grad(lambda p: (module.apply({"params": p}, x)[0] ** 2).sum()))(params)
 
     wanted, found = run(usual, rounded), run(rounding, params)
     assert found["w_gate"].dtype == jnp.float32
