@@ -77,7 +77,7 @@ static void send_last(members *m, int to, int64_t now)
 }
 
 /* Makes the prepared decision the current generation. If the seat that sent it is not a
- * member of the new generation, its death would not break this generation, and nobody would
+ * member of the new generation, its death would not break this generation, and no seat would
  * pass the decision on. So this seat does that now. */
 static void enter_generation(members *m, int64_t now)
 {

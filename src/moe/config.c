@@ -123,15 +123,15 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
                          j->shared.weighting);
     if (j->row_bytes > config->max_row_bytes)
         return epic_fail(EPIC_EINVAL,
-                         "moe.experts.hidden is %lld: a row takes %lld bytes, "
-                         "config.max_row_bytes is %lld",
+                         "moe.experts.hidden is %lld: a row takes %lld bytes, which must be at "
+                         "most config.max_row_bytes %lld; open with more",
                          (long long)j->hidden, (long long)j->row_bytes,
                          (long long)config->max_row_bytes);
     if (j->is_f64 && j->top_k * 8 > config->max_row_bytes)
         return epic_fail(
             EPIC_EINVAL,
             "moe.layer.top_k is %u: with F64 rows its float64 weights take %lld bytes, "
-            "more than config.max_row_bytes %lld",
+            "which must be at most config.max_row_bytes %lld; open with more",
             layer->top_k, (long long)j->top_k * 8, (long long)config->max_row_bytes);
     return EPIC_OK;
 }

@@ -37,11 +37,11 @@ def step(group: Any, x: Any, w: Any, ids: Any, **more: Any) -> Any:
 WRONG: dict[str, tuple[Step, str]] = {
     "turned weights": (
         lambda g, x, w, ids: step(g, x, w.T, ids),
-        r"weights is float32\[3, 6\]: must be a float type \[..., top_k 3\]",
+        r"weights is float32\[3, 6\]: must be of shape \[..., top_k 3\]",
     ),
     "flat weights": (
         lambda g, x, w, ids: step(g, x, w.reshape(-1), ids),
-        r"weights is float32\[18\]: must be a float type \[..., top_k 3\]",
+        r"weights is float32\[18\]: must be of shape \[..., top_k 3\]",
     ),
     "tokens in another order": (
         lambda g, x, w, ids: step(g, x.reshape(3, 2, HIDDEN), w, ids.reshape(2, 3, TOP_K)),

@@ -178,7 +178,7 @@ def test_what_cannot_be(opened: Any) -> None:
     with pytest.raises(epic.jax.EpicArgumentError, match="given if num_logical is above 0"):
         epic.jax.plan(group, epic.jax.Layer(8, 3), ids, logical_of_expert=TWELVE)
     with pytest.raises(
-        epic.jax.EpicArgumentError, match=r"int32\[10\]: must be integers \[num_experts 12\]"
+        epic.jax.EpicArgumentError, match=r"int32\[10\]: must be of shape \[num_experts 12\]"
     ):
         epic.jax.plan(group, layer, ids, logical_of_expert=TEN)
     with pytest.raises(epic.jax.EpicArgumentError, match=r"num_logical is 13"):

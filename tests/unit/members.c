@@ -53,7 +53,7 @@ static void one_dies(void)
     }
 }
 
-/* Nobody is dead: the call is a barrier, and needs no patience. */
+/* If all members live, the call is a barrier, and no seat waits for its patience to end. */
 static void nobody_dies(void)
 {
     sim *s = sim_new(3);
@@ -98,7 +98,7 @@ static void leader_dies_amid_commits(void)
     }
 }
 
-/* A stopped seat is evicted by the majority, and is told so when it wakes. */
+/* The majority evicts a stopped seat. When it wakes, it receives that decision. */
 static void stopped_is_evicted(void)
 {
     for (int stopped = 0; stopped < 5; stopped++) {

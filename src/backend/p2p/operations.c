@@ -70,8 +70,11 @@ static epic_result check_type(uint32_t type)
 static epic_result check_row(const epic_group *g, const char *name, int64_t row_bytes)
 {
     if (row_bytes <= g->config.max_row_bytes) return EPIC_OK;
-    return epic_fail(EPIC_EINVAL, "%s.row_bytes is %lld: config.max_row_bytes is %lld", name,
-                     (long long)row_bytes, (long long)g->config.max_row_bytes);
+    return epic_fail(
+        EPIC_EINVAL,
+        "%s.row_bytes is %lld: must be at most config.max_row_bytes %lld; open with "
+        "more",
+        name, (long long)row_bytes, (long long)g->config.max_row_bytes);
 }
 
 /* -------------------------------------------------------------------------------- plan ---- */

@@ -90,6 +90,8 @@ def check_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) ->
         ) from error
     right = dtype.name in dtypes and any(has_shape(value.shape, shape) for shape in shapes)
     if not right:
+        if dtype.name in dtypes and all(shapes):  # only the shape is wrong
+            needed = "of shape " + " or ".join(show_shape(shape) for shape in shapes)
         raise EpicArgumentError(f"{name} is {dtype}{list(value.shape)}: must be {needed}")
     return value
 

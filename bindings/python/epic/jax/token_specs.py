@@ -59,7 +59,7 @@ def check_divisible(mesh: Mesh, name: str, x: Any, spec: P) -> None:
         if x is not None and dimension < x.ndim and x.shape[dimension] % count:
             raise EpicArgumentError(
                 f"{name} has the shape {tuple(x.shape)}: dimension {dimension} must be a multiple "
-                f"of {count}, the number of devices of {axes!r}"
+                f"of {count}, the number of devices on the mesh axis {axes!r}"
             )
 
 
