@@ -63,6 +63,9 @@ run gpu_check 2 1 processes 10 $((SEED + 9800)) usual windows
 run gpu_check 16 1 threads 20 $((SEED + 16000))
 run gpu_check 16 1 threads 20 $((SEED + 16300)) lowlat
 run gpu_check 32 1 threads 5 $((SEED + 32000))
+for ranks in 1 2 4 8; do run gpu_check_many_ranks $ranks 1 threads 20 $((SEED + ranks * 1000 + 40)); done
+run gpu_check_many_ranks 32 1 threads 5 $((SEED + 32040))
+run gpu_check_many_ranks 34 1 17 1 $((SEED + 34000)) small # two processes of 17 ranks
 EPIC_TEST_SCALE=0.1 LIMIT=300 run conformance_p2p 16
 run gpu_check 4 1 threads "$CASES" $((SEED + 9000)) tight
 run gpu_check 2 1 processes 10 $((SEED + 9500))

@@ -287,7 +287,7 @@ static int run_scenario(void)
 {
     const team t = {.num_ranks = now_played->ranks,
                     .num_gpus = now_played->ranks,
-                    .processes = !HOSTS,
+                    .ranks_per_process = HOSTS ? 0 : 1,
                     .max_tokens = TOKENS,
                     .lowlat_tokens = TEAM_LOWLAT_TOKENS,
                     .max_row_bytes = ROW,
