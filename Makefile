@@ -12,7 +12,7 @@ CTEST = tests/ctest.sh $(1)
 LEFT_OUT = sed -n 's/^-- \(left out: \)/\1/p' $(1)/configure.log
 # The share of the random cases and injected faults of ctest that `make test` runs. With sanitizers, which
 # make programs several times slower, the share is smaller. `make test-night` runs ten times all cases.
-CASES = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.25}
+CASES = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.15}
 CASES_SANITIZED = env EPIC_TEST_SCALE=$${EPIC_TEST_SCALE:-0.1}
 # An option of CMake: the compiler clang, if it can build programs with AddressSanitizer.
 CLANG = $$(echo 'int main(void) { return 0; }' | clang -fsanitize=address,undefined -x c - -o /dev/null \
@@ -39,7 +39,7 @@ examples: setup-build
 
 # The parts of later stages test what earlier stages have built.  The longest parts start first.  The
 # emulated GPUs of gcc-tests poll, so only compilers run at the same time, with the lowest priority.
-PARTS = "format build" "gcc-tests compile" "torch jax-quick tsan asan fuzz valgrind"
+PARTS = "format build" "gcc-tests compile" "torch-quick jax-quick tsan asan fuzz valgrind"
 test: setup-test
 	@tests/parts.sh "$(MAKE)" $(PARTS)
 

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 # Targets for PyTorch. `make test-torch` builds the operators and tests them with the torch of each line of
 # tests/torch/requirements.txt, each in its own virtual environment under build/.  `make test`
-# contains it.
+# contains test-torch-quick, which uses only the first line.
 
-.PHONY: test-torch test-torch-adapters
-test-torch:
+.PHONY: test-torch test-torch-quick test-torch-adapters
+test-torch test-torch-quick:
 	@echo "== PyTorch"
 	@$(call CMAKE,Release,build)
 	@$(call BUILD,build) --target epic epic_torch example_step
-	@tests/torch/run.sh build
+	@EPIC_TORCH_QUICK=$(if $(findstring quick,$@),1) tests/torch/run.sh build
 
 # This target is not a part of `make test`, because Megatron-Core and torchtitan need many packages.
 test-torch-adapters:
