@@ -789,7 +789,7 @@ int main(int argc, char **argv)
     team t = {};
     t.num_ranks = options.ranks;
     t.num_gpus = options.gpus;
-    t.processes = options.processes;
+    t.ranks_per_process = options.processes ? 1 : 0;
     t.max_tokens = std::max(most, options.max_tokens);
     t.max_row_bytes = m.hidden * (options.type == EPIC_F32 ? 4 : 2);
     t.timeout_ms = 5000;
