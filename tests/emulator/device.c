@@ -161,6 +161,8 @@ const char *cudaGetErrorString(cudaError_t error)
         return "out of memory";
     case cudaErrorInvalidDevice:
         return "invalid device ordinal";
+    case cudaErrorAlreadyMapped:
+        return "resource already mapped";
     case cudaErrorPeerAccessAlreadyEnabled:
         return "peer access is already enabled";
     default:

@@ -3,10 +3,12 @@
  * them. The page after a block is not mapped. */
 #include <fcntl.h>
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "inner.h"
@@ -201,8 +203,15 @@ cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory)
 
 cudaError_t cudaIpcOpenMemHandle(void **memory, cudaIpcMemHandle_t handle, unsigned flags)
 {
+    static atomic_int opening; /* threads of this process that open a handle now */
     char path[64];
     (void)flags;
+    if (atomic_fetch_add(&opening, 1) > 0) { /* as a GPU does if it is the same handle */
+        atomic_fetch_sub(&opening, 1);
+        return cudaErrorAlreadyMapped;
+    }
+    nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    atomic_fetch_sub(&opening, 1);
     snprintf(path, sizeof path, "/proc/%lld/fd/%lld", (long long)handle.pid,
              (long long)handle.fd);
     const int fd = open(path, O_RDWR | O_CLOEXEC);

@@ -126,12 +126,9 @@ static int run_rank(const team *t, int rank)
     epic_result result = BACKEND.join(&me.group, &join);
     uint32_t results[DEVICE_MAX_RANKS], own = (uint32_t)result;
     gather_seats(&me, &own, results, sizeof own);
+    if (result != EPIC_OK) fprintf(stderr, "rank %d: join: %s\n", rank, epic_error(NULL));
     for (int q = 0; q < t->num_ranks; q++)
-        if (results[q] != EPIC_OK) {
-            fprintf(stderr, "rank %d: join: rank %d: %s\n", rank, q,
-                    q == rank ? epic_error(NULL) : "failed");
-            return 1;
-        }
+        if (results[q] != EPIC_OK) return 1;
     if (t->lowlat_tokens) me.group->lowlat_tokens = t->lowlat_tokens;
     CHECK_CUDA(cudaStreamCreateWithFlags(&me.stream, cudaStreamNonBlocking));
     set_epoch(&me);

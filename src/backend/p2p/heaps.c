@@ -110,9 +110,11 @@ static epic_result connect_local_heap(epic_group *g, int peer)
     int can = 0;
     uint8_t *heap = p2p_heap_find(g->self.group_id, peer);
     if (!heap)
-        return epic_fail(EPIC_EPEER,
-                         "rank %d claims to be in the process of rank %d, but is not", peer,
-                         g->rank);
+        return epic_fail(
+            EPIC_EPEER,
+            "rank %d has no heap in the process of rank %d: its open has failed, or "
+            "it only claims to be in this process",
+            peer, g->rank);
     g->self.heap[peer] = heap;
     TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
     if (attributes.device == g->device) return EPIC_OK;
@@ -129,20 +131,30 @@ static epic_result connect_local_heap(epic_group *g, int peer)
     return p2p_cuda(error, "peer access");
 }
 
+cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle)
+{
+    static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&opening);
+    const cudaError_t error =
+        cudaIpcOpenMemHandle(memory, handle, cudaIpcMemLazyEnablePeerAccess);
+    pthread_mutex_unlock(&opening);
+    if (error == cudaSuccess) return error;
+    *memory = NULL;
+    (void)cudaGetLastError();
+    return error;
+}
+
 /* Maps the heap of a rank of another process, and sets heap[peer]. */
 static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
 {
-    void *heap = NULL;
-    const cudaError_t error =
-        cudaIpcOpenMemHandle(&heap, handle, cudaIpcMemLazyEnablePeerAccess);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
+    void *heap;
+    const cudaError_t error = p2p_open_handle(&heap, handle);
+    if (error != cudaSuccess)
         return epic_fail(
             EPIC_ENOTSUP,
             "ranks %d and %d: the peer's device memory cannot be mapped here: CUDA "
             "reports \"%s\"",
             g->rank, peer, cudaGetErrorString(error));
-    }
     g->self.heap[peer] = heap;
     g->mapped[peer] = true;
     return EPIC_OK;

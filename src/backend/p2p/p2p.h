@@ -201,6 +201,10 @@ uint64_t p2p_window_place(const epic_group *group, epic_rows output);
  * of heaps. If not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 
+/* Maps memory of another process. Opens one handle after the other, because CUDA returns
+ * cudaErrorAlreadyMapped if two threads of a process open the same handle at the same time. */
+cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
+
 /* Returns the heap of a rank that runs in this process, or NULL if the rank does not. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 

@@ -267,14 +267,11 @@ static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
     }
     cudaIpcMemHandle_t handle;
     memcpy(&handle, its->handle, sizeof handle);
-    const cudaError_t error =
-        cudaIpcOpenMemHandle(&window->opened[peer], handle, cudaIpcMemLazyEnablePeerAccess);
+    const cudaError_t error = p2p_open_handle(&window->opened[peer], handle);
     if (error == cudaSuccess) {
         mapped->at = (uint8_t *)window->opened[peer] + its->offset;
         return EPIC_OK;
     }
-    window->opened[peer] = NULL;
-    (void)cudaGetLastError();
     return epic_fail(EPIC_ENOTSUP,
                      "the window of rank %d cannot be mapped here: CUDA reports \"%s\"", peer,
                      cudaGetErrorString(error));

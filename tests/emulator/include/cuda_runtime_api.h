@@ -16,6 +16,7 @@ typedef enum cudaError {
     cudaErrorInvalidValue = 1,
     cudaErrorMemoryAllocation = 2,
     cudaErrorInvalidDevice = 101,
+    cudaErrorAlreadyMapped = 208,
     cudaErrorPeerAccessAlreadyEnabled = 704,
     cudaErrorNotSupported = 801
 } cudaError_t;
