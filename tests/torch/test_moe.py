@@ -396,6 +396,35 @@ def test_a_module_made_on_meta() -> None:
     assert torch.equal(layer(x)[0], alone()(x)[0])
 
 
+def test_layers_begin_with_different_values() -> None:
+    """Check that the layers of a group begin with different values, or with those of a seed."""
+
+    def values(layer: epic.torch.MoE) -> list[torch.Tensor]:
+        return [p.detach() for p in (layer.w_gate, layer.w_gate_up, layer.w_down)]
+
+    with (
+        epic.torch.Group(num_ranks=1, **SIZES) as group,
+        epic.torch.Group(num_ranks=1, **SIZES) as other,
+    ):
+        torch.manual_seed(3)
+        first, second = epic.torch.MoE(group, WISH), epic.torch.MoE(group, WISH)
+        torch.manual_seed(4)
+        again, given = epic.torch.MoE(other, WISH), epic.torch.MoE(group, WISH, seed=1)
+        assert not any(map(torch.equal, values(first), values(second)))
+        assert all(map(torch.equal, values(first), values(again)))
+        assert all(map(torch.equal, values(second), values(given)))
+        with torch.device("meta"):
+            meta = epic.torch.MoE(other, WISH)
+        meta.to_empty(device="cpu").reset_parameters()
+        assert all(map(torch.equal, values(second), values(meta)))
+        epic.torch.MoE(group, WISH, seed=(1 << 32) - 1)
+        for wrong in (-1, 1 << 32, 0.5, "1"):
+            with pytest.raises(
+                epic.torch.EpicArgumentError, match=r"seed is .*: must be an integer"
+            ):
+                epic.torch.MoE(group, WISH, seed=wrong)
+
+
 def test_compiled_where_it_is_composed() -> None:
     """Check that a composed layer compiles to one graph for any number of tokens."""
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
@@ -544,7 +573,7 @@ class Residual(torch.nn.Module):
 
     def __init__(self, group: epic.torch.Group, in_place: bool) -> None:
         super().__init__()
-        self.layers = torch.nn.ModuleList(epic.torch.MoE(group, WISH) for _ in range(2))
+        self.layers = torch.nn.ModuleList(epic.torch.MoE(group, WISH, seed=i) for i in range(2))
         self.in_place = in_place
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -597,11 +626,11 @@ def sharded_on_meta(rank: int) -> None:
     mesh, x = init_device_mesh(kind, shape, mesh_dim_names=("dp", "ep")), numbers(90 + rank, 6, 16)
     more: dict[str, Any] = {"gate_bias": True, "bias_rate": 0.1}
     with epic.torch.Group(mesh, "ep", **SIZES) as group:
-        whole = epic.torch.MoE(group, WISH, **more)
+        whole = epic.torch.MoE(group, WISH, **more, seed=0)
         whole.reset_parameters(seed=3)
         for dim in (0, 1):
             with torch.device("meta"):
-                layer = epic.torch.MoE(group, WISH, **more)
+                layer = epic.torch.MoE(group, WISH, **more, seed=0)
             where = partial(lambda d, p: Shard(min(d, p.dim() - 1)), dim)
             fully_shard(layer, mesh=mesh["dp"], shard_placement_fn=where)
             layer.to_empty(device=kind)

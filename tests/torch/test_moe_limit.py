@@ -63,10 +63,14 @@ def unequal(rank: int) -> None:
     kept = {"capacity": 60}
     with group_of(4) as group:
         x = numbers(20 + rank, 6, 16)
-        layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH, **kept))
+        layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH, **kept), seed=0)
         fixed = epic.torch.Moe.of(**WISH, capacity=int(limit))
-        assert same(list(layer(x, capacity_limit=limit)), list(epic.torch.MoE(group, fixed)(x)))
-        strict = epic.torch.MoE(group, epic.torch.Moe.of(**WISH | {"overflow": "error"}, **kept))
+        assert same(
+            list(layer(x, capacity_limit=limit)), list(epic.torch.MoE(group, fixed, seed=0)(x))
+        )
+        strict = epic.torch.MoE(
+            group, epic.torch.Moe.of(**WISH | {"overflow": "error"}, **kept), seed=0
+        )
         wanted, _ = strict(x)
         with pytest.raises(epic.EpicError, match="rank 2 has 3 slots and needs"):
             strict(x, capacity_limit=limit)

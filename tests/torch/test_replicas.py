@@ -111,8 +111,8 @@ def trained(rank: int) -> Any:
     """Train a layer whose copies start with equal values, and return its parameters."""
     wish = replace(WISH, layer=replace(WISH.layer, num_experts=12, num_logical=8))
     with group_of(4) as group:
-        plain = epic.torch.MoE(group, WISH, bias_rate=0.1)
-        layer = epic.torch.MoE(group, wish, bias_rate=0.1, logical_of_expert=TWELVE)
+        plain = epic.torch.MoE(group, WISH, bias_rate=0.1, seed=0)
+        layer = epic.torch.MoE(group, wish, bias_rate=0.1, logical_of_expert=TWELVE, seed=0)
         optimizer = torch.optim.Adam(layer.parameters(), lr=0.01)
         for step in range(3):
             x = numbers(30 + rank + 4 * step, 6, 16)

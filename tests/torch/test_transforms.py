@@ -251,8 +251,8 @@ def adapted(rank: int) -> None:
     summed."""
     with group_of(RANKS) as group:
         for name in ("w_gate_up", "w_gate"):
-            plain = epic.torch.MoE(group, WISH)
-            model = ParamWrapper(epic.torch.MoE(group, WISH), name)
+            plain = epic.torch.MoE(group, WISH, seed=0)
+            model = ParamWrapper(epic.torch.MoE(group, WISH, seed=0), name)
             x = numbers(60 + rank, 6, HIDDEN)
             for run in (plain, model):
                 out, loss = run(x)

@@ -188,7 +188,7 @@ def case_layer_limit(group: Group) -> None:
     """Check a captured layer whose capacity_limit changes between the replays."""
     wish = {"num_experts": EXPERTS, "top_k": 2, "hidden": 16, "inner": 16, "overflow": "drop"}
     limit = torch.zeros((), dtype=torch.int32, device=group.device)
-    layer = epic.torch.MoE(group, epic.torch.Moe.of(**wish, capacity=40))
+    layer = epic.torch.MoE(group, epic.torch.Moe.of(**wish, capacity=40), seed=0)
     x = numbers(30 + group.rank, UNEVEN[group.rank % 4], 16).to(group.device).requires_grad_()
 
     def step(slots: int, **more: Any) -> list[torch.Tensor]:
@@ -339,7 +339,7 @@ def case_module(group: Group) -> None:
 def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None:
     """Run one module forward and backward."""
     options = epic.torch.Moe.of(**{**WISH, **wish})
-    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, **more)
+    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, **more, seed=0)
     exact = epic.torch.MoE(group, options, dtype=torch.float32, **{**more, "grouped_mm": slab_mm})
     with torch.no_grad():
         for a, b in zip(exact.parameters(), layer.parameters(), strict=True):
@@ -362,7 +362,7 @@ def one_module(group: Group, wish: dict[str, Any], more: dict[str, Any]) -> None
 def case_layer_graph(group: Group) -> None:
     """Capture the core's layer, forward and backward. Replays with other tokens, and so other
     counts of experts, have the bits of eager calls."""
-    layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH), dtype=torch.bfloat16)
+    layer = epic.torch.MoE(group, epic.torch.Moe.of(**WISH), dtype=torch.bfloat16, seed=0)
     x = numbers(75 + group.rank, 24, 64).bfloat16().to(group.device).requires_grad_()
     inputs = (x, *layer.parameters())
 

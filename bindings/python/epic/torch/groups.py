@@ -358,6 +358,7 @@ class Group:
         max_top_k: int = 0,
     ) -> None:
         self.number = 0
+        self.layers_made = 0  # by epic.torch.MoE, whose default seed it is
         self.specs: dict[Any, Any] = {}  # the PlanSpec for each (layer, tag)
         self.name = name
         self.max_tokens = check_int("max_tokens", max_tokens)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.invariance import check_replicas
-from epic.options import Moe
+from epic.options import Moe, check_int
 from epic.torch.arguments import ROW_TYPES, assume_constant_result
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
@@ -70,6 +70,10 @@ class MoE(nn.Module):
             [slots, m], where expert e has the rows ends[e - 1] to ends[e]. None: EPIC's product.
         tag: Calls with equal tags run in the same order on all ranks. Layers that threads of one
             process run at the same time need different tags.
+        seed: Seed of the initial values, equal on all ranks. None: the number of layers that were
+            made with the group before, so that the layers of a model begin with different values.
+            Then all ranks must make their layers in the same order. `torch.manual_seed` does not
+            change these values.
 
     Raises:
         EpicArgumentError: An argument does not fit the group or the options.
@@ -115,8 +119,10 @@ class MoE(nn.Module):
         logical_of_expert: Sequence[int] | None = None,
         grouped_mm: GroupedMm | None = None,
         tag: int = 0,
+        seed: int | None = None,
     ) -> None:
         super().__init__()
+        self.seed = group.layers_made if seed is None else check_int("seed", seed)
         if options.layer.num_experts % group.num_ranks:
             raise EpicArgumentError(
                 f"num_experts is {options.layer.num_experts}: must be a multiple of "
@@ -161,6 +167,7 @@ class MoE(nn.Module):
         whose = tables_of(options.layer, None, logical_of_expert, load)[1]
         self.register_buffer("logical_of_expert", whose)
         mark_experts(self, group)
+        group.layers_made += 1
         if torch.device(device).type != "meta":
             self.reset_parameters()
 
@@ -184,7 +191,7 @@ class MoE(nn.Module):
             "w_shared_gate": (hidden,) if shared_gate else None,
         }
 
-    def reset_parameters(self, seed: int = 0) -> None:
+    def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the parameters: weights with random numbers, biases with 0.
 
         The numbers are normal with standard deviation 1 / sqrt(number of inputs). Those of an
@@ -193,8 +200,9 @@ class MoE(nn.Module):
         method, also for a layer under fully_shard.
 
         Args:
-            seed: Seed of the random numbers; equal on all ranks.
+            seed: Seed of the random numbers; equal on all ranks. None: the seed of the layer.
         """
+        seed = self.seed if seed is None else check_int("seed", seed)
         check_sharding(self.group, experts_in(self))
         with torch.no_grad():
             for name, parameter in self.named_parameters(recurse=False):
@@ -445,7 +453,8 @@ def fill_normal(out: Tensor, name: str, seed: int, part: int) -> None:
         part: 0, or 1 + the id of the expert.
     """
     number = sum((i + 1) * ord(letter) for i, letter in enumerate(name))
-    generator = torch.Generator("cpu").manual_seed((seed * 1_000_003 + number) * 65_537 + part)
+    mixed = (seed * 1_000_003 + number) * 65_537 + part
+    generator = torch.Generator("cpu").manual_seed(mixed % (1 << 63))
     drawn = torch.randn(out.shape, generator=generator, dtype=torch.float64, device="cpu")
     inputs = out.shape[-2] if out.dim() > 1 else out.shape[0]
     out.copy_(drawn * inputs**-0.5)
