@@ -189,8 +189,8 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
     TRY(check_flags(a->flags, 0));
     if (a->num_tokens < 0 || a->num_tokens > ctx->config.max_tokens)
         return epic_fail(EPIC_EINVAL,
-                         "num_tokens is %lld: 0 to config.max_tokens %lld are "
-                         "possible",
+                         "num_tokens is %lld: must be 0 to config.max_tokens %lld; open with "
+                         "more",
                          (long long)a->num_tokens, (long long)ctx->config.max_tokens);
     if (!a->topk_idx && a->num_tokens)
         return epic_fail(EPIC_EINVAL, "topk_idx is NULL: must point to the ids of %lld tokens",

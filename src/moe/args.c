@@ -207,9 +207,10 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
         .ctx = ctx, .call = *call, .x = c->x, .is_device = ctx->backend->transport == NULL};
     TRY(READ_SIZED(&j->weights, c->weights, sizeof *c->weights, "weights"));
     if (c->x.num_rows < 0 || c->x.num_rows > ctx->config.max_tokens)
-        return epic_fail(EPIC_EINVAL,
-                         "x.num_rows is %lld: it must be 0 to config.max_tokens %lld",
-                         (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
+        return epic_fail(
+            EPIC_EINVAL,
+            "x.num_rows is %lld: must be 0 to config.max_tokens %lld; open with more",
+            (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
     /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf for each rank.
      * moe_read_config() has already set the number of blocks of this rank to 1, which is then

@@ -32,8 +32,9 @@ def check_choice(field: str, value: Any, words: Iterable[str]) -> str:
     words = tuple(words)
     if value in words:
         return str(value)
-    near = difflib.get_close_matches(str(value), words, 1)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    folded = {word.lower(): word for word in words}
+    near = difflib.get_close_matches(str(value).lower(), folded, 1)
+    hint = f" (did you mean {folded[near[0]]!r}?)" if near else ""
     raise EpicArgumentError(f"{field} is {value!r}: must be one of {', '.join(words)}{hint}")
 
 
