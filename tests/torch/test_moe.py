@@ -418,11 +418,22 @@ def test_layers_begin_with_different_values() -> None:
         meta.to_empty(device="cpu").reset_parameters()
         assert all(map(torch.equal, values(second), values(meta)))
         epic.torch.MoE(group, WISH, seed=(1 << 32) - 1)
+        wrong: Any
         for wrong in (-1, 1 << 32, 0.5, "1"):
             with pytest.raises(
                 epic.torch.EpicArgumentError, match=r"seed is .*: must be an integer"
             ):
                 epic.torch.MoE(group, WISH, seed=wrong)
+
+
+def test_rows_in_float64() -> None:
+    """Check the errors of float64 rows with float32 weights, and of a word in another case."""
+    layer = alone()
+    with pytest.raises(epic.torch.EpicArgumentError, match="the rows are float64 and the weights"):
+        layer(numbers(1, 3, 16, dtype=torch.float64))
+    with pytest.raises(epic.torch.EpicArgumentError, match="did you mean 'silu'"):
+        epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=8, activation="SiLU")
+    layer.group.close()
 
 
 def test_compiled_where_it_is_composed() -> None:

@@ -109,8 +109,8 @@ def with_types(options: Experts, local: int, row_type: str, weight_type: str) ->
             )
     if "float64" in (row_type, weight_type) and row_type != weight_type:
         raise EpicArgumentError(
-            f"the rows are {row_type} and the weights of the experts {weight_type}: both or neither "
-            "must be float64; convert the rows or the layer"
+            f"the rows are {row_type} and the weights of the experts {weight_type}: both or "
+            "neither must be float64; convert the rows or the layer"
         )
     return replace(options, num_local_experts=local, row_type=row_type, weight_type=weight_type)
 
