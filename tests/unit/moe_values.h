@@ -389,12 +389,14 @@ static inline void compare_forward(const problem *p, const oracle *o)
 
 /* Returns the size of gradients to which errors of smaller gradients are compared. Float32
  * gradients that are added to BEFORE are off by 6e-8, also if they are small.  The gradient of
- * a scale is a sum of products with rounded rows. It may be much smaller than its terms, for
- * example if a limit leaves one row, so an error is compared to the size of the terms. */
+ * a scale is a sum of products with rows, which have 16 bits. If the capacity keeps few short
+ * rows, this sum may be much smaller than its terms, so an error is compared to the size of the
+ * terms. */
 static inline double least_size(const problem *p, int which)
 {
     const bool added = p->backward_flags & EPIC_ACCUMULATE && real_type(p) == EPIC_F32;
-    const bool cancels = which == SCALE_OF_EXPERT && row_type(p) != EPIC_F32;
+    const bool has_16_bits = row_type(p) == EPIC_BF16 || row_type(p) == EPIC_F16;
+    const bool cancels = which == SCALE_OF_EXPERT && has_16_bits;
     return cancels ? 5e-2 : added ? 1e-2 : 1e-4;
 }
 
