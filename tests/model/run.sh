@@ -15,25 +15,25 @@ failed=0
 command -v spin >/dev/null || { echo "left out: there is no spin"; exit 77; }
 command -v "${MODEL_CC:=cc}" >/dev/null || { echo "left out: there is no C compiler"; exit 77; }
 
-# usage: search OPTIMIZATION NAME FLAG...; stores Spin's output in $out/NAME/said.
+# usage: search OPTIMIZATION NAME FLAG...; stores the output of the search in $out/NAME/result.
 search() {
     optimization=$1 name=$2
     shift 2
     rm -rf "${out:?}/$name" && mkdir -p "$out/$name" && cd "$out/$name" || exit 1
     spin -a "$@" "$tests/${model:-hosts}.pml" >spin 2>&1 || { cat spin; exit 1; }
     "$MODEL_CC" "$optimization" -w -DSAFETY -DCOLLAPSE -DMEMLIM=1800 -o pan pan.c || exit 1
-    ./pan $pan -m100000 -w22 >said 2>&1
-    states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' said)
-    seconds=$(sed -n 's/^pan: elapsed time \([0-9.]*\) seconds/\1/p' said)
+    ./pan $pan -m100000 -w22 >result 2>&1
+    states=$(sed -n 's/^ *\([0-9.e+]*\) states, stored.*/\1/p' result)
+    seconds=$(sed -n 's/^pan: elapsed time \([0-9.]*\) seconds/\1/p' result)
 }
 
 # The search must be complete and without errors, and must reach every line of the model.
 holds() {
     search -O2 "$@"
     verdict="holds"
-    unreached=$(grep 'state [0-9]*, "' said | grep -v '"-end-"')
-    grep -q 'errors: 0$' said || verdict="FAILS: $(grep -m 1 '^pan:1' said)"
-    grep -q 'Search not completed\|max search depth too small' said && verdict="FAILS: not searched to the end"
+    unreached=$(grep 'state [0-9]*, "' result | grep -v '"-end-"')
+    grep -q 'errors: 0$' result || verdict="FAILS: $(grep -m 1 '^pan:1' result)"
+    grep -q 'Search not completed\|max search depth too small' result && verdict="FAILS: not searched to the end"
     case $1 in fault* | members*) unreached= ;; esac
     [ -n "$unreached" ] && verdict="FAILS: never reached: $unreached"
     tell
@@ -47,8 +47,8 @@ caught() {
     *) optimization=-O0 ;; # Spin finds these soon, so compiling takes longest
     esac
     search $optimization "$name" "-DMUTANT_$name" "$@"
-    verdict="caught: $(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' said)"
-    grep -q '^pan:1: \(assertion violated\|invalid end state\)' said || verdict="NOT CAUGHT"
+    verdict="caught: $(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' result)"
+    grep -q '^pan:1: \(assertion violated\|invalid end state\)' result || verdict="NOT CAUGHT"
     tell
 }
 
