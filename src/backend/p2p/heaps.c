@@ -112,8 +112,8 @@ static epic_result connect_local_heap(epic_group *g, int peer)
     if (!heap)
         return epic_fail(
             EPIC_EPEER,
-            "rank %d has no heap in the process of rank %d: its open has failed, or "
-            "it only claims to be in this process",
+            "rank %d has no memory in the process of rank %d: its open has failed (see "
+            "its error), or it only claims to be in this process",
             peer, g->rank);
     g->self.heap[peer] = heap;
     TRY(p2p_cuda(cudaPointerGetAttributes(&attributes, heap), "a peer's heap"));
