@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Targets for JAX. `make test-jax` builds the handlers and tests them with each Python of tests/jax/run.sh that this
 # machine has, each in its own virtual environment under build/.  The first Python also tests the
-# wheel and runs ruff and mypy.  `make test` contains test-jax-quick, which runs all tests with the
-# first Python and a part of them with the others.
+# wheel and runs ruff and mypy.  `make test` contains test-jax-quick, which uses only the first Python.
 
 .PHONY: test-jax test-jax-quick test-jax-maxtext
 

@@ -24,7 +24,9 @@
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define YIELD_ONE_IN 256
-#define NAP_NS 20000 /* sleep this long if all threads of a CTA nap */
+/* If all threads of a CTA nap, the SM sleeps, each time twice as long, until a thread does not nap. */
+#define NAP_NS 20000
+#define LONGEST_NAP_NS 640000
 
 typedef struct copy { /* an unfinished cp.async */
     const void *from;
@@ -71,6 +73,7 @@ typedef struct sm { /* an operating system thread that runs CTAs */
     uint16_t queue[EMULATOR_MAX_THREADS]; /* ring buffer of the fibers that can run */
     unsigned first, waiting, napping;
     unsigned idle; /* number of successive turns in which all fibers napped */
+    long nap_ns;   /* how long the SM sleeps next */
     uint64_t random;
 } sm;
 
@@ -178,10 +181,13 @@ static void run_next(void)
         const bool all_nap = s->napping > s->waiting;
         next->napping = false;
         s->napping--;
-        if (!all_nap) s->idle = 0;
-        if (all_nap && ++s->idle > s->waiting) {
+        if (!all_nap) {
             s->idle = 0;
-            nanosleep(&(struct timespec){.tv_nsec = NAP_NS}, NULL);
+            s->nap_ns = NAP_NS;
+        } else if (++s->idle > s->waiting) {
+            s->idle = 0;
+            nanosleep(&(struct timespec){.tv_nsec = s->nap_ns}, NULL);
+            if (s->nap_ns < LONGEST_NAP_NS) s->nap_ns *= 2;
         }
     }
     switch_to(next);
@@ -399,6 +405,7 @@ static void reset_sm(sm *s, const launch *work, int cta)
     s->at_barrier = 0;
     s->good = 1;
     s->first = s->waiting = s->napping = s->idle = 0;
+    s->nap_ns = NAP_NS;
     memset(s->warps, 0, sizeof s->warps);
     /* otherwise the memory keeps what the last CTA left there */
     if (emulator_random() & 1) memset(s->shared, JUNK, (size_t)work->shared_bytes);

@@ -7,8 +7,9 @@
 
 /* Tests with at most this many cases use cases that somebody has selected. */
 #define SELECTED_CASES 4
+#define FEWEST_CASES 2
 
-/* Returns `count` times the environment variable EPIC_TEST_SCALE, at least SELECTED_CASES. If
+/* Returns `count` times the environment variable EPIC_TEST_SCALE, at least FEWEST_CASES. If
  * `count` is not larger than SELECTED_CASES, or if the variable is not set, returns `count`. */
 static inline int scaled_cases(int count)
 {
@@ -16,7 +17,7 @@ static inline int scaled_cases(int count)
     const double scale = text ? atof(text) : 1;
     if (count <= SELECTED_CASES || scale <= 0) return count;
     const int scaled = (int)(count * scale + 0.5);
-    return scaled > SELECTED_CASES ? scaled : SELECTED_CASES;
+    return scaled > FEWEST_CASES ? scaled : FEWEST_CASES;
 }
 
 #endif

@@ -4,9 +4,8 @@
 # virtual environment of its own under build/. Prints what it leaves out because this machine lacks it.
 # usage: run.sh BUILD [pytest arguments]
 #   EPIC_JAX_PYTHONS  versions of Python; default: "3.13 3.11", or that of python3 if it is neither
-#   EPIC_JAX_QUICK=1  runs every test without the mark `night` with the first Python, and of its cases
-#                     as many as each value of each parameter needs to occur. With the other Pythons
-#                     it runs one case of each test of the files OF_JAX. XLA compiles the
+#   EPIC_JAX_QUICK=1  runs every test without the mark `night` with the first Python only, and of its
+#                     cases as many as each value of each parameter needs to occur. XLA compiles the
 #                     tests without the optimizations of LLVM, which take most of the time, and the
 #                     examples with them.
 set -eu
@@ -64,7 +63,7 @@ checks() {
 }
 
 steps=200
-[ -z "${EPIC_JAX_QUICK-}" ] || steps=50
+[ -z "${EPIC_JAX_QUICK-}" ] || steps=20
 examples() { # usage: examples PYTHON; the text for the check is one that never changes
     "$1" examples/jax/ep_moe.py --check --devices 4 &&
         "$1" examples/jax/ep_moe.py --check --processes 4 &&
@@ -92,6 +91,10 @@ if [ -z "$pythons" ] && [ -n "$(interpreter 3.12)" ]; then pythons=3.12; fi
 
 first= others=
 for version in $pythons; do
+    [ -z "$first" ] || [ -z "${EPIC_JAX_QUICK-}" ] || {
+        echo "left out: the tests with Python $version and its JAX (make test-jax)"
+        continue
+    }
     python=$(interpreter "$version")
     [ -n "$python" ] || { echo "there is no Python $version (with venv)" >&2; exit 1; }
     environment "$python" "build/venv-py$version" || continue
@@ -101,9 +104,6 @@ check_missing
 [ -n "$pythons" ] || { echo "left out: no Python of 3.11 to 3.13 (with venv) is here"; exit 0; }
 [ -n "$first" ] || exit 0
 failed=
-
-# Files whose tests depend on what JAX itself does: transformations, meshes, sharding, exporting
-OF_JAX="export imports meshes plain_jit sharding transforms"
 
 # The quick run has two halves at the same time, because one suite uses only one core.
 part() { # usage: part NUMBER (of the test files, see selection.py), then pytest arguments
@@ -117,13 +117,7 @@ part() { # usage: part NUMBER (of the test files, see selection.py), then pytest
 
 beside() {
     wrong=0
-    export JAX_DISABLE_MOST_OPTIMIZATIONS=1
     part 3/3 "$@" || wrong=1
-    for version in $others; do
-        # shellcheck disable=SC2086
-        suite "build/venv-py$version/bin" $(for name in $OF_JAX; do echo "tests/jax/test_$name.py"; done) \
-            -m "not thorough and not night" --one-case "$@" || wrong=1
-    done
     checks "build/venv-py$first/bin" || wrong=1
     return $wrong
 }

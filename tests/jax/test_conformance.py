@@ -27,8 +27,6 @@ from epic.jax.meshes import devices_by_rank
 from reference import relative, slots_of
 from steps import ALIGN, ALL, EXPERTS, HIDDEN, LAYER, TOKENS, TOP_K, choices, mapped, numbers
 
-pytestmark = pytest.mark.thorough
-
 # ------------------------------------------------------------------ dispatch, combine ----
 
 

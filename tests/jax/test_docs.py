@@ -49,7 +49,6 @@ RUNS = [
 ]
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(("program", "devices"), RUNS)
 def test_programs(program: Program, devices: int) -> None:
     """Runs every whole program of README and the guide."""
@@ -58,7 +57,6 @@ def test_programs(program: Program, devices: int) -> None:
     run_program(on_devices(program.text, devices))
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_the_recipe(tmp_path: Path, devices: int) -> None:
     """Check the gradients of the training recipe. They are those of the mean over all unmasked

@@ -102,7 +102,6 @@ def example(
     finish([emulated.start(program, *words, str(process), env=env) for process in range(4)], LIMIT)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("host", "ep"),
     [pytest.param("%r/2", "4", id="2x2"), pytest.param("%r", "2", id="2x1_twice", marks=night)],

@@ -27,8 +27,6 @@ from steps import (
     true_round,
 )
 
-pytestmark = pytest.mark.thorough
-
 FLAT = epic.jax.Layer(EXPERTS, TOP_K, layout="flat")
 
 

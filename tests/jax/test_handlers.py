@@ -166,7 +166,6 @@ def refusal(seen: Seen, operands: list[Any], results: list[Any]) -> str:
     return "no error"
 
 
-@pytest.mark.thorough
 def test_every_array_of_every_handler(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """JAX itself compares arrays that share memory"""
     monkeypatch.setattr(call, "must_keep_call", lambda *_: False)

@@ -13,8 +13,6 @@ import layers
 from conftest import make_mesh
 from reference import relative
 
-pytestmark = pytest.mark.thorough
-
 WIDE = 5  # the length of a sequence with its padding
 CASES = {
     "normalized": layers.CASES["normalized"],

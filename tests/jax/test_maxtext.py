@@ -26,8 +26,6 @@ import epic.jax.linen
 import epic.jax.nnx
 from epic.jax.block import Biases, constrain_sharding, make_parameters, parameter_sharding
 
-pytestmark = pytest.mark.thorough
-
 LAYERS, VOCABULARY, BATCH, LENGTH, HIDDEN, STEPS, RATE = 2, 31, 8, 6, 16, 5, 0.5
 OPTIONS = Moe.of(
     num_experts=8, top_k=2, hidden=HIDDEN, inner=12, normalize="sum", balance_coeff=0.05,

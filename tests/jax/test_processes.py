@@ -42,7 +42,6 @@ def run(what: str, processes: int) -> list[str]:
     return said
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.night)])
 def test_layers(processes: int) -> None:
     """Check EP 1, 2 and 4 over processes with one device or two devices."""
@@ -50,7 +49,6 @@ def test_layers(processes: int) -> None:
         assert said.endswith("right\n"), said[-3000:]
 
 
-@pytest.mark.thorough
 def test_invariance() -> None:
     """check_invariance compares tokens on the devices of several processes."""
     for said in run("invariance", 2):
@@ -73,11 +71,7 @@ ENDS = {
 }
 
 
-QUICK = ("kill", "raise")
-RUNS = [pytest.param(*e, marks=() if e[0] in QUICK else pytest.mark.thorough) for e in ENDS.items()]
-
-
-@pytest.mark.parametrize(("what", "wanted"), RUNS, ids=ENDS.keys())
+@pytest.mark.parametrize(("what", "wanted"), ENDS.items(), ids=ENDS.keys())
 def test_the_end_of_a_process(what: str, wanted: str) -> None:
     """However a process ends, every other one gets an exception that names it, within a second.
     JAX's own shutdown, which waits for the others, comes later."""

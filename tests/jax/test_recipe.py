@@ -153,7 +153,6 @@ def run_part(folder: Path, last: int, groups: Groups) -> str:
     )
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     "parts",
     [

@@ -15,8 +15,6 @@ from jax.sharding import PartitionSpec as P
 import epic.jax
 import layers
 
-pytestmark = pytest.mark.thorough
-
 FULL = {"normalize": True, "biases": True, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1}
 CASES = {"full": FULL, "early": layers.CASES["early"], "input": layers.CASES["input"]}
 MESHES = {"ep2_tp2": (1, 1, 2, 2), "tp4": (1, 1, 1, 4), "fsdp2_tp2": (1, 2, 1, 2)}
