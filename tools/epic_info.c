@@ -7,6 +7,7 @@
 
 static const char help[] =
     "usage: epic-info                        what this build and this machine support\n"
+    "       epic-info --sysfs FOLDER         the same, with GPUs and NICs from a copy of /sys\n"
     "       epic-info --group NAME [--json]  what the ranks of a running group are doing:\n"
     "                                        operations in flight, and the last finished\n"
     "       epic-info --group NAME --chrome  the last 256 operations of each rank, for "
@@ -25,7 +26,7 @@ static int print_usage(const char *why, const char *what)
 
 int main(int argc, char **argv)
 {
-    const char *group = NULL;
+    const char *group = NULL, *sysfs = "/sys";
     info_form form = INFO_TEXT;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--help")) {
@@ -38,11 +39,14 @@ int main(int argc, char **argv)
         } else if (!strcmp(argv[i], "--group")) {
             if (++i == argc) return print_usage("--group needs the name of a group", "");
             group = argv[i];
+        } else if (!strcmp(argv[i], "--sysfs")) {
+            if (++i == argc) return print_usage("--sysfs needs a folder", "");
+            sysfs = argv[i];
         } else {
             return print_usage("unknown argument: ", argv[i]);
         }
     }
     if (group) return info_group(group, form);
     if (form != INFO_TEXT) return print_usage("--json and --chrome need --group", "");
-    return info_machine();
+    return info_machine(sysfs);
 }

@@ -6,8 +6,9 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* Prints what this build and this machine can do. Returns the exit status. */
-int info_machine(void);
+/* Prints what this build and this machine can do. `sysfs` is the folder of sysfs, from which it
+ * reads GPUs and NICs. Returns the exit status. */
+int info_machine(const char *sysfs);
 
 /* Formats of the report on a group: text, JSON, or the last operations of all ranks as a trace
  * for Perfetto and chrome://tracing. */

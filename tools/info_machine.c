@@ -12,6 +12,7 @@
 #include "info.h"
 #include "kernels/kernels.h"
 #include "net/net.h"
+#include "net/ucx/nics.h"
 
 static void print_kernels(void)
 {
@@ -113,7 +114,35 @@ static void print_variables(void)
     printf("              what a group uses: epic-info --group NAME\n");
 }
 
-int info_machine(void)
+/* Prints for each GPU the NIC that the net ucx chooses for it. */
+static void print_nics(const char *sysfs)
+{
+    static nics_host host;
+    nics_read(&host, sysfs);
+    printf("NICs          ");
+    if (getenv("UCX_NET_DEVICES")) {
+        printf("UCX_NET_DEVICES=");
+        info_text(stdout, getenv("UCX_NET_DEVICES"));
+        printf(" replaces EPIC's choice%s\n", host.num_gpus ? ":" : "");
+    } else {
+        printf(host.num_gpus ? "chosen for each GPU, by topology:\n" : "no GPU of NVIDIA\n");
+    }
+    for (int g = 0; g < host.num_gpus; g++) {
+        const int chosen = nics_choose(&host, g);
+        printf("              GPU %s: ", host.gpus[g].address);
+        if (chosen < 0) {
+            printf("no active RDMA NIC\n");
+            continue;
+        }
+        const nics_port *port = &host.ports[chosen];
+        info_text(stdout, port->name);
+        printf(", %d Gb/s, ", port->gigabits);
+        info_text(stdout, port->link);
+        printf(", %s\n", nics_distance_name(nics_find_distance(&host.gpus[g], &port->device)));
+    }
+}
+
+int info_machine(const char *sysfs)
 {
     const uint32_t version = epic_version();
     printf("epic          %u.%u.%u\n", version / 10000, version / 100 % 100, version % 100);
@@ -124,6 +153,7 @@ int info_machine(void)
     print_plugin("backend hosts", "libepic_hosts.so", "epic_backend_hosts", describe_backend);
     print_plugin("net ucx     ", "libepic_ucx.so", "epic_net_ucx", describe_net);
     print_variables();
+    print_nics(sysfs);
     printf("matrices      %s\n", epic_blas_name());
     printf("cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));
     printf("page size     %ld bytes\n", sysconf(_SC_PAGESIZE));

@@ -32,6 +32,7 @@
 #define NET_MAX_HOSTS 256
 #define NET_HANDLE_BYTES 4096
 #define NET_WHY_BYTES 256            /* size of the buffer for an error text */
+#define NET_GPU_BYTES 16             /* size of a PCI address */
 #define NET_MAX_PUT_BYTES (1u << 20) /* largest size of one put */
 
 /* The net of one rank. Each engine defines the struct. */
@@ -62,6 +63,9 @@ typedef struct net_setup {
     uint64_t urgent_bytes;
     const void *outbox; /* source memory of all puts */
     uint64_t outbox_bytes;
+    /* PCI address of this rank's GPU, such as "0000:18:00.0". An engine may use it to choose a
+     * network device near this GPU. "": unknown. */
+    char gpu[NET_GPU_BYTES];
 } net_setup;
 
 /* The functions of an engine. A library exports one object of this type, epic_net_NAME. */

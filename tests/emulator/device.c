@@ -206,6 +206,14 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     return cudaSuccess;
 }
 
+/* An emulated GPU has an address that no PCI device has. */
+cudaError_t cudaDeviceGetPCIBusId(char *address, int bytes, int device)
+{
+    if (device < 0 || device >= num_devices() || bytes < 13) return cudaErrorInvalidValue;
+    snprintf(address, (size_t)bytes, "FFFF:%02X:00.0", device & 0xff);
+    return cudaSuccess;
+}
+
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device)
 {
     if (device < 0 || device >= num_devices()) return cudaErrorInvalidDevice;

@@ -11,6 +11,7 @@
 
 #include "base/recorder.h"
 #include "run.h"
+#include "sysfs.h"
 
 #define CHECK(condition)                                                            \
     do {                                                                            \
@@ -123,6 +124,27 @@ static void a_stuck_group(void)
     CHECK(info_of_group("") == 1 && says("no rank of group"));
 }
 
+/* The choice of a NIC for each GPU is printed, and whether the user's choice replaces it. */
+static void nics_of_a_machine(void)
+{
+    char root[256], arguments[300];
+    sysfs_begin(root, sizeof root);
+    snprintf(arguments, sizeof arguments, "--sysfs %s", root);
+    unsetenv("UCX_NET_DEVICES");
+    CHECK(info(arguments) == 0 && says("NICs          no GPU of NVIDIA\n"));
+    sysfs_add_gpu(root, "pci0000:10/0000:10:01.0/0000:18:00.0", 0);
+    CHECK(info(arguments) == 0 && says("GPU 0000:18:00.0: no active RDMA NIC\n"));
+    sysfs_add_port(root, "pci0000:10/0000:10:01.0/0000:19:00.0", 0, "mlx5_3", 1, "4: ACTIVE",
+                   "InfiniBand", "400 Gb/sec (4X NDR)");
+    CHECK(info(arguments) == 0 && says("chosen for each GPU, by topology:\n"));
+    CHECK(says("GPU 0000:18:00.0: mlx5_3:1, 400 Gb/s, InfiniBand, same PCIe switch\n"));
+    setenv("UCX_NET_DEVICES", "mlx5_9:1", 1);
+    CHECK(info(arguments) == 0 && says("UCX_NET_DEVICES=mlx5_9:1 replaces EPIC's choice:\n"));
+    unsetenv("UCX_NET_DEVICES");
+    CHECK(info("--sysfs") == 2 && says("--sysfs needs a folder"));
+    sysfs_end(root);
+}
+
 /* If two jobs have groups with one name, each is shown separately, with its own missing ranks.
  */
 static void two_of_a_name(void)
@@ -206,6 +228,7 @@ int main(void)
     find_program();
     snprintf(group, sizeof group, "info-test-%d", (int)getpid());
     a_stuck_group();
+    nics_of_a_machine();
     two_of_a_name();
     a_damaged_recording();
     usage();

@@ -201,16 +201,19 @@ static int num_near_ranks(const epic_group *g)
 static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
     char why[NET_WHY_BYTES];
-    const net_setup setup = {.host = g->rank,
-                             .num_hosts = g->num_ranks,
-                             .rdma = h->env.rdma,
-                             .threads = hosts_env_threads(&h->env, num_near_ranks(g)),
-                             .on_gpu = h->on_gpu,
-                             .inbox = h->inbox,
-                             .inbox_bytes = (uint64_t)g->self.at.bytes,
-                             .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
-                             .outbox = h->outbox,
-                             .outbox_bytes = (uint64_t)g->self.at.bytes};
+    net_setup setup = {.host = g->rank,
+                       .num_hosts = g->num_ranks,
+                       .rdma = h->env.rdma,
+                       .threads = hosts_env_threads(&h->env, num_near_ranks(g)),
+                       .on_gpu = h->on_gpu,
+                       .inbox = h->inbox,
+                       .inbox_bytes = (uint64_t)g->self.at.bytes,
+                       .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
+                       .outbox = h->outbox,
+                       .outbox_bytes = (uint64_t)g->self.at.bytes};
+    if (cudaDeviceGetPCIBusId(setup.gpu, sizeof setup.gpu, g->device) != cudaSuccess)
+        *setup.gpu = 0;
+    (void)cudaGetLastError();
     memset(mine->net, 0, sizeof mine->net);
     const epic_result result = h->env.engine->open(&h->net, &setup, mine->net, why);
     return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);

@@ -15,7 +15,7 @@
 static bool ucx_is_available(char *why)
 {
     ucp_context_h context;
-    const ucs_status_t status = ucx_create_context(&context, NULL, false);
+    const ucs_status_t status = ucx_create_context(&context, NULL, false, "");
     if (status == UCS_OK)
         ucp_cleanup(context);
     else
@@ -27,7 +27,7 @@ static bool ucx_is_available(char *why)
 static bool ucx_can_reach_gpu(void)
 {
     ucp_context_h context;
-    if (ucx_create_context(&context, NULL, false) != UCS_OK) return false;
+    if (ucx_create_context(&context, NULL, false, "") != UCS_OK) return false;
     const bool may = ucx_can_reach_gpus(context);
     ucp_cleanup(context);
     return may;

@@ -79,36 +79,80 @@ static bool can_disable_emulation(void)
     return major > 1 || minor >= 22;
 }
 
-/* Opens a context. Its TCP segments have the size `segment`, such as "256K"; NULL: UCX's
- * default. ucx_create_context() explains no_emulation. */
-static ucs_status_t init_context(ucp_context_h *out, const char *segment, bool no_emulation)
+/* Settings of a context. */
+typedef struct settings {
+    const char *segment; /* size of TCP segments, such as "256K"; NULL: UCX's default */
+    bool no_emulation;   /* as in ucx_create_context() */
+    char devices[512];   /* the network devices that it may use; "": UCX's default */
+} settings;
+
+static ucs_status_t init_context(ucp_context_h *out, const settings *s)
 {
     const ucp_params_t wanted = {.field_mask = UCP_PARAM_FIELD_FEATURES,
                                  .features = UCP_FEATURE_AM | UCP_FEATURE_RMA};
     ucp_config_t *config;
     ucs_status_t status = ucp_config_read(NULL, NULL, &config);
     if (status != UCS_OK) return status;
-    if (segment) ucp_config_modify(config, segment_name(), segment);
-    if (no_emulation && can_disable_emulation())
+    if (s->segment) ucp_config_modify(config, segment_name(), s->segment);
+    if (s->no_emulation && can_disable_emulation())
         ucp_config_modify(config, "PROTO_EMULATION_ENABLE", "n");
+    if (*s->devices) ucp_config_modify(config, "NET_DEVICES", s->devices);
     status = ucp_init(&wanted, config, out);
     ucp_config_release(config);
     return status;
 }
 
-/* Opens a UCX context (lanes.h). First opens a context without a segment size, to find out
- * whether it has TCP. Only if it has, opens a second one with the segment size, because UCX
- * warns about TCP settings in a context without TCP. */
-ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation)
+/* Returns true if the user has chosen the network devices, in the environment or in a
+ * configuration file of UCX. */
+static bool has_user_devices(void)
+{
+    char *text = NULL;
+    size_t size;
+    ucp_config_t *config;
+    if (getenv("UCX_NET_DEVICES")) return true;
+    FILE *file = open_memstream(&text, &size);
+    if (!file) return false;
+    const ucs_status_t status = ucp_config_read(NULL, NULL, &config);
+    if (status == UCS_OK) {
+        ucp_config_print(config, file, NULL, UCS_CONFIG_PRINT_CONFIG);
+        ucp_config_release(config);
+    }
+    fclose(file);
+    const bool is_default = lanes_have_setting(text, "UCX_NET_DEVICES=all");
+    free(text);
+    return status == UCS_OK && !is_default;
+}
+
+/* Writes to `devices` the network devices for a context that should use `port`
+ * (ucx_create_context()). Writes "" if UCX chooses the devices. */
+static void choose_devices(ucp_context_h context, const char *port, char *devices, size_t size)
+{
+    *devices = 0;
+    if (!*port || has_user_devices()) return;
+    char *text = print_info(context, NULL);
+    if (!lanes_have_port(text, port) || !lanes_list_devices(text, port, devices, size))
+        *devices = 0;
+    free(text);
+}
+
+/* Opens a UCX context (lanes.h). First opens a context with UCX's settings, to find out which
+ * devices it has and whether it has TCP. Only if other settings are needed, opens a second one.
+ * UCX would warn about TCP settings in a context without TCP, and about devices that do not
+ * exist. */
+ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
+                                const char *port)
 {
     const char *theirs = getenv("UCX_TCP_RX_SEG_SIZE");
-    const ucs_status_t status = init_context(out, NULL, no_emulation);
+    settings s = {.no_emulation = no_emulation};
+    const ucs_status_t status = init_context(out, &s);
     if (status != UCS_OK || !segment) return status;
     *segment = !has_tcp(*out) ? "" : theirs ? theirs : SEGMENT;
-    if (!**segment || theirs) return UCS_OK;
+    if (**segment && !theirs) s.segment = SEGMENT;
+    choose_devices(*out, port, s.devices, sizeof s.devices);
+    if (!s.segment && !*s.devices) return UCS_OK;
     ucp_cleanup(*out);
     *out = NULL;
-    return init_context(out, SEGMENT, no_emulation);
+    return init_context(out, &s);
 }
 
 bool ucx_keeps_words(ucp_ep_h endpoint)

@@ -19,8 +19,14 @@
  * segment for a context that moves no data.
  *
  * If no_emulation is true and UCX is version 1.22 or later, remote writes fail on networks that
- * do not support them. Otherwise UCX emulates them on these networks by messages. */
-ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation);
+ * do not support them. Otherwise UCX emulates them on these networks by messages.
+ *
+ * `port` is the port of an RDMA NIC that the context should use, such as "mlx5_0:1" (nics.h). The
+ * context then uses no other port of an RDMA NIC. If UCX does not support the port, or if the
+ * user has set UCX_NET_DEVICES, or if `port` is "", the context uses the devices that UCX
+ * chooses. */
+ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
+                                const char *port);
 
 /* Returns true if UCX supports GPU memory and has a network whose devices may read and write
  * GPU memory. Without such a network UCX prints errors when GPU memory is registered.

@@ -23,6 +23,41 @@ static inline const char *lanes_next(const char *text, char *to, size_t size)
     return text + length;
 }
 
+/* Returns true if UCX can use the port `port` of a NIC, such as "mlx5_0:1". `text` is what UCX
+ * prints about a context. It has one line per network, such as "# resource 3 : md 1 dev 2 flags
+ * -- rc_mlx5/mlx5_0:1". */
+static inline bool lanes_have_port(const char *text, const char *port)
+{
+    const size_t length = strlen(port);
+    for (const char *at = text; length && at && (at = strchr(at, '/'));) {
+        at++;
+        if (!strncmp(at, port, length) && strchr(" \n", at[length])) return true;
+    }
+    return false;
+}
+
+/* Writes to `to` the devices that UCX may use if it may use only this port of the RDMA NICs: the
+ * port and all devices for TCP, separated by commas. `text` is as in lanes_have_port(). Returns
+ * false if they do not fit into `size` bytes. */
+static inline bool lanes_list_devices(const char *text, const char *port, char *to, size_t size)
+{
+    size_t used = (size_t)snprintf(to, size, "%s", port);
+    for (const char *at = text; used < size && at && (at = strstr(at, " tcp/"));) {
+        at += strlen(" tcp/");
+        used += (size_t)snprintf(to + used, size - used, ",%.*s", (int)strcspn(at, " \n"), at);
+    }
+    return used < size;
+}
+
+/* Returns true if a line of `text`, the settings that UCX prints, is `line`. */
+static inline bool lanes_have_setting(const char *text, const char *line)
+{
+    const size_t length = strlen(line);
+    for (const char *at = text; at && *at; at += strcspn(at, "\n"), at += *at == '\n')
+        if (strcspn(at, "\n") == length && !strncmp(at, line, length)) return true;
+    return false;
+}
+
 /* Returns true if the network `lane` begins with `with`. */
 static inline bool lanes_begins(const char *lane, const char *with)
 {

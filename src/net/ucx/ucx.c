@@ -15,6 +15,7 @@
 #include "base/clock.h"
 #include "net/striped/striped.h"
 #include "net/ucx/lanes.h"
+#include "net/ucx/nics.h"
 
 /* largest number of unfinished calls of put() and put_word() to one host */
 #define MAX_IN_FLIGHT 256
@@ -192,6 +193,20 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
+/* Writes to `port` the port of a NIC that the GPU with this PCI address should use (nics.h), or
+ * "" if there is none. If memory is short, also writes "", and UCX chooses. */
+static void find_port(char port[NICS_NAME_BYTES], const char *gpu)
+{
+    *port = 0;
+    nics_host *host = *gpu ? malloc(sizeof *host) : NULL;
+    if (!host) return;
+    nics_read(host, "/sys");
+    const int found = nics_find_gpu(host, gpu);
+    const int chosen = found < 0 ? -1 : nics_choose(host, found);
+    if (chosen >= 0) snprintf(port, NICS_NAME_BYTES, "%s", host->ports[chosen].name);
+    free(host);
+}
+
 /* Opens the UCX context, registers inbox and outbox, creates the worker and writes the handle.
  * On an error, the caller releases what exists. */
 static epic_result prepare_net(net *n, handle *c, char *why)
@@ -199,7 +214,9 @@ static epic_result prepare_net(net *n, handle *c, char *why)
     const net_setup *s = &n->setup;
     if (getrandom(&n->token, sizeof n->token, 0) != (ssize_t)sizeof n->token)
         return fail_with_status(why, "random bytes", UCS_ERR_IO_ERROR);
-    TRY_UCX(ucx_create_context(&n->context, &n->segment, s->rdma == NET_RDMA_IF_WHOLE),
+    char port[NICS_NAME_BYTES];
+    find_port(port, s->gpu);
+    TRY_UCX(ucx_create_context(&n->context, &n->segment, s->rdma == NET_RDMA_IF_WHOLE, port),
             "ucp_init");
     if (s->on_gpu && !ucx_can_reach_gpus(n->context))
         return fail_with_status(why, "memory of a GPU", UCS_ERR_UNSUPPORTED);

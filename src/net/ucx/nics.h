@@ -1,0 +1,67 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Finds the GPUs and NICs of this host in sysfs, and chooses one NIC for each GPU. The choice
+ * depends only on sysfs, so all ranks of a host make the same one without communication. Only
+ * NICs that Linux lists under class/infiniband (InfiniBand, RoCE, EFA) are considered. */
+#ifndef EPIC_NET_UCX_NICS_H
+#define EPIC_NET_UCX_NICS_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define NICS_MAX 64 /* largest number of GPUs, and of ports of NICs, that are considered */
+#define NICS_NAME_BYTES 64
+#define NICS_ADDRESS_BYTES 16
+
+/* How near a GPU and a NIC are to each other, from near to far. */
+typedef enum nics_distance {
+    NICS_SAME_SWITCH, /* their path stays below a port of the CPU: through PCIe switches */
+    NICS_SAME_ROOT,   /* they are below different ports of one PCIe root complex */
+    NICS_SAME_NODE,   /* one NUMA node */
+    NICS_FAR          /* different NUMA nodes, or unknown */
+} nics_distance;
+
+/* Where a PCI device is. */
+typedef struct nics_device {
+    char address[NICS_ADDRESS_BYTES]; /* PCI address, such as "0000:18:00.0" */
+    char path[256];                   /* the device's folder below "devices" in sysfs */
+    int numa_node;                    /* -1: unknown */
+} nics_device;
+
+/* A port of a NIC. */
+typedef struct nics_port {
+    nics_device device;
+    char name[NICS_NAME_BYTES]; /* UCX's name of the port, such as "mlx5_0:1" */
+    char link[32];              /* link layer: "InfiniBand", "Ethernet", or another text */
+    bool is_active;
+    int gigabits; /* speed of the link in Gb/s; 0: unknown */
+} nics_port;
+
+typedef struct nics_host {
+    int num_gpus, num_ports;
+    nics_device gpus[NICS_MAX]; /* ordered by PCI address */
+    nics_port ports[NICS_MAX];  /* ordered by PCI address, then by name */
+} nics_host;
+
+/* Reads the GPUs of NVIDIA and the ports of the NICs of this host. `sysfs` is the folder of
+ * sysfs: "/sys", except in tests. Entries that cannot be read are left out. */
+void nics_read(nics_host *out, const char *sysfs);
+
+/* Returns how near a GPU and a port are to each other. */
+nics_distance nics_find_distance(const nics_device *gpu, const nics_device *port);
+
+/* Returns the name of a distance, such as "same PCIe switch". */
+const char *nics_distance_name(nics_distance distance);
+
+/* Returns the number of the port that the GPU should use, or -1 if there is none.
+ *
+ * Only active ports are considered. If one of them is InfiniBand, only InfiniBand ports are. So
+ * all GPUs of a cluster use the same kind of network. Ports that have less than a quarter of the
+ * speed of the fastest port are left out. Among the others the GPU uses the nearest. If several
+ * are nearest, it uses one of the fastest of them. GPUs with the same nearest ports use these
+ * ports in turn. */
+int nics_choose(const nics_host *host, int gpu);
+
+/* Returns the number of the GPU with this PCI address, or -1. Ignores upper and lower case. */
+int nics_find_gpu(const nics_host *host, const char *address);
+
+#endif
