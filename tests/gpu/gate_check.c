@@ -368,10 +368,12 @@ int main(int argc, char **argv)
                                    {127, 2880, 128, EPIC_BF16, true, false, false},
                                    {201, 1100, 32, EPIC_BF16, true, false, false},
                                    {65, 2048, 256, EPIC_BF16, false, false, false}};
-    static const invariant_gate few[] = {{300, 256, 8, EPIC_BF16},
-                                         {200, 200, 24, EPIC_F16},
-                                         {150, 136, 7, EPIC_F32},
-                                         {140, 130, 5, EPIC_BF16}};
+    static const invariant_gate few[] = {
+        {300, 256, 8, EPIC_BF16},
+        {200, 200, 24, EPIC_F16},
+        {150, 136, 7, EPIC_F32},
+        {140, 130, 5, EPIC_BF16},
+        {17, 1100, 70, EPIC_F32}}; /* the kernel for few rows */
     static const invariant_gate many[] = {{4096, 7168, 32, EPIC_BF16},
                                           {4096, 2880, 128, EPIC_BF16}};
     static const invariant_gate wide[] = {{4096, 7168, 256, EPIC_BF16},
@@ -389,7 +391,7 @@ int main(int argc, char **argv)
         const shape s = random_shape();
         bad += !run_shape(&s);
     }
-    for (int i = 0; i < 4; i++) bad += !run_invariant(&few[i], 13);
+    for (int i = 0; i < 5; i++) bad += !run_invariant(&few[i], 13);
     if (argc > 3) {
         bad += !run_shape(&large);
         for (int i = 0; i < 5; i++) bad += !run_shape(&sliced[i]);

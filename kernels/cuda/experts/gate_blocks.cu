@@ -37,10 +37,7 @@ static __global__ void __launch_bounds__(THREADS)
         const int b = i / slices, slice = i % slices;
         const int64_t row = begin_of(job.blocks, b);
         const int64_t depth = begin_of(job.blocks, b + 1) - row;
-        /* plain_kernel (experts/grouped_plain.cu) cuts sums into slices by the same formula, so
-         * both must be changed together */
-        const int64_t cut = (int64_t)slices * EXPERTS_PLAIN_STEP;
-        const int64_t each = (depth + cut - 1) / cut * EXPERTS_PLAIN_STEP;
+        const int64_t each = experts_plain_slice(depth, slices);
         const int64_t begin = min(slice * each, depth), end = min(begin + each, depth);
         job.cuts[i] = {(int32_t)(row + begin), (int32_t)(end - begin)};
         if (slice == 0) job.slabs[b] = {(int32_t)row, (int32_t)depth};

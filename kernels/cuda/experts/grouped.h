@@ -21,10 +21,22 @@
 #include "epic/epic.h"
 #include "rules/experts_layout.h"
 #include "rules/gate_layout.h"
+#include "rules/rule.h"
 
 /* the kernels without tensor cores (experts/grouped_plain.cu) add this many terms of a sum per
  * step */
 #define EXPERTS_PLAIN_STEP 16
+#define EXPERTS_FEW_ROWS \
+    16 /* the kernel for few rows (experts/grouped_few.cu) takes this many */
+
+/* Returns the number of terms of a slice in the kernels without tensor cores: a multiple of
+ * EXPERTS_PLAIN_STEP. The last slices can be shorter or empty. `depth`: number of terms of the
+ * whole sum. */
+RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
+{
+    const int64_t cut = slices * EXPERTS_PLAIN_STEP;
+    return (depth + cut - 1) / cut * EXPERTS_PLAIN_STEP;
+}
 
 #ifdef __cplusplus
 extern "C" {
@@ -303,6 +315,13 @@ p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
+/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows: for FORWARD products of at
+ * most EXPERTS_FEW_ROWS rows with float32 weights and slices. This kernel does not read
+ * job->slabs.slabs and job->slabs.tiles. */
+bool p2p_gemm_has_few_rows(const p2p_gemm *job);
+/* Launches the kernel for few rows. It writes the sums of the slices to job->slice_sums. */
+cudaError_t p2p_launch_few_rows(const p2p_gemm *job, cudaStream_t stream);
+
 /* Launches a FORWARD product of bf16 matrices that p2p_gemm_is_slow() supports, with float32
  * results, on Hopper's tensor cores. Each sum is cut into job->slices slices of
  * gate_slice_terms() terms. Writes the sums of the slices to job->slice_sums, where the caller
@@ -329,6 +348,7 @@ cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
 cudaError_t p2p_load_plain_gemm(void);
+cudaError_t p2p_load_few_rows(void);
 cudaError_t p2p_load_hopper_gemm(void);
 
 #ifdef __cplusplus

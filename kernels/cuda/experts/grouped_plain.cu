@@ -20,8 +20,9 @@
  * (p2p_as_input), which reads both matrices contiguously along the summed dimension.
  *
  * A product with few tiles and long sums would leave most SMs idle. So the host sets
- * p2p_gemm.slices. Then each sum is cut into slices, which different CTAs compute. plain_kernel
- * stores the partial sum of each slice, and slices_kernel adds the partial sums in order. */
+ * p2p_gemm.slices. Then each sum is cut into slices, which different CTAs compute. plain_kernel, or
+ * few_rows_kernel (experts/grouped_few.cu), stores the partial sum of each slice, and slices_kernel
+ * adds the partial sums in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -30,7 +31,8 @@
 #define BN 64
 #define BK EXPERTS_PLAIN_STEP
 #define THREADS 128
-#define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
+#define SLICES_AT_ONCE 8 /* slices_kernel loads this many partial sums before it adds them */
+#define THREAD_TILE 8    /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
 /* unused floats after each row in shared memory, so that the threads' accesses have no bank
  * conflicts */
 #define ROW_PADDING 4
@@ -91,7 +93,7 @@ static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
         p.rows = tile.rows;
         p.tokens = tile.tokens;
     }
-    const int64_t each = (p.depth + slices_of(g) * BK - 1) / (slices_of(g) * BK) * BK;
+    const int64_t each = experts_plain_slice(p.depth, slices_of(g));
     p.begin = min(slice * each, p.depth);
     p.end = min(p.begin + each, p.depth);
     return p;
@@ -404,8 +406,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The kernel that runs after plain_kernel if sums are cut into slices: adds the partial sums in
- * order, and stores the results. A thread adds four numbers of out at a time. */
+/* The kernel that runs after plain_kernel or few_rows_kernel if sums are cut into slices: adds the
+ * partial sums in order, and stores the results. A thread adds four numbers of out at a time. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
@@ -418,11 +420,20 @@ static __global__ void __launch_bounds__(THREADS)
     for (; i < p.rows * fours; i += step) {
         const int64_t line = i / fours, column = i % fours * 4;
         float sum[4] = {0, 0, 0, 0};
-        for (int32_t s = 0; s < g.slices; s++) {
-            const float4 more =
-                load_four(g.slice_sums, EPIC_F32, (s * p.rows + line) * p.columns + column,
-                          count_four(p.columns, column));
-            sum[0] += more.x, sum[1] += more.y, sum[2] += more.z, sum[3] += more.w;
+        for (int32_t first = 0; first < g.slices; first += SLICES_AT_ONCE) {
+            float4 more[SLICES_AT_ONCE];
+#pragma unroll
+            for (int s = 0; s < SLICES_AT_ONCE; s++)
+                if (first + s < g.slices)
+                    more[s] =
+                        load_four(g.slice_sums, EPIC_F32,
+                                  ((int64_t)(first + s) * p.rows + line) * p.columns + column,
+                                  count_four(p.columns, column));
+#pragma unroll
+            for (int s = 0; s < SLICES_AT_ONCE; s++)
+                if (first + s < g.slices)
+                    sum[0] += more[s].x, sum[1] += more[s].y, sum[2] += more[s].z,
+                        sum[3] += more[s].w;
         }
         store_four<PASS, false>(g, p, (int)line, column, sum);
     }
@@ -453,15 +464,22 @@ extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
     return g;
 }
 
-/* Launches plain_kernel for one pass. If sums are cut into slices, also launches
- * slices_kernel. */
+/* Launches plain_kernel for one pass, or few_rows_kernel. If sums are cut into slices, also
+ * launches slices_kernel. */
 template <int PASS, bool SCALED>
 static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {
     const cudaError_t error =
-        launch_kernel(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
+        p2p_gemm_has_few_rows(&g)
+            ? p2p_launch_few_rows(&g, stream)
+            : launch_kernel(plain_kernel<PASS, SCALED>, ctas_of(&g), THREADS, 0, stream, g);
     if (SCALED || g.slices <= 1 || error != cudaSuccess) return error;
-    return launch_kernel(slices_kernel<PASS>, 4 * g.sms, THREADS, 0, stream, g);
+    const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
+    const int64_t lines = PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
+    const int64_t ctas = (lines * ((columns + 3) / 4) + THREADS - 1) / THREADS;
+    const int64_t most = 4 * (int64_t)g.sms;
+    return launch_kernel(slices_kernel<PASS>, (int)(ctas < most ? ctas : most), THREADS, 0,
+                         stream, g);
 }
 
 extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t stream)

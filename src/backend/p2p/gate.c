@@ -159,18 +159,24 @@ static bool has_components(const p2p_gemm *components, const epic_gate_args *gat
     return (is_large || (gate->is_invariant && forward)) && !p2p_gemm_is_slow(components);
 }
 
-/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. The number of slices
- * depends on gate->block or, with is_invariant and forward, only on `hidden`. */
+/* Returns the number of slices of a product without components, of pass EPIC_GEMM_FORWARD or
+ * EPIC_GEMM_WEIGHT. It depends on gate->block or, with is_invariant and forward, only on
+ * `hidden`. */
+static int32_t plain_slices(const p2p_gemm *product, const epic_gate_args *gate)
+{
+    if (product->pass != EPIC_GEMM_FORWARD)
+        return gate_slices(gate->hidden, gate->columns, gate->block);
+    return gate->is_invariant ? gate_fixed_slices(gate->hidden)
+                              : gate_slices(gate->block, gate->columns, gate->hidden);
+}
+
+/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. */
 static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
-    const bool forward = product->pass == EPIC_GEMM_FORWARD;
     if (has_components(&components, gate))
         return multiply_components(product, &components, gate);
-    product->slices = !forward ? gate_slices(gate->hidden, gate->columns, gate->block)
-                      : gate->is_invariant
-                          ? gate_fixed_slices(gate->hidden)
-                          : gate_slices(gate->block, gate->columns, gate->hidden);
+    product->slices = plain_slices(product, gate);
     return launch_product(product, gate->stream);
 }
 
@@ -224,13 +230,26 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
+/* Returns true if the forward product reads the list of tiles: unless the kernel for few rows
+ * computes it. */
+static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
+{
+    const p2p_gemm components = product_of_components(product, gate);
+    p2p_gemm plain = *product;
+    plain.slices = plain_slices(product, gate);
+    return has_components(&components, gate) || !p2p_gemm_has_few_rows(&plain);
+}
+
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
 {
     p2p_gemm product = product_of(group, gate, EPIC_GEMM_FORWARD);
     product.out = gate->logits;
     product.bias = gate->b_gate;
     if (gate->tokens == 0) return EPIC_OK;
-    TRY(launch_gate_slab(group, gate));
+    if (reads_tiles(&product, gate))
+        TRY(launch_gate_slab(group, gate));
+    else
+        TRY(p2p_check_group(group));
     return multiply_forward_or_weight(&product, gate);
 }
 

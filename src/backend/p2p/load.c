@@ -55,6 +55,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_dense_tokens(), "loading the kernels of a layer's tokens"));
     TRY(p2p_cuda(p2p_load_fits(), "loading the kernel that checks a layer's plan"));
     TRY(p2p_cuda(p2p_load_plain_gemm(), "loading the plain products"));
+    TRY(p2p_cuda(p2p_load_few_rows(), "loading the product of few rows"));
     TRY(p2p_cuda(p2p_load_hopper_gemm(), "loading the products of sm_90a"));
     TRY(p2p_cuda(p2p_load_sum_replicas(), "loading the kernel that sums replicas"));
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");

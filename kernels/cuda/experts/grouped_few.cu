@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Product of a few rows and float32 weights, with sums that are cut into slices: the gate of a
+ * layer that decodes.
+ *
+ *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
+ *
+ * plain_kernel (experts/grouped_plain.cu) multiplies tiles of 128 rows. With one token, it spends
+ * most of its time on rows that do not exist, and waits for memory in each short step. Here a thread
+ * computes one column of up to ROWS_EACH rows, and loads BATCH weights of its column before it uses
+ * the first of them. It adds the terms of a slice in the same order as plain_kernel, and
+ * slices_kernel adds the slices, so a row has the same bits whichever kernel computes it. */
+#include "cuda/common/launch.cuh"
+#include "cuda/common/numbers.cuh"
+#include "cuda/experts/grouped.h"
+
+#define COLUMNS 64
+#define THREADS 128
+#define ROWS_EACH (EXPERTS_FEW_ROWS * COLUMNS / THREADS)
+#define TERMS 128 /* terms of all rows that are in shared memory at a time */
+#define BATCH 32
+
+/* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of the first of
+ * these rows; those of row r follow at rows[r]. `weights`: the column's first weight; `stride`: the
+ * distance to its next weight. */
+static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
+                                                 const float (*rows)[TERMS],
+                                                 const float *weights, int64_t stride,
+                                                 int terms)
+{
+    for (int begin = 0; begin < terms; begin += BATCH) {
+        float b[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            b[i] = begin + i < terms ? weights[(begin + i) * stride] : 0;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+#pragma unroll
+            for (int r = 0; r < ROWS_EACH; r++)
+                if (begin + i < terms) sum[r] += rows[r][begin + i] * b[i];
+    }
+}
+
+/* The kernel: each CTA computes one slice of the sums of COLUMNS columns, of all rows. */
+static __global__ void __launch_bounds__(THREADS)
+    few_rows_kernel(const __grid_constant__ p2p_gemm g)
+{
+    __shared__ float rows[EXPERTS_FEW_ROWS][TERMS];
+    const int num_rows = (int)g.slabs.num_slots;
+    const int64_t slice = blockIdx.x % g.slices;
+    const int64_t column = blockIdx.x / g.slices * COLUMNS + threadIdx.x % COLUMNS;
+    const int first = (int)threadIdx.x / COLUMNS * ROWS_EACH;
+    const int64_t each = experts_plain_slice(g.k, g.slices);
+    const int64_t slice_end = min((slice + 1) * each, g.k);
+    float sum[ROWS_EACH] = {};
+    for (int64_t begin = slice * each; begin < slice_end; begin += TERMS) {
+        const int terms = (int)min((int64_t)TERMS, slice_end - begin);
+        __syncthreads(); /* the threads have read the terms before */
+        for (int i = threadIdx.x; i < EXPERTS_FEW_ROWS * terms; i += THREADS) {
+            const int row = i / terms, term = i % terms;
+            rows[row][term] =
+                row < num_rows ? load_number(g.a, g.row_type, row * g.k + begin + term) : 0;
+        }
+        __syncthreads();
+        if (column < g.n && first < num_rows)
+            add_terms(sum, rows + first, (const float *)g.b + begin * g.n + column, g.n, terms);
+    }
+#pragma unroll
+    for (int r = 0; r < ROWS_EACH; r++)
+        if (column < g.n && first + r < num_rows)
+            g.slice_sums[(slice * num_rows + first + r) * g.n + column] = sum[r];
+}
+
+extern "C" bool p2p_gemm_has_few_rows(const p2p_gemm *g)
+{
+    return g->pass == EPIC_GEMM_FORWARD && g->row_type != EPIC_E4M3 &&
+           g->weight_type == EPIC_F32 && g->slices > 1 &&
+           g->slabs.num_slots <= EXPERTS_FEW_ROWS;
+}
+
+extern "C" cudaError_t p2p_launch_few_rows(const p2p_gemm *g, cudaStream_t stream)
+{
+    const int64_t ctas = (g->n + COLUMNS - 1) / COLUMNS * g->slices;
+    return launch_kernel(few_rows_kernel, (int)ctas, THREADS, 0, stream, *g);
+}
+
+extern "C" cudaError_t p2p_load_few_rows(void)
+{
+    cudaFuncAttributes attributes;
+    return cudaFuncGetAttributes(&attributes, few_rows_kernel);
+}
