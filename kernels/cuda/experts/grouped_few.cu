@@ -5,9 +5,9 @@
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
  * plain_kernel (experts/grouped_plain.cu) multiplies tiles of 128 rows. With one token, it spends
- * most of its time on rows that do not exist, and waits for memory in each short step. Here a thread
- * computes one column of up to ROWS_EACH rows, and loads BATCH weights of its column before it uses
- * the first of them. It adds the terms of a slice in the same order as plain_kernel, and
+ * most of its time on rows that do not exist, and waits for memory in each short step. Here a
+ * thread computes one column of up to ROWS_EACH rows, and loads BATCH weights of its column before
+ * it uses the first of them. It adds the terms of a slice in the same order as plain_kernel, and
  * slices_kernel adds the slices, so a row has the same bits whichever kernel computes it. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
@@ -19,9 +19,9 @@
 #define TERMS 128 /* terms of all rows that are in shared memory at a time */
 #define BATCH 32
 
-/* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of the first of
- * these rows; those of row r follow at rows[r]. `weights`: the column's first weight; `stride`: the
- * distance to its next weight. */
+/* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
+ * rows. `weights`: the column's first weight. `stride`: the distance from a weight of the column to
+ * the next one. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,
