@@ -2,6 +2,7 @@
 /* epic-info: prints what this build and machine can do, or what a running group is doing. */
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "info.h"
 
@@ -26,7 +27,7 @@ static int print_usage(const char *why, const char *what)
 
 int main(int argc, char **argv)
 {
-    const char *group = NULL, *sysfs = "/sys";
+    const char *group = NULL, *sysfs = NULL;
     info_form form = INFO_TEXT;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--help")) {
@@ -42,11 +43,15 @@ int main(int argc, char **argv)
         } else if (!strcmp(argv[i], "--sysfs")) {
             if (++i == argc) return print_usage("--sysfs needs a folder", "");
             sysfs = argv[i];
+            struct stat about;
+            if (stat(sysfs, &about) != 0 || !S_ISDIR(about.st_mode))
+                return print_usage("--sysfs needs a folder; there is no folder ", sysfs);
         } else {
             return print_usage("unknown argument: ", argv[i]);
         }
     }
+    if (group && sysfs) return print_usage("--sysfs: must be without --group", "");
     if (group) return info_group(group, form);
     if (form != INFO_TEXT) return print_usage("--json and --chrome need --group", "");
-    return info_machine(sysfs);
+    return info_machine(sysfs ? sysfs : "/sys");
 }

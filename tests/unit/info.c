@@ -142,6 +142,10 @@ static void nics_of_a_machine(void)
     CHECK(info(arguments) == 0 && says("UCX_NET_DEVICES=mlx5_9:1 replaces EPIC's choice:\n"));
     unsetenv("UCX_NET_DEVICES");
     CHECK(info("--sysfs") == 2 && says("--sysfs needs a folder"));
+    snprintf(arguments, sizeof arguments, "--sysfs %s --group a", root);
+    CHECK(info(arguments) == 2 && says("must be without --group"));
+    snprintf(arguments, sizeof arguments, "--sysfs %s/none", root);
+    CHECK(info(arguments) == 2 && says("there is no folder ") && says("/none"));
     sysfs_end(root);
 }
 
