@@ -26,6 +26,7 @@
 #define EACH 6 /* experts per rank */
 #define SLOTS (TOKENS * TOP_K * 8)
 #define NUMBERS 7
+#define LEAST_REPLAYS 4 /* replays and calls alternate, so two of each */
 
 static int replays;
 static bool flat, rare, windows;
@@ -258,6 +259,7 @@ int main(int argc, char **argv)
 {
     if (argc < 5) return 2;
     replays = scaled_cases(atoi(argv[4]));
+    if (replays < LEAST_REPLAYS && atoi(argv[4]) >= LEAST_REPLAYS) replays = LEAST_REPLAYS;
     flat = argc > 5 && !strcmp(argv[5], "flat");
     rare = argc > 5 && !strcmp(argv[5], "rare");
     windows = argc > 6 && !strcmp(argv[6], "windows");

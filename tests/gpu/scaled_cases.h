@@ -7,7 +7,7 @@
 
 /* Tests with at most this many cases use cases that somebody has selected. */
 #define SELECTED_CASES 4
-#define FEWEST_CASES 2
+#define FEWEST_CASES 2 /* EPIC_TEST_SCALE leaves at least this many cases */
 
 /* Returns `count` times the environment variable EPIC_TEST_SCALE, at least FEWEST_CASES. If
  * `count` is not larger than SELECTED_CASES, or if the variable is not set, returns `count`. */
