@@ -211,9 +211,10 @@ static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
                        .urgent_bytes = (uint64_t)p2p_heap_poison(&g->self.at),
                        .outbox = h->outbox,
                        .outbox_bytes = (uint64_t)g->self.at.bytes};
-    if (cudaDeviceGetPCIBusId(setup.gpu, sizeof setup.gpu, g->device) != cudaSuccess)
+    if (cudaDeviceGetPCIBusId(setup.gpu, sizeof setup.gpu, g->device) != cudaSuccess) {
         *setup.gpu = 0;
-    (void)cudaGetLastError();
+        (void)cudaGetLastError(); /* otherwise the next launch would report this error */
+    }
     memset(mine->net, 0, sizeof mine->net);
     const epic_result result = h->env.engine->open(&h->net, &setup, mine->net, why);
     return result == EPIC_OK ? EPIC_OK : epic_fail(result, "%s", why);
