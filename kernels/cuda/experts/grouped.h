@@ -26,8 +26,8 @@
 /* the kernels without tensor cores (experts/grouped_plain.cu) add this many terms of a sum per
  * step */
 #define EXPERTS_PLAIN_STEP 16
-#define EXPERTS_FEW_ROWS \
-    16 /* the kernel for few rows (experts/grouped_few.cu) takes this many */
+/* largest number of rows of the kernel for few rows (experts/grouped_few.cu) */
+#define EXPERTS_FEW_ROWS 16
 
 /* Returns the number of terms of a slice in the kernels without tensor cores: a multiple of
  * EXPERTS_PLAIN_STEP. The last slices can be shorter or empty. `depth`: number of terms of the

@@ -4,11 +4,12 @@
  *
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
- * plain_kernel (experts/grouped_plain.cu) multiplies tiles of 128 rows. With one token, it spends
- * most of its time on rows that do not exist, and waits for memory in each short step. Here a
- * thread computes one column of up to ROWS_EACH rows, and loads BATCH weights of its column before
- * it uses the first of them. It adds the terms of a slice in the same order as plain_kernel, and
- * slices_kernel adds the slices, so a row has the same bits whichever kernel computes it. */
+ * plain_kernel (experts/grouped_plain.cu) multiplies tiles of 128 rows, in steps of
+ * EXPERTS_PLAIN_STEP terms. With few rows most of a tile is empty. Here a CTA computes one slice of
+ * the sums of COLUMNS columns. A thread computes one column of up to ROWS_EACH rows, and loads BATCH
+ * weights of its column before it uses the first of them. It adds the terms of a slice in the same
+ * order as plain_kernel, and slices_kernel adds the slices. So a row has the same bits whichever
+ * kernel computes it. No kernel of another rank reads the results. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -17,7 +18,7 @@
 #define THREADS 128
 #define ROWS_EACH (EXPERTS_FEW_ROWS * COLUMNS / THREADS)
 #define TERMS 128 /* terms of all rows that are in shared memory at a time */
-#define BATCH 32
+#define BATCH 32  /* weights that a thread loads at a time */
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
  * rows. `weights`: the column's first weight. `stride`: the distance from a weight of the column to

@@ -20,7 +20,7 @@ typedef enum nics_distance {
     NICS_FAR          /* different NUMA nodes, or unknown */
 } nics_distance;
 
-/* Where a PCI device is. */
+/* A PCI device, and its place in the PCI topology. */
 typedef struct nics_device {
     char address[NICS_ADDRESS_BYTES]; /* PCI address, such as "0000:18:00.0" */
     char path[256];                   /* the device's folder below "devices" in sysfs */
@@ -52,7 +52,7 @@ nics_distance nics_find_distance(const nics_device *gpu, const nics_device *port
 /* Returns the name of a distance, such as "same PCIe switch". */
 const char *nics_distance_name(nics_distance distance);
 
-/* Returns the number of the port that the GPU should use, or -1 if there is none.
+/* Returns the number of the port that the GPU should use, or -1 if no port is usable.
  *
  * Only active ports are considered. If one of them is InfiniBand, only InfiniBand ports are. So
  * all GPUs of a cluster use the same kind of network. Ports that have less than a quarter of the

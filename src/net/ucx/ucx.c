@@ -193,8 +193,8 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
-/* Writes to `port` the port of a NIC that the GPU with this PCI address should use (nics.h), or
- * "" if there is none. If memory is short, also writes "", and UCX chooses. */
+/* Writes to `port` the port of a NIC that the GPU with this PCI address should use (nics.h).
+ * Writes "" if no port is usable or if memory is short. UCX then chooses the devices. */
 static void find_port(char port[NICS_NAME_BYTES], const char *gpu)
 {
     *port = 0;
