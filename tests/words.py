@@ -4,8 +4,8 @@
 
 usage: words.py ROOT
 
-Each function of C or CUDA in src, kernels or bindings needs a name of at least two words, such as
-plan_open. Words that the project has replaced are allowed only in CHANGELOG.md and docs/lab.
+Each function or method of C or CUDA in src, kernels or bindings needs a name of at least two words,
+such as plan_open. Words that the project has replaced are allowed only in CHANGELOG.md and docs/lab.
 """
 
 import re
@@ -19,6 +19,13 @@ HISTORY = ("CHANGELOG.md", "docs/lab/", "tests/words.py")
 
 # A definition: a name and its arguments at the outermost level, then a brace.
 DEFINITION = re.compile(r"^(?!#|\s|typedef|return|else)[^;{}()=]*?\b(\w+)\([^;{}]*\)\s*\{", re.M)
+
+# A definition in a struct. Constructors have the name of their struct, which begins with a capital.
+METHOD = re.compile(
+    r"^[ \t]+(?!return|else|typedef|if|for|while|switch|do\b)[\w<>:*&, ]*?[\w>*&]\s+[*&]?([a-z]\w*)"
+    r"\((?:[^;{}()]|\([^()]*\))*\)\s*(?:const)?\s*\{",
+    re.M,
+)
 
 REPLACED = re.compile(
     r"\b(?:"
@@ -42,7 +49,7 @@ def find_one_word_functions(path: str, text: str) -> list[str]:
     """Returns an error for each function definition with a one-word name."""
     found = []
     code = re.sub(r"__launch_bounds__\([^)]*\)|__attribute__\(\(.*?\)\)", "", strip_comments(text))
-    for match in DEFINITION.finditer(code):
+    for match in (*DEFINITION.finditer(code), *METHOD.finditer(code)):
         name = match[1]
         if "_" in name.strip("_") or name == "main" or name.isupper():
             continue

@@ -115,7 +115,7 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
             wait_wgmma<1>();
             release_stage<CTAS>(at, s.previous_index(), thread);
         }
-        s.advance();
+        s.next_stage();
     }
     /* Every path must contain this wait. Otherwise ptxas makes the wgmma run one after the
      * other (warning C7518). */
@@ -425,7 +425,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
         if (k % 4 == 0) scales.use_next_blocks(k + 4 + lane.column / 2);
         const uint32_t place = s.index * (STAGE_BYTES / 16);
         const int stage = s.index;
-        s.advance();
+        s.next_stage();
         /* h: 0 for the left 128 columns of the tile, 1 for the right */
 #pragma unroll
         for (int h = 0; h < 2; h++) {

@@ -198,7 +198,7 @@ struct Stage {
     int index, parity;
 
     /* Moves on to the next stage of the ring. */
-    __device__ __forceinline__ void advance()
+    __device__ __forceinline__ void next_stage()
     {
         if (++index == STAGES) {
             index = 0;
@@ -279,7 +279,7 @@ static __device__ __forceinline__ void run_producer(const Maps &maps, const Job 
             barrier_expect(full, STAGE_BYTES);
             load_a<PASS>(a, maps, full, w, step);
             load_b<PASS>(a + A_BYTES, maps, full, w, step, w.share, rank);
-            s.advance();
+            s.next_stage();
         }
     }
 }

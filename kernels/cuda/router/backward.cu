@@ -113,7 +113,7 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     Chosen<2> c = {(int)job.rows.router.top_k, {-1, -1}};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        if (c.exists(j)) c.id[j] = job.topk_idx[token * c.k + j * WARP + lane_id()];
+        if (c.has_choice(j)) c.id[j] = job.topk_idx[token * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float g[2] = {0, 0}, z[2] = {0, 0};
 #pragma unroll
     for (int j = 0; j < 2; j++) {
-        if (c.exists(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
+        if (c.has_choice(j)) g[j] = job.d_weights[token * c.k + j * WARP + lane_id()];
         if (c.has_expert(j) && job.scale_of_expert) g[j] *= job.scale_of_expert[c.id[j]];
     }
     const Shares<2> shares = recompute_shares(job, c, s, z, token);

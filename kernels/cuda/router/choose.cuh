@@ -45,13 +45,13 @@ template <int V> struct Owned {
     uint32_t key[V];
 
     /* Returns the largest key that is left, or KEY_NONE if no key is left. */
-    __device__ __forceinline__ uint32_t top() const
+    __device__ __forceinline__ uint32_t top_key() const
     {
         return key[0];
     }
     /* Sorts the keys with a bitonic network. The compiler knows all its indices, so the keys
      * stay in registers. */
-    __device__ __forceinline__ void sort()
+    __device__ __forceinline__ void sort_keys()
     {
 #pragma unroll
         for (int size = 2; size <= V; size *= 2)
@@ -68,19 +68,19 @@ template <int V> struct Owned {
     }
     /* Makes this lane the owner of the ids [first_id, first_id + num_ids), and reads their keys
      * from `keys` in shared memory. num_ids is at most V. */
-    __device__ __forceinline__ void read(const uint32_t *keys, int first_id, int num_ids)
+    __device__ __forceinline__ void read_keys(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
         count = num_ids;
 #pragma unroll
         for (int v = 0; v < V; v++)
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
-        sort();
+        sort_keys();
     }
     /* Sets the keys of all ids of this lane to `value`. The keys are in registers. If `value`
      * is not KEY_NONE, also sets them in shared memory (`keys`), where choose_by_lanes() later
      * compares them to find ids. */
-    __device__ __forceinline__ void fill(uint32_t *keys, uint32_t value)
+    __device__ __forceinline__ void set_keys(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
             for (int v = 0; v < count; v++) keys[padded_index(first + v)] = value;
@@ -88,7 +88,7 @@ template <int V> struct Owned {
         for (int v = 0; v < V; v++) key[v] = v < count ? value : KEY_NONE;
     }
     /* Removes this lane's largest key if `mine` is true. */
-    __device__ __forceinline__ void drop(bool mine)
+    __device__ __forceinline__ void drop_largest(bool mine)
     {
 #pragma unroll
         for (int v = 0; v < V; v++) key[v] = !mine ? key[v] : v + 1 < V ? key[v + 1] : KEY_NONE;
@@ -97,8 +97,8 @@ template <int V> struct Owned {
 
 /* The keys of the expert ids [first, first + count), which one lane owns, for any number of
  * ids. The keys stay in shared memory, unsorted. `best` is the current key: the largest key
- * that has not been dropped. It is the key of the id first + position. top() returns the
- * current key, and drop() goes on to the next smaller key. Equal keys come in ascending order
+ * that has not been dropped. It is the key of the id first + position. top_key() returns the
+ * current key, and drop_largest() goes on to the next smaller key. Equal keys come in ascending order
  * of ids. */
 template <> struct Owned<0> {
     int first, count, position;
@@ -106,19 +106,19 @@ template <> struct Owned<0> {
     const uint32_t *keys;
 
     /* Returns the largest key that is left, or KEY_NONE if no key is left. */
-    __device__ uint32_t top() const
+    __device__ uint32_t top_key() const
     {
         return best;
     }
-    /* Returns the id of the key that top() returns. */
-    __device__ int id() const
+    /* Returns the id of the key that top_key() returns. */
+    __device__ int current_id() const
     {
         return first + position;
     }
     /* Searches the next key after `last`, in descending order, and makes it the current key. If
      * several keys are equal to `last`, they come in the order of their positions: only those
      * after last_position count. */
-    __device__ void find(uint32_t last, int last_position)
+    __device__ void find_next(uint32_t last, int last_position)
     {
         best = KEY_NONE;
         for (int v = 0; v < count; v++) {
@@ -129,26 +129,26 @@ template <> struct Owned<0> {
     }
     /* Makes this lane the owner of the ids [first_id, first_id + num_ids), whose keys are in
      * `from`. */
-    __device__ void read(const uint32_t *from, int first_id, int num_ids)
+    __device__ void read_keys(const uint32_t *from, int first_id, int num_ids)
     {
         keys = from;
         first = first_id;
         count = num_ids;
         position = 0;
-        find(0xffffffffu, -1);
+        find_next(0xffffffffu, -1);
     }
     /* Sets the keys of all ids of this lane to `value` in `to`. Then the current key is that of
      * the first id. */
-    __device__ void fill(uint32_t *to, uint32_t value)
+    __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
-        find(0xffffffffu, -1);
+        find_next(0xffffffffu, -1);
     }
     /* Removes this lane's largest key if `mine` is true: the next smaller key becomes the
      * current one. */
-    __device__ void drop(bool mine)
+    __device__ void drop_largest(bool mine)
     {
-        if (mine) find(best, position);
+        if (mine) find_next(best, position);
     }
 };
 
@@ -164,19 +164,19 @@ struct IdOwnership {
 
     /* Returns how many lanes together handle the experts of one group (of group-limited
      * routing). */
-    __device__ __forceinline__ int lanes() const
+    __device__ __forceinline__ int lanes_per_group() const
     {
         return 1 << lane_bits;
     }
     /* Returns the number of the group of experts to which this lane's ids belong. */
-    __device__ __forceinline__ int group() const
+    __device__ __forceinline__ int group_of_lane() const
     {
         return lane_id() >> lane_bits;
     }
     /* Returns the number of this lane among the lanes of its group. */
     __device__ __forceinline__ int lane_of_group() const
     {
-        return lane_id() & (lanes() - 1);
+        return lane_id() & (lanes_per_group() - 1);
     }
 };
 
@@ -201,8 +201,9 @@ struct IdRange {
 __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
 {
     const int begin = d.lane_of_group() * d.ids_per_lane;
-    const int count = d.group() < d.groups ? min(d.ids_per_lane, d.ids_per_group - begin) : 0;
-    return {d.group() * d.ids_per_group + begin, max(count, 0)};
+    const int count =
+        d.group_of_lane() < d.groups ? min(d.ids_per_lane, d.ids_per_group - begin) : 0;
+    return {d.group_of_lane() * d.ids_per_group + begin, max(count, 0)};
 }
 
 /* Returns the first lane whose `top` is the largest `top` of the warp. Called by all lanes. */
@@ -219,16 +220,17 @@ __device__ __forceinline__ int best_lane(uint32_t top)
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
-    const uint32_t members = (d.lanes() == WARP ? ALL_LANES : (1u << d.lanes()) - 1)
-                             << (d.group() << d.lane_bits);
+    const uint32_t members =
+        (d.lanes_per_group() == WARP ? ALL_LANES : (1u << d.lanes_per_group()) - 1)
+        << (d.group_of_lane() << d.lane_bits);
     float score = 0;
     for (int i = 0; i < m; i++) {
-        uint32_t largest = own.top();
-        for (int distance = 1; distance < d.lanes(); distance *= 2)
+        uint32_t largest = own.top_key();
+        for (int distance = 1; distance < d.lanes_per_group(); distance *= 2)
             largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, distance));
-        const uint32_t ties = __ballot_sync(ALL_LANES, own.top() == largest) & members;
+        const uint32_t ties = __ballot_sync(ALL_LANES, own.top_key() == largest) & members;
         score += value_of_key(largest);
-        if (i + 1 < m) own.drop(lane_id() == __ffs(ties) - 1);
+        if (i + 1 < m) own.drop_largest(lane_id() == __ffs(ties) - 1);
     }
     return score;
 }
@@ -237,12 +239,12 @@ __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own,
  * `score`: the score of the group to which this lane's ids belong. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
-    const bool leads = d.lane_of_group() == 0 && d.group() < d.groups;
+    const bool leads = d.lane_of_group() == 0 && d.group_of_lane() < d.groups;
     uint32_t key = leads ? key_of(score) : KEY_NONE;
     bool is_kept = false;
     for (int i = 0; i < topk_groups; i++) {
         const int winner = best_lane(key);
-        is_kept |= winner >> d.lane_bits == d.group();
+        is_kept |= winner >> d.lane_bits == d.group_of_lane();
         if (winner == lane_id()) key = KEY_NONE;
     }
     return is_kept;
@@ -262,18 +264,18 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
     Owned<0> own;
     for (int g = first; g < end; g++) {
         float score = 0;
-        own.read(keys, g * d.ids_per_group, d.ids_per_group);
+        own.read_keys(keys, g * d.ids_per_group, d.ids_per_group);
         for (int i = 0; i < m; i++) {
-            score += value_of_key(own.top());
-            if (i + 1 < m) own.drop(true);
+            score += value_of_key(own.top_key());
+            if (i + 1 < m) own.drop_largest(true);
         }
         group_keys[padded_index(g)] = key_of(score);
     }
-    own.read(group_keys, first, end - first);
+    own.read_keys(group_keys, first, end - first);
     for (uint32_t i = 0; i < r.topk_groups; i++) {
-        const bool mine = best_lane(own.top()) == lane_id();
-        if (mine) kept_groups |= 1u << (own.id() - first);
-        own.drop(mine);
+        const bool mine = best_lane(own.top_key()) == lane_id();
+        if (mine) kept_groups |= 1u << (own.current_id() - first);
+        own.drop_largest(mine);
     }
     for (int g = first; g < end; g++)
         for (int i = 0; i < d.ids_per_group && !(kept_groups >> (g - first) & 1); i++)
@@ -298,13 +300,13 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwne
         keep_many_groups(r, d, keys, group_keys, m, others);
         range.first = first * d.ids_per_group;
         range.count = (min(d.groups, first + d.groups_per_lane) - first) * d.ids_per_group;
-        own.read(keys, range.first, range.count);
+        own.read_keys(keys, range.first, range.count);
         return;
     }
-    own.read(keys, range.first, range.count);
+    own.read_keys(keys, range.first, range.count);
     if (r.num_groups == 0) return;
     const float score = score_group(d, own, m);
-    if (!keep_group(d, score, (int)r.topk_groups)) own.fill(keys, others);
+    if (!keep_group(d, score, (int)r.topk_groups)) own.set_keys(keys, others);
     __syncwarp();
 }
 
@@ -314,9 +316,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
 {
     Chosen<J> c = {k, {-1}};
     for (int i = 0; i < k; i++) {
-        const int winner = best_lane(own.top());
-        const int id = __shfl_sync(ALL_LANES, own.id(), winner);
-        own.drop(lane_id() == winner);
+        const int winner = best_lane(own.top_key());
+        const int id = __shfl_sync(ALL_LANES, own.current_id(), winner);
+        own.drop_largest(lane_id() == winner);
 #pragma unroll
         for (int j = 0; j < J; j++)
             if (lane_id() + j * WARP == i) c.id[j] = id;
@@ -336,9 +338,9 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     uint32_t key = KEY_NONE;
     int lane = lane_id();
     for (int i = 0; i < k; i++) {
-        const uint32_t largest = __reduce_max_sync(ALL_LANES, own.top());
-        const int winner = __ffs(__ballot_sync(ALL_LANES, own.top() == largest)) - 1;
-        own.drop(lane_id() == winner);
+        const uint32_t largest = __reduce_max_sync(ALL_LANES, own.top_key());
+        const int winner = __ffs(__ballot_sync(ALL_LANES, own.top_key() == largest)) - 1;
+        own.drop_largest(lane_id() == winner);
         if (lane_id() == i) key = largest, lane = winner;
     }
     const uint32_t last_key = __shfl_up_sync(ALL_LANES, key, 1);

@@ -30,7 +30,7 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
 #pragma unroll
     for (int j = 0; j < J; j++) {
         c.id[j] = -1;
-        if (has_row && c.exists(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
+        if (has_row && c.has_choice(j)) c.id[j] = job.table[id * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
@@ -45,7 +45,7 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
 #pragma unroll
     for (int j = 0; j < J; j++) {
         c.id[j] = -1;
-        if (c.exists(j)) c.id[j] = job.topk_idx_in[token * c.k + j * WARP + lane_id()];
+        if (c.has_choice(j)) c.id[j] = job.topk_idx_in[token * c.k + j * WARP + lane_id()];
         if (c.id[j] >= job.rows.columns) c.id[j] = -1;
     }
     return c;
@@ -59,10 +59,10 @@ template <int V> struct Bias {
     __device__ __forceinline__ explicit Bias(const p2p_router_job &job)
     {
 #pragma unroll
-        for (int v = 0; v < V; v++) x[v] = read(job, v * WARP + lane_id());
+        for (int v = 0; v < V; v++) x[v] = read_bias(job, v * WARP + lane_id());
     }
     /* Returns the router's bias of one column; 0 if there is no bias or no such column. */
-    static __device__ __forceinline__ float read(const p2p_router_job &job, int column)
+    static __device__ __forceinline__ float read_bias(const p2p_router_job &job, int column)
     {
         return job.bias && column < job.rows.columns ? __ldg(job.bias + column) : 0.0f;
     }
@@ -82,7 +82,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
         }
     } else {
         each_column<0>(0, job.rows.columns, [&](int i) {
-            keys[padded_index(i)] = key_of(values[padded_index(i)] + Bias<0>::read(job, i));
+            keys[padded_index(i)] =
+                key_of(values[padded_index(i)] + Bias<0>::read_bias(job, i));
         });
     }
     __syncwarp();
@@ -103,7 +104,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     const Shares<J> s = compute_shares(job.rows, c, x);
 #pragma unroll
     for (int j = 0; j < J; j++) {
-        if (!c.exists(j)) continue;
+        if (!c.has_choice(j)) continue;
         const int64_t index = token * c.k + j * WARP + lane_id();
         /* If the caller's id is out of range, copies it unchanged, so that the plan finds it
          * and reports the error. */

@@ -265,14 +265,14 @@ template <int J> struct Chosen {
 
     /* Returns true if this lane has a choice with index j, that is, if lane + 32 * j is less
      * than k. */
-    __device__ __forceinline__ bool exists(int j) const
+    __device__ __forceinline__ bool has_choice(int j) const
     {
         return lane_id() + j * WARP < k;
     }
     /* Returns true if this lane has a choice with index j, and the choice has an expert. */
     __device__ __forceinline__ bool has_expert(int j) const
     {
-        return exists(j) && id[j] >= 0;
+        return has_choice(j) && id[j] >= 0;
     }
 };
 
@@ -305,7 +305,7 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 #pragma unroll
     for (int j = 0; j < J; j++) {
         p[j] = c.has_expert(j) ? exp_of_difference(p[j], largest) : 0;
-        if (c.exists(j)) sum += p[j];
+        if (c.has_choice(j)) sum += p[j];
     }
     sum = add_lanes(sum);
 #pragma unroll

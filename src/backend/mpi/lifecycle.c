@@ -121,7 +121,7 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 /* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a group is
  * broken or open. With a broken or open group, MPI_Finalize could wait forever. In that case
  * the rank ends without MPI_Finalize, and mpirun ends the whole job. */
-__attribute__((destructor)) static void end(void)
+__attribute__((destructor)) static void finalize_at_exit(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;
     if (!lifecycle.any_broken && !lifecycle.num_open) MPI_Finalize();
