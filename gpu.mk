@@ -37,11 +37,11 @@ gpu-bench-layer: gpu-configure
 	@$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
 # Compares this tree with an earlier version. Both run in turn. First run `git worktree add build/before
-# COMMIT`.  ROUNDS, LIMIT (percent) and CASE are arguments of bench/gpu/turns.py.
+# COMMIT`.  ROUNDS, LIMIT (percent) and CASE are arguments of bench/gpu/compare.py.
 BEFORE ?= build/before
-gpu-bench-turns: $(GPU_OUT)/gpu_bench
+gpu-bench-compare: $(GPU_OUT)/gpu_bench
 	@$(MAKE) -C $(BEFORE) $(GPU_OUT)/gpu_bench
-	@$(GPU_PYTHON) bench/gpu/turns.py $(BEFORE)/$(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_bench \
+	@$(GPU_PYTHON) bench/gpu/compare.py $(BEFORE)/$(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_bench \
 	    --rounds $(or $(ROUNDS),3) --limit $(or $(LIMIT),1) $(CASE)
 
 # Builds one program.
@@ -64,5 +64,5 @@ test-nvcc:
 	        epic_gpu_bench_checked gpu_callers && \
 	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
 
-.PHONY: gpu-configure gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-turns gpu-build-hosts \
+.PHONY: gpu-configure gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-compare gpu-build-hosts \
     gpu-test-hosts gpu-bench-hosts test-nvcc

@@ -22,7 +22,7 @@
 #define HANG_S 30
 #define TRIES 6 /* how often a fault is tried if errors are late */
 
-static int told_fd;
+static int tally_fd;
 static char lateness[256]; /* description of the late error in the last run of the fault */
 
 /* ------------------------------------------------------------------------- processes ---- */
@@ -68,7 +68,7 @@ static void check_end_of(const fault *f, int rank, int status)
 {
     const bool died = rank == f->victim && f->kind == KILLED;
     const bool hung = WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM;
-    if (hung) atomic_fetch_add(&told->hangs, 1);
+    if (hung) atomic_fetch_add(&totals->hangs, 1);
     const bool right = died ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL
                             : WIFEXITED(status) && WEXITSTATUS(status) == 0;
     CHECK_SAY(right, "%s: rank %d %s (status 0x%x)", f->name, rank, hung ? "hung" : "ended",
@@ -146,7 +146,7 @@ static long choose_slack(int width)
 
 /* --------------------------------------------------------------------------- launched ---- */
 
-enum { ARGUMENT_TOLD = 1, ARGUMENT_STAGE, ARGUMENT_SEED, NUM_ARGUMENTS };
+enum { ARGUMENT_TALLY = 1, ARGUMENT_STAGE, ARGUMENT_SEED, NUM_ARGUMENTS };
 
 struct faults_rank {
     fault f;
@@ -160,7 +160,7 @@ static int num_left(const fault *f)
 
 static void exec_launcher(const fault *f, int stage_fd)
 {
-    char program[256] = "", count[16], told_at[64], stage_at[64], seed[32];
+    char program[256] = "", count[16], tally_at[64], stage_at[64], seed[32];
     const char *arguments[32];
     int num = 0;
     while (way->launcher[num] && num < 16) {
@@ -169,10 +169,10 @@ static void exec_launcher(const fault *f, int stage_fd)
     }
     if (readlink("/proc/self/exe", program, sizeof program - 1) < 0) _exit(127);
     snprintf(count, sizeof count, "%d", f->num_ranks);
-    snprintf(told_at, sizeof told_at, "/proc/%d/fd/%d", (int)getppid(), told_fd);
+    snprintf(tally_at, sizeof tally_at, "/proc/%d/fd/%d", (int)getppid(), tally_fd);
     snprintf(stage_at, sizeof stage_at, "/proc/%d/fd/%d", (int)getppid(), stage_fd);
     snprintf(seed, sizeof seed, "%llu", (unsigned long long)f->seed);
-    const char *const rest[] = {"-n", count, program, told_at, stage_at, seed, NULL};
+    const char *const rest[] = {"-n", count, program, tally_at, stage_at, seed, NULL};
     for (size_t i = 0; i < sizeof rest / sizeof *rest; i++) arguments[num++] = rest[i];
     execvp(arguments[0], (char *const *)(uintptr_t)arguments);
     perror(arguments[0]);
@@ -222,7 +222,7 @@ faults_rank *faults_rank_of(const faults_way *how, char **arguments)
     check_begin();
     slack_ms = choose_slack(1);
     run_alarm(HANG_S);
-    told = open_shared(arguments[ARGUMENT_TOLD], sizeof *told);
+    totals = open_shared(arguments[ARGUMENT_TALLY], sizeof *totals);
     seat.stage = open_shared(arguments[ARGUMENT_STAGE], sizeof *seat.stage);
     choose(&seat.f, strtoull(arguments[ARGUMENT_SEED], NULL, 10));
     return &seat;
@@ -275,9 +275,9 @@ static void run_fault(const fault *f)
     bool late = run_once(f);
     int tries = 1;
     for (; late && tries < TRIES; tries++) late = run_once(f);
-    if (tries > 1) atomic_fetch_add(&told->again, 1);
+    if (tries > 1) atomic_fetch_add(&totals->again, 1);
     if (!CHECK_SAY(!late, "%s: late %d times, at last %s", f->name, tries, lateness))
-        atomic_fetch_add(&told->late, 1);
+        atomic_fetch_add(&totals->late, 1);
     fflush(NULL);
     _exit(0);
 }
@@ -287,29 +287,29 @@ static void finish_one(void)
     int status;
     if (wait(&status) < 0) return;
     const bool hung = WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM;
-    if (hung) atomic_fetch_add(&told->hangs, 1);
+    if (hung) atomic_fetch_add(&totals->hangs, 1);
     CHECK_SAY(status == 0, "a fault's process %s (status 0x%x)", hung ? "hung" : "ended",
               status);
 }
 
-static void tell(void)
+static void print_tally(void)
 {
     for (int k = 0; k < NUM_KINDS; k++)
-        if (told->of_kind[k])
+        if (totals->of_kind[k])
             printf("%3d x %-17s the slowest error came %4ld ms after the %s\n",
-                   told->of_kind[k], kinds[k].name, told->slowest_ms[k],
+                   totals->of_kind[k], kinds[k].name, totals->slowest_ms[k],
                    kinds[k].result == EPIC_ETIMEOUT ? "deadline" : "fault");
     printf("%d faults: %d hangs, %d wrong results, %d wrong culprits, %d too late by more than "
            "%ld ms; %d were tried again\n",
-           told->faults, told->hangs, told->wrong_results, told->wrong_culprits, told->late,
-           slack_ms, told->again);
+           totals->faults, totals->hangs, totals->wrong_results, totals->wrong_culprits,
+           totals->late, slack_ms, totals->again);
 }
 
 int faults_main(const faults_way *how, int faults, int width)
 {
     way = how;
     check_begin();
-    told = share(sizeof *told, &told_fd);
+    totals = share(sizeof *totals, &tally_fd);
     slack_ms = choose_slack(width);
     const int count = (int)run_scaled(faults);
     printf("seed %llu\n", (unsigned long long)run_seed());
@@ -317,8 +317,8 @@ int faults_main(const faults_way *how, int faults, int width)
         if (i < count && running < width) {
             fault f;
             choose(&f, run_mix(run_seed(), (uint64_t)i++));
-            told->faults++;
-            told->of_kind[f.kind]++;
+            totals->faults++;
+            totals->of_kind[f.kind]++;
             fflush(NULL);
             if (run_fork() == 0) run_fault(&f);
             running++;
@@ -327,6 +327,6 @@ int faults_main(const faults_way *how, int faults, int width)
             running--;
         }
     }
-    tell();
+    print_tally();
     return check_end();
 }

@@ -13,11 +13,11 @@
 #include "run.h"
 
 #define TAG 5
-#define NUM_BESIDE 2
+#define NUM_MORE_CALLS 2
 #define ABORT_SENTENCE "the coffee is out"
 
 const faults_way *way;
-tally *told;
+tally *totals;
 long slack_ms;
 
 /* ------------------------------------------------------------------------ what goes wrong ---- */
@@ -137,8 +137,8 @@ static void check_time(const rank_of_fault *r, epic_result result)
     if (kinds[f->kind].dies || f->kind == CLOSED) limit = 1000;
     if (kinds[f->kind].result == EPIC_OK) limit = deadline + 50;
     const long slow = kinds[f->kind].result == EPIC_ETIMEOUT ? ms - deadline : ms;
-    if (slow > atomic_load(&told->slowest_ms[f->kind]))
-        atomic_store(&told->slowest_ms[f->kind], slow);
+    if (slow > atomic_load(&totals->slowest_ms[f->kind]))
+        atomic_store(&totals->slowest_ms[f->kind], slow);
     check_late(r, ms, limit, epic_result_name(result));
     if (result == EPIC_ETIMEOUT)
         CHECK_SAY(ms >= deadline / 2, "%s: gave up after %ld ms", f->name, ms);
@@ -161,7 +161,7 @@ static void check_failure(rank_of_fault *r, epic_result result)
     if (!CHECK_SAY(result == expected, "%s: rank %d got %s instead of %s: %s", f->name,
                    r->step.rank, epic_result_name(result), epic_result_name(expected),
                    result ? epic_error(r->ctx) : ""))
-        atomic_fetch_add(&told->wrong_results, 1);
+        atomic_fetch_add(&totals->wrong_results, 1);
     check_time(r, result);
     if (result == EPIC_OK || result != expected) return;
     epic_failure_info info;
@@ -174,7 +174,7 @@ static void check_failure(rank_of_fault *r, epic_result result)
     }
     if (!CHECK_SAY(names_victim(r, &info), "%s: the error of rank %d, with %u culprits, is: %s",
                    f->name, r->step.rank, info.num_culprits, info.sentence))
-        atomic_fetch_add(&told->wrong_culprits, 1);
+        atomic_fetch_add(&totals->wrong_culprits, 1);
     if (f->kind == ABORTED) CHECK(strstr(info.sentence, ABORT_SENTENCE) != NULL);
 }
 
@@ -215,7 +215,7 @@ static void close_and_reopen(rank_of_fault *r)
 }
 
 /* For a fault in the middle: makes calls one after the other until one fails. */
-static epic_result call_as_told(rank_of_fault *r)
+static epic_result make_call_of_fault(rank_of_fault *r)
 {
     const bool until = r->f->middle;
     epic_result result = EPIC_OK;
@@ -227,16 +227,16 @@ static epic_result call_as_told(rank_of_fault *r)
 
 /* ------------------------------------------------------- operations of other tags, too ---- */
 
-typedef struct beside {
+typedef struct more_calls {
     rank_of_fault *r;
     step step;
     pthread_t thread;
     uint64_t tag;
-} beside;
+} more_calls;
 
-static void *call_beside(void *self)
+static void *run_more_calls(void *self)
 {
-    beside *b = self;
+    more_calls *b = self;
     const fault *f = b->r->f;
     const epic_call call = {.tag = b->tag, .timeout_ms = f->deadline_ms};
     check_seed = f->seed;
@@ -249,19 +249,19 @@ static void *call_beside(void *self)
 }
 
 /* Starts operations of other tags that are running when the fault comes. */
-static void begin_beside(rank_of_fault *r, beside *all)
+static void begin_more_calls(rank_of_fault *r, more_calls *all)
 {
-    for (int i = 0; i < NUM_BESIDE && r->f->middle; i++) {
-        all[i] = (beside){.r = r, .tag = (uint64_t)(TAG + 1 + i)};
+    for (int i = 0; i < NUM_MORE_CALLS && r->f->middle; i++) {
+        all[i] = (more_calls){.r = r, .tag = (uint64_t)(TAG + 1 + i)};
         step_open(&all[i].step, r->ctx, STEP_MAX_TOKENS / 2, 300);
         CHECK(step_all(&all[i].step, all[i].tag));
-        pthread_create(&all[i].thread, NULL, call_beside, &all[i]);
+        pthread_create(&all[i].thread, NULL, run_more_calls, &all[i]);
     }
 }
 
-static void end_beside(const rank_of_fault *r, beside *all)
+static void end_more_calls(const rank_of_fault *r, more_calls *all)
 {
-    for (int i = 0; i < NUM_BESIDE && r->f->middle; i++) {
+    for (int i = 0; i < NUM_MORE_CALLS && r->f->middle; i++) {
         pthread_join(all[i].thread, NULL);
         step_close(&all[i].step);
     }
@@ -270,18 +270,18 @@ static void end_beside(const rank_of_fault *r, beside *all)
 void be_rank(rank_of_fault *r)
 {
     const fault *f = r->f;
-    beside others[NUM_BESIDE];
+    more_calls others[NUM_MORE_CALLS];
     check_seed = f->seed;
     r->victim = r->bootstrap.rank == f->victim;
     r->ctx = open_seat(&r->bootstrap, f);
     if (!r->ctx) return;
     step_open(&r->step, r->ctx, f->middle ? STEP_MAX_TOKENS : 9, f->middle ? 1024 : 64);
     CHECK(step_all(&r->step, TAG));
-    begin_beside(r, others);
+    begin_more_calls(r, others);
     if (r->victim) atomic_store(&r->stage->victim, getpid());
     atomic_fetch_add(&r->stage->opened, 1);
     wait_for(&r->stage->opened, f->num_ranks);
-    const epic_result result = call_as_told(r);
+    const epic_result result = make_call_of_fault(r);
     const epic_result expected = kinds[f->kind].result;
     if (!r->victim) {
         check_failure(r, result);
@@ -292,7 +292,7 @@ void be_rank(rank_of_fault *r)
     else
         CHECK_SAY(result == EPIC_OK, "%s: the victim: %s", f->name, epic_error(r->ctx));
     wait_for(&r->stage->done, f->num_ranks - 1); /* by then all ranks have their error */
-    end_beside(r, others);
+    end_more_calls(r, others);
     if (expected != EPIC_OK && r->ctx && result == expected) check_broken(r, result);
     if (expected == EPIC_OK && result == EPIC_OK && f->operation != EPIC_OP_PLAN)
         CHECK(step_all(&r->step, TAG));

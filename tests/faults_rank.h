@@ -64,7 +64,7 @@ typedef struct tally {
 } tally;
 
 extern const faults_way *way;
-extern tally *told;
+extern tally *totals;
 extern long slack_ms; /* extra time that limits allow, because cores are shared */
 
 typedef struct rank_of_fault {

@@ -17,7 +17,7 @@
 
 #include "check.h"
 
-#define MAX_TOLD 40
+#define MAX_PRINTED 40
 #define BOOTSTRAP_BYTES 16384 /* largest number of bytes that a rank gathers */
 #define BOOTSTRAP_S 30
 
@@ -42,7 +42,7 @@ bool check_that(bool right, const char *file, int line, const char *format, ...)
         atomic_fetch_add(&total->passed, 1);
         return true;
     }
-    if (atomic_fetch_add(&total->failed, 1) >= MAX_TOLD) return false;
+    if (atomic_fetch_add(&total->failed, 1) >= MAX_PRINTED) return false;
     char text[1024];
     va_list list;
     va_start(list, format);

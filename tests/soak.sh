@@ -39,9 +39,9 @@ run() { # usage: run PROGRAM ARGUMENT...
     [ -z "$(left)" ] || fail "left behind by EPIC_TEST_SEED=$seed $*: $(left)"
 }
 
-wanted=${SOAK:-fault.threads fault.shm fault.open conformance.threads conformance.shm unit.lives \
+wanted=${SOAK:-fault.threads fault.shm fault.open conformance.threads conformance.shm unit.repeated_groups \
     fault.mpi conformance.mpi}
-[ -x "$build/tests/unit/lives" ] || { echo "soak: build the tests in $build first"; exit 1; }
+[ -x "$build/tests/unit/repeated_groups" ] || { echo "soak: build the tests in $build first"; exit 1; }
 while [ "$(date +%s)" -lt "$end" ]; do
     for name in $wanted; do
         program=$build/tests/$(echo "$name" | tr . /)

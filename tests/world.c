@@ -297,7 +297,7 @@ void world_free(world *w)
     free(w);
 }
 
-void world_tell(const world *w, const char *what)
+void world_report(const world *w, const char *what)
 {
     const epic_layer *l = &w->layer;
     fprintf(stderr,

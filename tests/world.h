@@ -34,7 +34,7 @@ world *world_new_tree(uint64_t seed, int num_ranks);
 void world_free(world *w);
 
 /* Prints the kind of the case as a line on stderr. */
-void world_tell(const world *w, const char *what);
+void world_report(const world *w, const char *what);
 
 /* Returns the number of valid ids. */
 int64_t world_num_ids(const world *w);

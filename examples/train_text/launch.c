@@ -196,12 +196,13 @@ static void *run_thread(void *self)
 
 static int launch_threads(const options *o, const text *t)
 {
-    const group nobody = {0};
+    const group no_group = {0};
     thread threads[LEAVES];
     epic_bootstrap bootstraps[LEAVES];
     int status = EXIT_GOOD;
     product_start();
-    if (!works(&nobody, epic_bootstrap_threads(bootstraps, (int32_t)o->ranks, 0), "bootstrap"))
+    if (!works(&no_group, epic_bootstrap_threads(bootstraps, (int32_t)o->ranks, 0),
+               "bootstrap"))
         return EXIT_FAILED;
     for (int64_t r = 0; r < o->ranks; r++) {
         threads[r] = (thread){.o = o, .t = t, .bootstrap = bootstraps[r]};
@@ -255,10 +256,10 @@ static void choose_port(void)
 static int launch_one(const options *o, const text *t)
 {
     epic_bootstrap bootstrap;
-    const group nobody = {0};
+    const group no_group = {0};
     choose_port();
     product_start();
-    if (!works(&nobody, epic_bootstrap_env(&bootstrap), "bootstrap")) return EXIT_FAILED;
+    if (!works(&no_group, epic_bootstrap_env(&bootstrap), "bootstrap")) return EXIT_FAILED;
     int status = EXIT_USAGE;
     if (o->ranks && o->ranks != bootstrap.num_ranks)
         complain("--ranks is %lld, and the launcher started %d: leave it away",

@@ -136,7 +136,7 @@ static options_result read_all(options *o, const char **data, int argc, char **a
             o->check = true;
         } else if (takes_value(argv[i])) {
             if (i + 1 == argc) {
-                complain("%s needs a value; --help tells more", argv[i]);
+                complain("%s needs a value; --help lists the options", argv[i]);
                 return OPTIONS_BAD;
             }
             if (!read_value(o, data, argv[i], argv[i + 1])) return OPTIONS_BAD;

@@ -42,7 +42,7 @@ static double seconds(void)
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-static bool tells(const run *r)
+static bool prints_lines(const run *r)
 {
     return !r->out && r->group.rank == 0;
 }
@@ -169,7 +169,7 @@ static bool progress(run *r)
     if (r->last_line == r->history.num) return true;
     if (!evaluate(r, 1, &held_out)) return false;
     r->history.held_out[r->history.num - 1] = held_out;
-    if (tells(r)) print_line(r, r->last_line, held_out);
+    if (prints_lines(r)) print_line(r, r->last_line, held_out);
     r->last_line = r->history.num;
     r->training_seconds = 0;
     return true;
@@ -244,7 +244,7 @@ static bool save(run *r)
                                       .text = r->t->fingerprint,
                                       .rate = o->rate};
     if (!device_fetch(r->m) || !checkpoint_save(o->save, r->m, header)) return false;
-    if (tells(r)) printf("step %lld saved to %s\n", (long long)r->step, o->save);
+    if (prints_lines(r)) printf("step %lld saved to %s\n", (long long)r->step, o->save);
     return true;
 }
 
@@ -290,7 +290,7 @@ static bool resume(run *r)
     r->step = h.step;
     r->drawn = h.drawn;
     if (!checkpoint_load(path, r->m) || !device_store(r->m)) return false;
-    if (!tells(r)) return true;
+    if (!prints_lines(r)) return true;
     printf("going on after step %lld, from %s\n", (long long)h.step, path);
     if (h.text != r->t->fingerprint)
         printf("note: the text is not the one that %s was made with\n", path);
@@ -299,7 +299,7 @@ static bool resume(run *r)
 
 static bool open_log(run *r)
 {
-    if (!r->o->log || !tells(r)) return true;
+    if (!r->o->log || !prints_lines(r)) return true;
     r->log = fopen(r->o->log, "w");
     return r->log || complain("--log: %s: %s", r->o->log, strerror(errno));
 }
@@ -325,9 +325,9 @@ static bool begin(run *r)
     history_open(&r->history, r->step, o->stop - r->step);
     prepare_outcome(r);
     if (r->out) return true;
-    if (tells(r)) measure_ngram(r);
+    if (prints_lines(r)) measure_ngram(r);
     if (!evaluate(r, PASSES, &r->held_out_before)) return false;
-    if (tells(r)) print_heading(r);
+    if (prints_lines(r)) print_heading(r);
     return true;
 }
 
@@ -356,10 +356,10 @@ static bool end(run *r, double took)
 {
     float held_out;
     if (!evaluate(r, PASSES, &held_out)) return false;
-    if (tells(r)) print_end(r, held_out, took);
+    if (prints_lines(r)) print_end(r, held_out, took);
     if (!r->interrupted && r->o->sample && !write_samples(r->m, r->t, r->o->seed, r->o->sample))
         return false;
-    if (!tells(r)) return true;
+    if (!prints_lines(r)) return true;
     history_print(&r->history);
     return draw_picture(r);
 }

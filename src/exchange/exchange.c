@@ -282,8 +282,8 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
         const int a = r < with[i] ? r : with[i], b = r < with[i] ? with[i] : r;
         if (op_header_compare(x->headers[a], a, x->headers[b], b, sentence, sizeof sentence))
             continue;
-        const uint64_t nobody[RANK_WORDS] = {0};
-        return exchange_break_group(x, EPIC_EMISMATCH, nobody, sentence);
+        const uint64_t no_rank[RANK_WORDS] = {0};
+        return exchange_break_group(x, EPIC_EMISMATCH, no_rank, sentence);
     }
     if (*healthy < 0 && !exchange_local_field(x, r, LOCAL_ERROR)) *healthy = r;
     return EPIC_OK;

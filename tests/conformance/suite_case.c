@@ -122,8 +122,8 @@ static void check_info(seat *s)
         none += expected == EPIC_FATE_NONE;
         expert_full += expected == EPIC_FATE_EXPERT_FULL;
         rank_full += expected == EPIC_FATE_RANK_FULL;
-        const bool told = id >= 0 && (expected >= 0 || !suite_there->device);
-        wrong += fate[i] != expected || rank[i] != (told ? s->w->rank_of[id] : -1);
+        const bool is_known = id >= 0 && (expected >= 0 || !suite_there->device);
+        wrong += fate[i] != expected || rank[i] != (is_known ? s->w->rank_of[id] : -1);
     }
     CHECK_EQ(wrong, 0);
     CHECK_EQ(info.num_kept, kept);
@@ -323,7 +323,7 @@ void case_begin(seat *s, epic_context *ctx, const epic_bootstrap *bootstrap, con
 void case_end(seat *s)
 {
     if (check_num_failed() > s->failed_before && check_num_failed() < 40 && s->rank == 0)
-        world_tell(s->w, "failed in, or at the same time as");
+        world_report(s->w, "failed in, or at the same time as");
     free(s->plan);
 }
 

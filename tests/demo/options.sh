@@ -44,7 +44,7 @@ refuse 2 'pipe is a pipe' --resume pipe text
 "$program" --help >out || fail "--help fails"
 for option in ranks steps stop tokens hidden inner rate seed data backend check save save-every \
     resume every sample picture log help; do
-    grep -q -e "^  --$option " out || fail "--help does not tell about --$option"
+    grep -q -e "^  --$option " out || fail "--help does not list --$option"
 done
 # Nothing is written into the current folder; the picture goes into the build folder.
 grep -q '^ *\(/[^/]*\)*/train_text\.svg)$' out || fail "no place for the picture: $(cat out)"

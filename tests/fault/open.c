@@ -65,7 +65,7 @@ typedef struct stage { /* Memory that the ranks of a fault share. */
 
 static struct tally { /* counts over all faults */
     _Atomic int faults, hangs, wrong_results, wrong_culprits, late, gathers[2];
-} * told;
+} * totals;
 
 typedef struct rank_of_fault {
     const fault *f;
@@ -143,10 +143,10 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
  * hub, and the rank whose sentence this is, may also be in it. */
 static bool names_victim(const rank_of_fault *r, const char *sentence)
 {
-    int teller = -1, after = 0;
-    const bool told_by_another = sscanf(sentence, "open: rank %d: %n", &teller, &after) == 1;
-    if (told_by_another) sentence += after;
-    bool named = teller == r->f->victim;
+    int reporter = -1, after = 0;
+    const bool is_from_another = sscanf(sentence, "open: rank %d: %n", &reporter, &after) == 1;
+    if (is_from_another) sentence += after;
+    bool named = reporter == r->f->victim;
     for (const char *at = strstr(sentence, "rank"); at; at = strstr(at + 4, "rank")) {
         const char *digits = at + 4 + (at[4] == 's') + 1;
         if (!isdigit((unsigned char)*digits)) continue;
@@ -158,7 +158,7 @@ static bool names_victim(const rank_of_fault *r, const char *sentence)
     return named;
 }
 
-static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
+static void check_report(rank_of_fault *r, epic_context *ctx, epic_result result)
 {
     const fault *f = r->f;
     const epic_result right = kinds[f->kind].result;
@@ -173,7 +173,7 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
     if (!CHECK_SAY(result == right, "%s: rank %d got %s instead of %s after %ld ms: %s",
                    f->name, r->rank, epic_result_name(result), epic_result_name(right), ms,
                    epic_error(ctx)))
-        atomic_fetch_add(&told->wrong_results, 1);
+        atomic_fetch_add(&totals->wrong_results, 1);
     if (ms > wait + slack_ms() && atomic_fetch_add(&r->stage->late, 1) == 0)
         snprintf(r->stage->lateness, sizeof r->stage->lateness,
                  "rank %d got %s after %ld ms, limit %ld", r->rank, epic_result_name(result),
@@ -186,7 +186,7 @@ static void check_told(rank_of_fault *r, epic_context *ctx, epic_result result)
     const bool named = opened ? info.num_culprits == 1 && info.culprits[0] == f->victim
                               : names_victim(r, info.sentence);
     if (!CHECK_SAY(named, "%s: the error of rank %d is: %s", f->name, r->rank, info.sentence))
-        atomic_fetch_add(&told->wrong_culprits, 1);
+        atomic_fetch_add(&totals->wrong_culprits, 1);
 }
 
 /* A rank that comes late to the last gather, when the others have given up, may find all their
@@ -228,12 +228,12 @@ static void be_rank(rank_of_fault *r)
     while (r->rank == f->victim && f->kind == AMID) pause();
     if (result == EPIC_OK && f->kind == LATE) {
         CHECK_SAY(step_works(ctx, 1), "%s: the group", f->name);
-        atomic_store(&told->gathers[f->processes], r->num_gathers);
+        atomic_store(&totals->gathers[f->processes], r->num_gathers);
     }
     if (r->rank == f->victim) {
         check_victim(r, ctx, result);
     } else {
-        check_told(r, ctx, result);
+        check_report(r, ctx, result);
         atomic_fetch_add(&r->stage->done, 1);
     }
     epic_close(ctx);
@@ -301,7 +301,7 @@ static void run_as_processes(const fault *f, stage *stage)
         while (waitpid(pids[i], &status, 0) < 0 && errno == EINTR) continue;
         const bool killed = i == f->victim && (f->kind == KILLED || f->kind == AMID);
         if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM)
-            atomic_fetch_add(&told->hangs, 1);
+            atomic_fetch_add(&totals->hangs, 1);
         CHECK_SAY(killed ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL : status == 0,
                   "%s: rank %d ended with status 0x%x", f->name, i, status);
     }
@@ -340,7 +340,7 @@ static void choose(fault *f, uint64_t number, uint64_t seed)
     run_random random = {seed};
     *f = (fault){.seed = seed, .kind = (enum kind)(number % NUM_KINDS)};
     f->processes = kinds[f->kind].needs_process || run_chance(&random, 50);
-    const uint64_t gathers = (uint64_t)told->gathers[f->processes];
+    const uint64_t gathers = (uint64_t)totals->gathers[f->processes];
     const uint64_t when = number / NUM_KINDS % (2 * gathers - 1);
     f->gather = 1 + (int)(when / 2);
     f->after = when % 2;
@@ -368,7 +368,7 @@ static void begin(const fault *f)
             run_as_threads(f, stage);
     } while (atomic_load(&stage->late) && ++tries < TRIES);
     if (!CHECK_SAY(tries < TRIES, "%s: late %d times: %s", f->name, tries, stage->lateness))
-        atomic_fetch_add(&told->late, 1);
+        atomic_fetch_add(&totals->late, 1);
     fflush(NULL);
     _exit(0);
 }
@@ -377,7 +377,7 @@ static void finish_one(void)
 {
     int status;
     if (wait(&status) < 0) return;
-    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) atomic_fetch_add(&told->hangs, 1);
+    if (WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM) atomic_fetch_add(&totals->hangs, 1);
     CHECK_SAY(status == 0, "a fault's process ended with status 0x%x", status);
 }
 
@@ -388,24 +388,24 @@ static void count_gatherings(bool processes)
         .kind = LATE, .processes = processes, .num_ranks = 2, .gather = 1, .name = "no fault"};
     begin(&f);
     finish_one();
-    CHECK(told->gathers[processes] > 1);
+    CHECK(totals->gathers[processes] > 1);
 }
 
 int main(void)
 {
     check_begin();
-    told = run_share(sizeof *told);
+    totals = run_share(sizeof *totals);
     count_gatherings(false);
     count_gatherings(true);
     const int count = (int)(NUM_FAULTS * run_scale() + 0.5);
     printf("seed %llu, %d gatherings of threads, %d of shm\n", (unsigned long long)run_seed(),
-           told->gathers[0], told->gathers[1]);
+           totals->gathers[0], totals->gathers[1]);
     for (int i = 0, running = 0; i < count || running > 0;) {
         if (i < count && running < WIDTH) {
             fault f;
             choose(&f, (uint64_t)i, run_mix(run_seed(), (uint64_t)i));
             i++;
-            told->faults++;
+            totals->faults++;
             begin(&f);
             running++;
         } else {
@@ -414,6 +414,7 @@ int main(void)
         }
     }
     printf("%d faults: %d hangs, %d wrong results, %d wrong culprits, %d too late\n",
-           told->faults, told->hangs, told->wrong_results, told->wrong_culprits, told->late);
+           totals->faults, totals->hangs, totals->wrong_results, totals->wrong_culprits,
+           totals->late);
     return check_end();
 }

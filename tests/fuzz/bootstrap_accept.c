@@ -8,23 +8,23 @@
 #include "fuzz/script.h"
 #include "fuzz/world.h"
 
-#define MOST_GUESTS 8
+#define MAX_JOINERS 8
 #define BYTES 24
 
 static script s;
-static int guests[MOST_GUESTS], num_guests;
+static int joiners[MAX_JOINERS], num_joiners;
 
 /* Opens the next connection of the script. */
 static int come(void)
 {
     epic_endpoints places;
-    if (s.left == 0 || num_guests == MOST_GUESTS) return 0;
+    if (s.left == 0 || num_joiners == MAX_JOINERS) return 0;
     (void)epic_tcp_endpoints(&places, NULL, NULL);
-    const int guest = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    if (connect(guest, (struct sockaddr *)&places.at[0].address, places.at[0].bytes) != 0)
-        return close(guest), 0;
-    guests[num_guests++] = guest;
-    script_play(&s, guest);
+    const int joiner = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (connect(joiner, (struct sockaddr *)&places.at[0].address, places.at[0].bytes) != 0)
+        return close(joiner), 0;
+    joiners[num_joiners++] = joiner;
+    script_play(&s, joiner);
     return 1;
 }
 
@@ -33,7 +33,7 @@ static void sweep(void)
 {
     int late;
     while ((late = accept(script_listener(), NULL, NULL)) >= 0) close(late);
-    while (num_guests > 0) close(guests[--num_guests]);
+    while (num_joiners > 0) close(joiners[--num_joiners]);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);

@@ -389,7 +389,7 @@ static const shape shapes[] = {
     {"one token", 128, 256, 1, BASE, .tokens = {1}},
     {"two experts", 128, 256, 2, BASE, .tokens = {128, 128}},
     {"an empty expert between", 128, 256, 3, BASE, .tokens = {130, 0, 70}},
-    {"nobody", 128, 256, 2, BASE, .tokens = {0, 0}},
+    {"no_tokens", 128, 256, 2, BASE, .tokens = {0, 0}},
     {"slabs anywhere", 128, 256, 4, .type = EPIC_BF16, .out_type = EPIC_F32, .alignment = 1,
      .tokens = {77, 3, 0, 150}},
     {"edges of 8", 72, 264, 2, BASE, .tokens = {128, 40}},

@@ -182,7 +182,7 @@ static inline device_part device_part_make(const problem *p, int rank,
 static inline void device_part_end(device_part *d)
 {
     move_out(d);
-    part_tell(d->t);
+    part_print_failure(d->t);
     cudaStreamDestroy(d->stream);
     part_free(d->t);
 }

@@ -115,7 +115,7 @@ part() { # usage: part NUMBER (of the test files, see selection.py), then pytest
     )
 }
 
-beside() {
+in_parallel() {
     wrong=0
     part 3/3 "$@" || wrong=1
     checks "build/venv-py$first/bin" || wrong=1
@@ -124,13 +124,13 @@ beside() {
 
 libraries "build/venv-py$first/bin"
 if [ -n "${EPIC_JAX_QUICK-}" ]; then
-    (beside "$@") >"$build/jax-beside.log" 2>&1 &
+    (in_parallel "$@") >"$build/jax-parallel.log" 2>&1 &
     other=$!
     trap 'kill $other 2>/dev/null || :' EXIT
     part 1,2/3 "$@" || failed=1
     examples "build/venv-py$first/bin/python" || failed=1
     wait $other || failed=1
-    cat "$build/jax-beside.log"
+    cat "$build/jax-parallel.log"
 else
     checks "build/venv-py$first/bin"
     for version in $first $others; do

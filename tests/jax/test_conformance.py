@@ -39,11 +39,11 @@ def routing(name: str) -> np.ndarray:
         "skewed": np.where(token % 3 == 0, k, k + 1),
         "one_expert": np.full((4 * TOKENS, TOP_K), 5),
         "one_token": np.where(token == 4 * TOKENS - 1, k, -1),
-        "nobody": np.full((4 * TOKENS, TOP_K), -1),
+        "no_expert": np.full((4 * TOKENS, TOP_K), -1),
     }[name].astype(np.int32)
 
 
-@pytest.mark.parametrize("name", ["uniform", "skewed", "one_expert", "one_token", "nobody"])
+@pytest.mark.parametrize("name", ["uniform", "skewed", "one_expert", "one_token", "no_expert"])
 def test_each_half_and_its_gradient(name: str, mesh: Any, opened: Any) -> None:
     """dispatch alone and combine alone match slot by slot, with padding and idle ranks."""
     group = opened(mesh)

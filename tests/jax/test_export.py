@@ -41,8 +41,8 @@ def test_weights_and_results_of_a_layer(opened: Any) -> None:
     wanted, got = jax.jit(layer)(x, weights), travel(layer, x, weights).call(x, weights)
     assert isinstance(got, epic.jax.MoeOut) and got.record.spec == wanted.record.spec
     assert np.array_equal(got.out, wanted.out) and np.array_equal(got.load, wanted.load)
-    ledgers = [epic.jax.read_plan(out.record) for out in (got, wanted)]
-    assert [one.kept for one in ledgers[0]] == [one.kept for one in ledgers[1]]
+    records = [epic.jax.read_plan(out.record) for out in (got, wanted)]
+    assert [one.kept for one in records[0]] == [one.kept for one in records[1]]
 
     def gradient(x: Any, weights: Any) -> Any:
         return jax.grad(lambda w: jnp.square(layer(x, w).out).sum())(weights)

@@ -210,8 +210,8 @@ def test_flat_rows_of_eight_bits(dtype: str, scale_type: str, mesh: Any, opened:
     for got in (rows, found[0]):
         assert got.dtype == x.dtype and np.asarray(got).tobytes() == wanted.tobytes()
     assert found[1].dtype == scales.dtype
-    beside = flat_by_hand(ids, np.asarray(scales), capacity, ep)
-    assert np.asarray(found[1]).tobytes() == beside.tobytes()
+    placed = flat_by_hand(ids, np.asarray(scales), capacity, ep)
+    assert np.asarray(found[1]).tobytes() == placed.tobytes()
     assert np.array_equal(found[2], plain[1])
     assert np.array_equal(found[3], plain[2]) and np.array_equal(experts, plain[2])
 

@@ -4,9 +4,9 @@
  * one token.
  *
  *     dispatch   HOME -- net --> MATE -- NVLink --> OTHER
- *     combine    BESIDE -- NVLink --> HOME;   OTHER -- NVLink --> MATE -- net --> HOME
+ *     combine    NEIGHBOR -- NVLink --> HOME;   OTHER -- NVLink --> MATE -- net --> HOME
  *
- * What may not be is asserted, and nobody may wait forever.  -DFAULTS=n: rank n dies, or (4) HOME
+ * What may not be is asserted, and no rank may wait forever.  -DFAULTS=n: rank n dies, or (4) HOME
  * and MATE lose each other, at any moment of one epoch.  -DMUTANT_...: one rule is broken; run.sh
  * wants Spin to find it.
  *
@@ -20,9 +20,9 @@
 #define EPOCHS 3
 #endif
 #define HOME 0   /* the token's rank */
-#define BESIDE 1 /* on its host */
+#define NEIGHBOR 1 /* on its host */
 #define MATE 2   /* in HOME's place on the other host */
-#define OTHER 3  /* beside MATE */
+#define OTHER 3  /* on the host of MATE */
 #define DISPATCH 0
 #define COMBINE 1
 #define POISON 0 /* no data is that */
@@ -44,7 +44,7 @@ byte ids[4];        /* stamped: another word, of HOME's: does OTHER want its tok
 byte row[4];        /* at MATE, words by net */
 byte handed[2];     /* at OTHER, by NVLink */
 short partial[2];   /* OTHER's, at MATE, */
-short beside[2];    /* and BESIDE's, at HOME */
+short near[2];      /* and NEIGHBOR's, at HOME */
 short node[2];      /* the other host's sum, at HOME, by net */
 
 /* Outboxes; what of them is given to the net and not yet read; what was read and is on its way. */
@@ -56,7 +56,7 @@ short node_flies[2];
 
 #define of_sender(r, e) [(r) / 2 * 2 + parity(e)] /* HOME's and MATE's */
 byte reads[4];    /* an epoch whose sources the engine reads again and again; 0: none */
-byte holds[4];    /* the same, as kernels are told */
+byte holds[4];    /* the same, as kernels see it */
 byte ended[4];    /* epochs of each rank */
 byte restores[4]; /* poison that a rank has stored and others may not see yet: bits */
 
@@ -85,18 +85,18 @@ bit reports[4]; /* this rank has found out */
 #define is_cut(a, b) (cut && (a) % 2 == 0 && (b) % 2 == 0 && (a) != (b))
 #define is_lost(from, to) (is_dead(from) || is_dead(to) || is_cut(from, to))
 
-/* src/backend/hosts/proxy.c, which tells kernels at any time: so they ask whether it could have.
+/* src/backend/hosts/proxy.c, which may inform kernels at any time, so they test whether it could have.
  * bury(): each rank has a line to each other one. */
 #ifdef MUTANT_DEAD_UNSEEN
 #define buries(q) false
 #else
 #define buries(q) (is_dead(q) || is_cut(r, q))
 #endif
-/* tell_peers(): the word `broken`. */
-#ifdef MUTANT_BROKEN_UNTOLD
-#define is_told_by(q) false
+/* report_to_peers(): the word `broken`. */
+#ifdef MUTANT_BROKEN_UNSENT
+#define is_reported_by(q) false
 #else
-#define is_told_by(q) (reports[q] && !is_lost(q, r))
+#define is_reported_by(q) (reports[q] && !is_lost(q, r))
 #endif
 
 /* common/wait.cuh: a spin ends when what it waits for has come, or find_failure() has found something. */
@@ -104,12 +104,14 @@ inline await(what)
 {
     if
     :: what
-    :: buries(HOME) || buries(BESIDE) || buries(MATE) || buries(OTHER) -> goto breaks
-    :: is_told_by(HOME) || is_told_by(BESIDE) || is_told_by(MATE) || is_told_by(OTHER) -> goto breaks
+    :: buries(HOME) || buries(NEIGHBOR) || buries(MATE) || buries(OTHER) -> goto breaks
+    :: is_reported_by(HOME) || is_reported_by(NEIGHBOR) -> goto breaks
+    :: is_reported_by(MATE) || is_reported_by(OTHER) -> goto breaks
     fi
 }
 
-/* report_aborted_wait() and report_failure().  Of a death all can find out themselves: who is told does the same. */
+/* report_aborted_wait() and report_failure(). All ranks can find out about a death themselves. A rank
+ * that gets a report acts like one that found out. */
 inline find_out(q)
 {
     buries(q) -> broken[r] = q + 1; reports[r] = cut
@@ -117,7 +119,7 @@ inline find_out(q)
 
 inline hear_of(q)
 {
-    is_told_by(q) -> broken[r] = broken[q]
+    is_reported_by(q) -> broken[r] = broken[q]
 }
 #else
 #define is_lost(from, to) false
@@ -143,7 +145,7 @@ inline settle(r, p)
     fi;
     if
     :: r == MATE && restores[r] & bit_of(COMBINE, p) -> partial[p] = POISON
-    :: r == HOME && restores[r] & bit_of(COMBINE, p) -> beside[p] = POISON; node[p] = POISON
+    :: r == HOME && restores[r] & bit_of(COMBINE, p) -> near[p] = POISON; node[p] = POISON
     :: else
     fi;
     restores[r] = restores[r] & ~bits_of(p)
@@ -179,11 +181,11 @@ inline say_ids(to)
     ids_flies[parity(e) * 2 + to - MATE] = stamp(e, wanted)
 }
 
-/* begin(): HOME's token is for OTHER or for nobody. */
+/* begin(): HOME's token is for OTHER or for no rank. */
 #ifdef MUTANT_OUTBOX_UNASKED
 #define outbox_is_free true
 #else
-#define outbox_is_free (r == BESIDE || r == OTHER || holds of_sender(r, e) == 0)
+#define outbox_is_free (r == NEIGHBOR || r == OTHER || holds of_sender(r, e) == 0)
 #endif
 
 inline begin()
@@ -211,9 +213,9 @@ inline begin()
 #ifdef MUTANT_HALF_HEARD
 #define is_whole true
 #else
-#define is_whole (r == HOME || r == BESIDE || epoch_of(ids_at(r, e)) == e)
+#define is_whole (r == HOME || r == NEIGHBOR || epoch_of(ids_at(r, e)) == e)
 #endif
-#ifdef MUTANT_UNHEARD
+#ifdef MUTANT_NOT_AWAITED
 #define has_said(q) true
 #else
 #define has_said(q) (q == r || said_to(r, q, e) == e)
@@ -221,7 +223,7 @@ inline begin()
 
 inline hear()
 {
-    await((has_said(HOME) && has_said(BESIDE) && has_said(MATE) && has_said(OTHER) && is_whole));
+    await((has_said(HOME) && has_said(NEIGHBOR) && has_said(MATE) && has_said(OTHER) && is_whole));
     ended[r] = e;
     wanted = 0;
     e++
@@ -341,21 +343,21 @@ inline add_all()
     sum = leaf(r, e);
 #ifdef MUTANT_ORDER_OF_ARRIVAL
     if
-    :: beside[parity(e)] != POISON -> take(beside[parity(e)]); take(node[parity(e)])
-    :: node[parity(e)] != POISON -> take(node[parity(e)]); take(beside[parity(e)])
+    :: near[parity(e)] != POISON -> take(near[parity(e)]); take(node[parity(e)])
+    :: node[parity(e)] != POISON -> take(node[parity(e)]); take(near[parity(e)])
     fi;
 #else
-    take(beside[parity(e)]);
+    take(near[parity(e)]);
     take(node[parity(e)]);
 #endif
-    assert(sum == add(add(leaf(HOME, e), leaf(BESIDE, e)), add(leaf(MATE, e), leaf(OTHER, e))));
+    assert(sum == add(add(leaf(HOME, e), leaf(NEIGHBOR, e)), add(leaf(MATE, e), leaf(OTHER, e))));
     sum = 0;
     restores[r] = restores[r] | bit_of(COMBINE, parity(e))
 }
 
 /* --------------------------------------------------------------------------- kernels ---- */
 
-/* What is done between waits is one step, where nobody else could tell.  A rank's operations. */
+/* What is done between waits is one step, because no other rank could notice.  A rank's operations. */
 proctype kernel(byte r)
 {
     byte e = 1, wanted;
@@ -377,7 +379,7 @@ proctype kernel(byte r)
                :: r == MATE && operation[e] == DISPATCH -> forward_unit()
                :: r == OTHER && operation[e] == DISPATCH -> receive()
                :: r == HOME && operation[e] == COMBINE -> add_all()
-               :: r == BESIDE && operation[e] == COMBINE -> give(beside[parity(e)])
+               :: r == NEIGHBOR && operation[e] == COMBINE -> give(near[parity(e)])
                :: r == MATE && operation[e] == COMBINE -> add_host()
                :: r == OTHER && operation[e] == COMBINE -> give(partial[parity(e)])
                :: else
@@ -391,11 +393,11 @@ proctype kernel(byte r)
         atomic {
             if
             :: find_out(HOME)
-            :: find_out(BESIDE)
+            :: find_out(NEIGHBOR)
             :: find_out(MATE)
             :: find_out(OTHER)
             :: hear_of(HOME)
-            :: hear_of(BESIDE)
+            :: hear_of(NEIGHBOR)
             :: hear_of(MATE)
             :: hear_of(OTHER)
             fi;
@@ -529,12 +531,12 @@ proctype fault()
         fi;
         lose_said(HOME, MATE);
         lose_said(HOME, OTHER);
-        lose_said(BESIDE, MATE);
-        lose_said(BESIDE, OTHER);
+        lose_said(NEIGHBOR, MATE);
+        lose_said(NEIGHBOR, OTHER);
         lose_said(MATE, HOME);
-        lose_said(MATE, BESIDE);
+        lose_said(MATE, NEIGHBOR);
         lose_said(OTHER, HOME);
-        lose_said(OTHER, BESIDE)
+        lose_said(OTHER, NEIGHBOR)
     }
 }
 #endif

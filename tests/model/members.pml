@@ -111,14 +111,14 @@ proctype Leader(byte m)
             :: gives_up(m, i) || (FOCUSED && (i == 1 || i == 2)) -> i++
             :: obeys(m) && !has(AUTHORITY, i) -> i++
             :: !alive(m) -> goto done
-            :: atomic { entered[m] && over[i] && alive(i) -> goto done } /* seat i has told all */
+            :: atomic { entered[m] && over[i] && alive(i) -> goto done } /* seat i has informed all */
             fi
         :: else -> break
         od;
 #ifndef MUTANT_SILENT
         /* a seat that has entered passes the decision on: the seat that sent it may be dead */
         if
-        :: atomic { entered[m] -> set = entered[m]; b = entered_ballot[m]; i = 0 }; goto tell
+        :: atomic { entered[m] -> set = entered[m]; b = entered_ballot[m]; i = 0 }; goto publish
         :: else
         fi;
 #else
@@ -151,7 +151,7 @@ proctype Leader(byte m)
             /* a seat that has entered replies with its decision */
             :: atomic { entered[i] && !cut(m, i) && (b < BY_AUTHORITY || has(AUTHORITY, i)) ->
                    set = entered[i]; b = (entered_ballot[i] > b -> entered_ballot[i] : b);
-                   i = 0 }; goto tell
+                   i = 0 }; goto publish
             :: promised[i] > b && !cut(m, i) -> goto next
             :: atomic { !alive(i) && i != m -> i++ }
             :: gives_up(m, i) && i != m -> i++
@@ -191,7 +191,7 @@ proctype Leader(byte m)
             :: promised[i] > b -> goto next
             :: atomic { entered[i] && accepted_ballot[i] != b && b < BY_AUTHORITY ->
                    set = entered[i]; b = (entered_ballot[i] > b -> entered_ballot[i] : b);
-                   i = 0 }; goto tell
+                   i = 0 }; goto publish
             :: entered[i] && accepted_ballot[i] != b && b >= BY_AUTHORITY -> goto next
             :: atomic { !alive(i) && i != m -> i++ }
             :: gives_up(m, i) && i != m -> i++
@@ -220,7 +220,8 @@ proctype Leader(byte m)
             fi;
             i = 0; n = 0 }
 #endif
-tell:   i = 0;
+publish:
+        i = 0;
         do
         :: atomic { i < N && alive(m) && !cut(m, i) ->
                if

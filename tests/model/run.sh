@@ -36,7 +36,7 @@ holds() {
     grep -q 'Search not completed\|max search depth too small' result && verdict="FAILS: not searched to the end"
     case $1 in fault* | members*) unreached= ;; esac
     [ -n "$unreached" ] && verdict="FAILS: never reached: $unreached"
-    tell
+    print_verdict
 }
 
 caught() {
@@ -49,17 +49,17 @@ caught() {
     search $optimization "$name" "-DMUTANT_$name" "$@"
     verdict="caught: $(sed -n 's/^pan:1: \([a-z ]*\).*/\1/p' result)"
     grep -q '^pan:1: \(assertion violated\|invalid end state\)' result || verdict="NOT CAUGHT"
-    tell
+    print_verdict
 }
 
-tell() {
+print_verdict() {
     printf '%-18s %9s states %6s s  %s\n' "$name" "$states" "$seconds" "$verdict"
     case $verdict in FAILS* | NOT*) failed=$((failed + 1)) ;; esac
 }
 
 mutants="OUTBOX_UNASKED FREED_EARLY EARLY_ANNOUNCE EARLY_ROW STALE_IDS ORDER_OF_ARRIVAL HALF_WORDS
-    HALF_STAMPED HALF_HEARD ONE_PARITY UNHEARD POISON_KEPT DEAD_UNSEEN BROKEN_UNTOLD"
-windows_mutants="STORE_UNASKED COUNT_UNFENCED COUNT_EARLY COUNT_UNSTAMPED END_UNHEARD
+    HALF_STAMPED HALF_HEARD ONE_PARITY NOT_AWAITED POISON_KEPT DEAD_UNSEEN BROKEN_UNSENT"
+windows_mutants="STORE_UNASKED COUNT_UNFENCED COUNT_EARLY COUNT_UNSTAMPED END_NOT_AWAITED
     CLOSE_UNORDERED CLOSE_UNASKED"
 members_mutants="LIVING SILENT FORGETS HASTY EARLIER_ENTERED"
 [ $# -gt 0 ] || set -- members members-cut members-deaths members-stopped members-authority \
@@ -92,7 +92,7 @@ for what in "$@"; do
     EARLIER_ENTERED) caught "$what" -DN=3 -DDEATHS=0 -DROUNDS=1 -DAUTHORITY=6 ;;
     right) holds right ;;
     fault*) holds "$what" "-DFAULTS=${what#fault}" ;;
-    DEAD_UNSEEN | BROKEN_UNTOLD) caught "$what" -DFAULTS=4 ;;
+    DEAD_UNSEEN | BROKEN_UNSENT) caught "$what" -DFAULTS=4 ;;
     *) caught "$what" ;;
     esac
 done

@@ -67,7 +67,7 @@ proctype cta(byte r; byte c)
 #ifdef MUTANT_COUNT_UNSTAMPED
         c == 1 || arrived[r] > 0;
 #else
-#ifndef MUTANT_END_UNHEARD
+#ifndef MUTANT_END_NOT_AWAITED
         c == 1 || arrived[r] == e;
 #endif
 #endif

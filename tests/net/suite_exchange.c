@@ -63,15 +63,15 @@ static bool take_word(party *p, uint64_t *at, uint64_t wanted, uint64_t *last_ns
 {
     suite_verdict *v = p->c->verdict;
     uint64_t seen;
-    for (bool told = false;; told = true) {
+    for (bool is_sure = false;; is_sure = true) {
         while ((seen = __atomic_load_n(at, __ATOMIC_RELAXED)) == POISON ||
-               (told && seen != wanted)) {
+               (is_sure && seen != wanted)) {
             if (is_over(p) || run_now_ns() > *last_ns + p->c->patience_ms * 1000000ull)
                 return false;
             sched_yield();
         }
         if (seen == wanted) break;
-        atomic_fetch_add(is_torn(seen, wanted) ? &v->torn : &v->wrong, !told);
+        atomic_fetch_add(is_torn(seen, wanted) ? &v->torn : &v->wrong, !is_sure);
         if (!p->c->tears) return false;
     }
     *last_ns = run_now_ns();

@@ -252,7 +252,7 @@ static double half_unit(uint32_t type)
 /* Computes the float64 sum and its error bound. Every term is rounded once for each
  * operation that adds it and once for each level of the tree, in sums no larger than the sum
  * of the absolute values. Near 0 the rounding error is half of the smallest number. */
-static void tell_truth(const summing *s, double *truth, double *bound)
+static void store_truth(const summing *s, double *truth, double *bound)
 {
     const double unit = half_unit(s->type), fine = half_unit(s->wide ? EPIC_F64 : EPIC_F32);
     for (int64_t i = 0; i < s->n; i++) {
@@ -280,7 +280,7 @@ void oracle_combine(const oracle_plan *p, int64_t token, uint32_t type, int64_t 
     else
         by_rank(&s, p->in.num_ranks, sum);
     for (int64_t i = 0; i < n; i++) oracle_put(out, type, i, sum[i]);
-    if (truth) tell_truth(&s, truth, bound);
+    if (truth) store_truth(&s, truth, bound);
     for (int i = 0; i < s.num_parts; i++) free(s.parts[i].row);
     free(sum);
 }

@@ -143,7 +143,7 @@ def case_nccl(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
             assert same(steps_of(group), steps_of(on_host))
     other = epic.torch.Nccl(COMMS[1 - rank])
     device = f"the current device is {rank}: must be {1 - rank}"
-    told(lambda: epic.torch.Group(bootstrap=other, **wish), device)
+    expect_error(lambda: epic.torch.Group(bootstrap=other, **wish), device)
 
 
 def case_forms(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
@@ -292,22 +292,22 @@ def case_distinct(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     if on_gpu.rank == 1:
         ids[4] = torch.tensor([6, 1, 6])
     epic.torch.plan(on_gpu, layer, ids)
-    told(on_gpu.check, "token 4")
+    expect_error(on_gpu.check, "token 4")
 
 
 def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     """Check that float64 rows are refused, with an error that names the dtype."""
     layer = epic.torch.MoE(on_gpu, epic.torch.Moe.of(**WISH), dtype=torch.float64)
     x = torch.ones(2, 16, dtype=torch.float64)
-    told(lambda: layer(x), "row_type is float64")
-    told(lambda: layer(x, torch.tensor([True, False])), "float64")
+    expect_error(lambda: layer(x), "row_type is float64")
+    expect_error(lambda: layer(x, torch.tensor([True, False])), "float64")
     counts = torch.zeros(4, dtype=torch.int32)
     w = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
     mlp = layer.options.experts
-    told(lambda: epic.torch.experts(mlp, x, counts, counts, w, group=on_gpu), "rows are float64")
+    expect_error(lambda: epic.torch.experts(mlp, x, counts, counts, w, group=on_gpu), "rows are float64")
 
 
-def told(call: Callable[[], Any], word: str) -> None:
+def expect_error(call: Callable[[], Any], word: str) -> None:
     """Check that the call raises an error that contains the word."""
     try:
         call()
@@ -455,14 +455,14 @@ def case_e4m3_refused(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> No
     x, counts = torch.ones(2, 16), torch.zeros(4, dtype=torch.int32)
     layer = epic.torch.MoE(on_host, options)
     for weights in (layer.weights(), epic.torch.scaled(layer.weights())):
-        told(partial(epic.torch.moe, on_host, options, x, weights), "weight_type is e4m3")
+        expect_error(partial(epic.torch.moe, on_host, options, x, weights), "weight_type is e4m3")
         w = epic.torch.ExpertWeights(*(getattr(weights, n) for n in ExpertWeights._fields))
         run = partial(epic.torch.experts, options.experts, x, counts, counts, w)
-        told(run, "weight_type is e4m3: it is supported on CUDA contexts")
+        expect_error(run, "weight_type is e4m3: it is supported on CUDA contexts")
     wish = (on_gpu, options, x, layer.weights())
-    told(lambda: epic.torch.moe(*wish, grouped_mm=slab_mm), "grouped_mm with")
+    expect_error(lambda: epic.torch.moe(*wish, grouped_mm=slab_mm), "grouped_mm with")
     half = layer.weights()._replace(w_gate_up_scales=torch.ones(4, 1, 1))
-    told(
+    expect_error(
         lambda: epic.torch.moe(on_gpu, options, x, half),
         "w_gate_up_scales is given and the weights are",
     )

@@ -82,8 +82,8 @@ def compiled_module_reopened(rank: int) -> None:
     try:
         fast(closed, x)
     except RuntimeError as error:
-        told = epic.torch.as_epic_error(error)
-        assert isinstance(told, epic.torch.EpicError) and told.code == "EPIC_ECLOSED", told
+        converted = epic.torch.as_epic_error(error)
+        assert isinstance(converted, epic.torch.EpicError) and converted.code == "EPIC_ECLOSED", converted
     else:
         raise AssertionError("a closed group computed")
     torch._dynamo.reset()

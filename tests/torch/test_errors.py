@@ -29,7 +29,7 @@ NOTICED = 1 + SLACK  # the limit of the fault tests, in seconds
 NCCL: dict[str, Any] = {"bootstrap": epic.torch.Nccl(1 << 40), "device": "cpu"}
 
 
-def told(call: Callable[[], Any], code: str, *words: str) -> str:
+def expect_error(call: Callable[[], Any], code: str, *words: str) -> str:
     """Return the text of the EpicError that the call raises."""
     try:
         call()
@@ -127,7 +127,7 @@ def test_arguments(what: str) -> None:
 def test_overflow() -> None:
     """Check that an overflow raises EPIC_EOVERFLOW and the group stays usable."""
     with alone() as group:
-        told(lambda: epic.torch.plan(group, LAYER, IDS, capacity=3), "EPIC_EOVERFLOW", "3")
+        expect_error(lambda: epic.torch.plan(group, LAYER, IDS, capacity=3), "EPIC_EOVERFLOW", "3")
         epic.torch.plan(group, LAYER, IDS)
 
 
@@ -137,8 +137,8 @@ def test_closed() -> None:
         plan = epic.torch.plan(group, LAYER, IDS)
     group.close()
     assert not group.is_open and "closed" in repr(group)
-    told(lambda: epic.torch.dispatch(plan, X), "EPIC_ECLOSED")
-    told(group.check, "EPIC_ECLOSED", "gone")
+    expect_error(lambda: epic.torch.dispatch(plan, X), "EPIC_ECLOSED")
+    expect_error(group.check, "EPIC_ECLOSED", "gone")
 
 
 def test_options() -> None:
@@ -252,7 +252,7 @@ def test_values_as_python_has_them() -> None:
     def run(rank: int) -> str:
         with epic.torch.Group(bootstrap=bootstraps[rank], **SIZES) as group:
             layer = replace(LAYER, distinct=rank == 1)
-            return told(lambda: epic.torch.plan(group, layer, IDS - 1), "EPIC_EMISMATCH")
+            return expect_error(lambda: epic.torch.plan(group, layer, IDS - 1), "EPIC_EMISMATCH")
 
     with ThreadPoolExecutor(2) as pool:
         for said in pool.map(run, range(2)):
@@ -275,9 +275,9 @@ def different_tokens(rank: int) -> None:
         _, _, ids, _ = Data().mine(rank)
         plan = planned(group, ids)
         x = torch.ones(TOKENS, HIDDEN + (rank == 2))
-        told(lambda: epic.torch.dispatch(plan, x), "EPIC_EMISMATCH", "rank")
-        told(lambda: epic.torch.dispatch(plan, x), "EPIC_EMISMATCH")
-        told(group.check, "EPIC_EMISMATCH")
+        expect_error(lambda: epic.torch.dispatch(plan, x), "EPIC_EMISMATCH", "rank")
+        expect_error(lambda: epic.torch.dispatch(plan, x), "EPIC_EMISMATCH")
+        expect_error(group.check, "EPIC_EMISMATCH")
 
 
 def different_dtype(rank: int) -> None:
@@ -286,7 +286,7 @@ def different_dtype(rank: int) -> None:
         x, _, ids, _ = Data(dtype=torch.bfloat16 if rank else torch.float16).mine(rank)
         plan = planned(group, ids)
         rows = torch.ones(plan.capacity, HIDDEN, dtype=x.dtype)
-        told(lambda: epic.torch.combine(plan, rows), "EPIC_EMISMATCH")
+        expect_error(lambda: epic.torch.combine(plan, rows), "EPIC_EMISMATCH")
 
 
 def different_plans(rank: int) -> None:
@@ -294,7 +294,7 @@ def different_plans(rank: int) -> None:
     with group_of(4) as group:
         x, _, ids, _ = Data().mine(rank)
         old, new = planned(group, ids), planned(group, ids)
-        told(lambda: epic.torch.dispatch(old if rank == 1 else new, x), "EPIC_EMISMATCH", "plan")
+        expect_error(lambda: epic.torch.dispatch(old if rank == 1 else new, x), "EPIC_EMISMATCH", "plan")
 
 
 def different_calls(rank: int) -> None:
@@ -302,9 +302,9 @@ def different_calls(rank: int) -> None:
     with group_of(4) as group:
         ids = Data().mine(rank)[2]
         if rank == 3:
-            told(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EMISMATCH")
+            expect_error(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EMISMATCH")
         else:
-            told(lambda: epic.torch.plan(group, LAYER, ids), "EPIC_EMISMATCH")
+            expect_error(lambda: epic.torch.plan(group, LAYER, ids), "EPIC_EMISMATCH")
 
 
 def wrong_expert(rank: int) -> None:
@@ -314,7 +314,7 @@ def wrong_expert(rank: int) -> None:
         wrong = mine[2].clone()
         if rank == 2:
             wrong[1, 2] = EXPERTS + 5
-        told(lambda: epic.torch.plan(group, LAYER, wrong), "EPIC_EINVAL", "rank 2", "13")
+        expect_error(lambda: epic.torch.plan(group, LAYER, wrong), "EPIC_EINVAL", "rank 2", "13")
         check_round(through(group, True), mine, 2e-6)
 
 
@@ -327,7 +327,7 @@ def in_backward(rank: int) -> None:
         if rank == 3:
             group.abort("no more data")
         else:
-            told(lambda: out.backward(ct), "EPIC_EPEER", "no more data")
+            expect_error(lambda: out.backward(ct), "EPIC_EPEER", "no more data")
 
 
 def leaves_with(rank: int) -> None:
@@ -336,7 +336,7 @@ def leaves_with(rank: int) -> None:
         with group_of(4) as group:
             if rank == 3:
                 raise ValueError("the loader is empty")
-            told(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EPEER", "the loader is empty")
+            expect_error(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EPEER", "the loader is empty")
     except ValueError:
         assert rank == 3
 
@@ -364,7 +364,7 @@ def killed(rank: int, sizes: dict[str, Any]) -> tuple[float, str]:
         if rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
         begin = time.monotonic()
-        sentence = told(lambda: out.backward(ct), "EPIC_EPEER", "rank 3")
+        sentence = expect_error(lambda: out.backward(ct), "EPIC_EPEER", "rank 3")
         return time.monotonic() - begin, sentence
 
 

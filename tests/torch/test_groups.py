@@ -25,7 +25,7 @@ from epic.store import Attempts
 from forked import finish, start_ranks
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
-from test_errors import told
+from test_errors import expect_error
 from world import World, torch_server
 
 SHORT = {**SIZES, "timeout_ms": 1500}
@@ -112,7 +112,7 @@ def without_names(rank: int) -> None:
                 right(group, rank)
     assert wrapped.calls > 0
     wish = {**SIZES, "max_tokens": 64 + rank // 3}
-    told(lambda: epic.torch.Group(wrapped, **wish), "EPIC_EMISMATCH", "max_tokens")
+    expect_error(lambda: epic.torch.Group(wrapped, **wish), "EPIC_EMISMATCH", "max_tokens")
 
 
 def reopened(rank: int) -> None:
@@ -126,7 +126,7 @@ def not_one_of_them(rank: int) -> None:
     """Check that a process group without this process is refused at once."""
     group = dist.new_group([0, 1])
     if rank > 1:
-        told(lambda: epic.torch.Group(group, **SIZES), "EPIC_EINVAL", "process_group")
+        expect_error(lambda: epic.torch.Group(group, **SIZES), "EPIC_EINVAL", "process_group")
     else:
         epic.torch.Group(group, **SIZES).close()
 
@@ -134,7 +134,7 @@ def not_one_of_them(rank: int) -> None:
 def late(rank: int) -> None:
     """Check that a process that does not join is named, and that the next group opens."""
     if rank != 2:
-        told(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not join")
+        expect_error(lambda: epic.torch.Group(**SHORT), "EPIC_ETIMEOUT", "rank 2 did not join")
     dist.barrier()
     with epic.torch.Group(**SIZES) as group:
         right(group, rank)
@@ -148,10 +148,10 @@ def opens_after_failures(rank: int) -> None:
             bad = mine == wrong % (4 if over is None else 2)
             wish = {**SHORT, "timeout_ms": 500, "max_tokens": -1 if bad else 8}
             code, word = ("EPIC_EINVAL", "max_tokens") if bad else ("EPIC_ETIMEOUT", "did not join")
-            told(partial(epic.torch.Group, over, **wish), code, word)
+            expect_error(partial(epic.torch.Group, over, **wish), code, word)
             dist.barrier()
             different = {**SIZES, "max_tokens": 64 + mine}
-            told(partial(epic.torch.Group, over, **different), "EPIC_EMISMATCH")
+            expect_error(partial(epic.torch.Group, over, **different), "EPIC_EMISMATCH")
             with epic.torch.Group(over, **SIZES) as group:
                 right(group, group.rank)
 
@@ -159,7 +159,7 @@ def opens_after_failures(rank: int) -> None:
 def different_sizes(rank: int) -> None:
     """Check that all ranks get the error if their options differ."""
     wish = {**SIZES, "max_tokens": 64 + rank // 3}
-    told(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
+    expect_error(lambda: epic.torch.Group(**wish), "EPIC_EMISMATCH", "max_tokens")
 
 
 WHAT = [
@@ -181,7 +181,7 @@ def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
     group = epic.torch.groups.shared_group(mine, **wish)
     assert group is epic.torch.groups.shared_group(mine, **wish)
     other = {**wish, "timeout_ms": 4321}
-    told(lambda: epic.torch.groups.shared_group(mine, **other), "EPIC_EINVAL", "timeout_ms is 4321")
+    expect_error(lambda: epic.torch.groups.shared_group(mine, **other), "EPIC_EINVAL", "timeout_ms is 4321")
     assert group.rank == dist.get_rank(mine)
     right(group, group.rank)
     return group
@@ -353,7 +353,7 @@ def test_a_rank_that_waits_meets_a_rank_that_failed_before() -> None:
     back = epic.torch.groups.StoreExchange(late.store.store, "x", 3, 20000)
     with ThreadPoolExecutor(3) as pool:
         waits = pool.submit(other, 1, b"one")
-        told(lambda: late(0, b"old"), "EPIC_ETIMEOUT", "rank 2 did not join")
+        expect_error(lambda: late(0, b"old"), "EPIC_ETIMEOUT", "rank 2 did not join")
         found = [pool.submit(back, 0, b"new"), waits, pool.submit(last, 2, b"two")]
         assert [f.result(20) for f in found] == [[b"new", b"one", b"two"]] * 3
         found = [pool.submit(e, r, bytes([r])) for r, e in enumerate((back, other, last))]
@@ -373,7 +373,7 @@ def test_an_interrupted_rank_is_not_taken_for_the_one_that_comes_back() -> None:
         back = epic.torch.groups.StoreExchange(gone.store.store, "x", 2, 20000)
         found = [pool.submit(back, 0, b"new"), pool.submit(other, 1, b"one")]
         assert [f.result(20) for f in found] == [[b"new", b"one"]] * 2
-        told(lambda: waits.result(20), "EPIC_ETIMEOUT", "rank 1")
+        expect_error(lambda: waits.result(20), "EPIC_ETIMEOUT", "rank 1")
 
 
 def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
@@ -386,11 +386,11 @@ def test_two_processes_of_one_rank(monkeypatch: Any) -> None:
             time.sleep(0.01)
         monkeypatch.setattr(Attempts, "of_process", set())  # as if it were another process
         wrong = partial(second, 1, b"other")
-        told(wrong, "EPIC_EINVAL", "rank is 1", "another process has opened")
+        expect_error(wrong, "EPIC_EINVAL", "rank is 1", "another process has opened")
         words = ("rank 2 did not join", "two processes opened it as rank 1")
-        told(lambda: zero(0, b"zero"), "EPIC_ETIMEOUT", *words)
+        expect_error(lambda: zero(0, b"zero"), "EPIC_ETIMEOUT", *words)
         first.leave()
-        told(lambda: waits.result(20), "EPIC_ETIMEOUT")
+        expect_error(lambda: waits.result(20), "EPIC_ETIMEOUT")
 
 
 def test_a_bootstrap_is_of_one_rank() -> None:
@@ -401,7 +401,7 @@ def test_a_bootstrap_is_of_one_rank() -> None:
         errors = sorted(str(f.exception(20)) for f in found)
     assert errors[0].startswith("EPIC_ETIMEOUT") and "rank 1 did not join" in errors[0]
     assert errors[1].startswith("bootstrap of rank 0 is already used")
-    told(
+    expect_error(
         lambda: epic.torch.Group(bootstrap=bootstraps[0], **SHORT), "EPIC_EINVAL", "is already used"
     )
 

@@ -178,7 +178,7 @@ def test_padding_may_hold_anything() -> None:
 
 @pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "product"])
 @pytest.mark.parametrize("fill", [float("nan"), float("inf"), 1e30])
-def test_padding_beside_a_shared_expert(fill: float, product: Any) -> None:
+def test_padding_with_a_shared_expert(fill: float, product: Any) -> None:
     """Compare a layer with a mask and a layer that gets only the unmasked tokens.
 
     Masked tokens return zeros whatever they contain. Outputs, losses and gradients of the others
@@ -340,7 +340,7 @@ def test_scales_of_another_block() -> None:
                         epic.torch.dequantize(rows, value, torch.float32, name)
 
 
-def test_a_mask_beside_losses_of_sequences() -> None:
+def test_a_mask_with_losses_of_sequences() -> None:
     """Check that a token mask and losses per sequence are refused, because these count all
     tokens."""
     with epic.torch.Group(**ALONE) as group:

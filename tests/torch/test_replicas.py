@@ -15,7 +15,7 @@ import cases
 import epic.torch
 from epic.torch.experts import slab_mm
 from parts import RANKS, SIZES, choices, group_of, numbers, same
-from test_errors import told
+from test_errors import expect_error
 from test_moe import EXPERT_WEIGHTS, WISH, mine, whole
 
 # The logical expert of each of twelve experts.
@@ -165,7 +165,7 @@ def twice(rank: int) -> None:
         assert good.capacity <= epic.torch.plan(group, epic.torch.Layer(8, 3), ids).capacity
         if rank == 2:
             ids[4] = torch.tensor([6, 1, 6])
-        told(lambda: epic.torch.plan(group, layer, ids), "EPIC_EINVAL", "rank 2", "token 4", "6")
+        expect_error(lambda: epic.torch.plan(group, layer, ids), "EPIC_EINVAL", "rank 2", "token 4", "6")
 
 
 def test_distinct(world: Any) -> None:

@@ -462,7 +462,7 @@ static void check_moves_nothing(step *s)
     CHECK(epic_check(s->ctx) == EPIC_OK);
 }
 
-static void check_told(step *s, epic_result result, epic_result expected, const char *said[5])
+static void check_error(step *s, epic_result result, epic_result expected, const char *said[5])
 {
     const char *sentence = epic_error(s->ctx);
     CHECK_SAY(result == expected, "rank %d: %s instead of %s: %s", s->rank,
@@ -485,7 +485,7 @@ static void bad_expert(step *s, int victim, int64_t value, enum which which)
     snprintf(rank, sizeof rank, "rank %d", victim);
     poison(s);
     const char *said[5] = {"topk_idx", rank, "token 3", "k 1", number};
-    check_told(s, make_call(s->ctx, which, &c), EPIC_EINVAL, said);
+    check_error(s, make_call(s->ctx, which, &c), EPIC_EINVAL, said);
     if (which == BOTH) CHECK(all_zero(s->recv, s->slots * ROW));
     check_moves_nothing(s);
 }
@@ -498,7 +498,7 @@ static void overflow(step *s, int victim)
     snprintf(rank, sizeof rank, "rank %d", victim);
     poison(s);
     const char *said[5] = {"capacity", rank, "3 slots"};
-    check_told(s, make_call(s->ctx, PLAN, &c), EPIC_EOVERFLOW, said);
+    check_error(s, make_call(s->ctx, PLAN, &c), EPIC_EOVERFLOW, said);
     CHECK(*s->demand > 3 || s->rank != victim);
     check_moves_nothing(s);
 }
@@ -512,10 +512,10 @@ static void bad_placement(step *s, int victim)
     c.plan.rank_of_expert = table;
     poison(s);
     const char *said[5] = {"rank_of_expert", "expert 9"};
-    check_told(s, make_call(s->ctx, PLAN, &c), EPIC_EINVAL, said);
+    check_error(s, make_call(s->ctx, PLAN, &c), EPIC_EINVAL, said);
     check_moves_nothing(s);
     if (s->rank == victim) table[9] = -1;
-    check_told(s, make_call(s->ctx, PLAN, &c), EPIC_EINVAL, said);
+    check_error(s, make_call(s->ctx, PLAN, &c), EPIC_EINVAL, said);
 }
 
 /* One rank uses a plan of rank 0, or bytes that are not a plan. */
@@ -532,7 +532,7 @@ static void bad_plan(step *s)
         char rank[32];
         snprintf(rank, sizeof rank, "rank %d", s->num_ranks - 1);
         const char *said[5] = {"plan", rank};
-        check_told(s, make_call(s->ctx, (enum which)which, &d), EPIC_EINVAL, said);
+        check_error(s, make_call(s->ctx, (enum which)which, &d), EPIC_EINVAL, said);
     }
     CHECK(all_zero(s->out, TOKENS * ROW) && all_zero(s->d_tokens, TOKENS * ROW));
     CHECK(all_zero(s->d_rows, s->slots * ROW));

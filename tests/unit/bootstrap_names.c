@@ -25,7 +25,7 @@
 
 /* ------------------------------------------------------ the system's answers, as we like ---- */
 
-#define DEAD_NAME "nobody-answers.invalid"
+#define DEAD_NAME "no-answer.invalid"
 
 /* the name of this host in this thread; NULL: the real one */
 static _Thread_local const char *own_name;

@@ -22,17 +22,17 @@
 
 /* ------------------------------------------------------------------------------- ranks ---- */
 
-typedef struct guest {
+typedef struct joiner {
     epic_tcp tcp;
     epic_result result;
     char sentence[512];
     bool wrong_bytes;
     int gathers; /* number of gathers that succeeded */
-} guest;
+} joiner;
 
 static void *run_rank(void *self)
 {
-    guest *s = self;
+    joiner *s = self;
     epic_bootstrap bootstrap;
     unsigned char mine[BYTES], all[4 * BYTES];
     s->result = epic_bootstrap_tcp(&bootstrap, &s->tcp);
@@ -212,23 +212,23 @@ static void *run_relay(void *self)
 }
 
 /* Ranks 0 and 1 open a bootstrap; rank 1 connects through the relay. */
-static void bootstrap_in(relay *r, uint32_t timeout_ms, guest guests[2])
+static void bootstrap_in(relay *r, uint32_t timeout_ms, joiner joiners[2])
 {
     pthread_t threads[2], relaying;
     uint32_t port = 0;
     int holder;
-    memset(guests, 0, 2 * sizeof *guests);
+    memset(joiners, 0, 2 * sizeof *joiners);
     r->to = hold_port(&holder);
     r->used = r->over = false;
     r->listener = listen_at(&port);
     for (int i = 0; i < 2; i++)
-        guests[i].tcp = (epic_tcp){.secret = "hush",
-                                   .rank = i,
-                                   .num_ranks = 2,
-                                   .port = i == 0 ? r->to : port,
-                                   .timeout_ms = timeout_ms};
+        joiners[i].tcp = (epic_tcp){.secret = "hush",
+                                    .rank = i,
+                                    .num_ranks = 2,
+                                    .port = i == 0 ? r->to : port,
+                                    .timeout_ms = timeout_ms};
     pthread_create(&relaying, NULL, run_relay, r);
-    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, run_rank, &guests[i]);
+    for (int i = 0; i < 2; i++) pthread_create(&threads[i], NULL, run_rank, &joiners[i]);
     for (int i = 0; i < 2; i++) pthread_join(threads[i], NULL);
     r->over = true;
     shutdown(r->listener, SHUT_RDWR);
@@ -241,26 +241,27 @@ static void bootstrap_in(relay *r, uint32_t timeout_ms, guest guests[2])
  * arrived by then, it reports the deadline later. */
 static void bootstrap_through(relay *r)
 {
-    guest guests[2];
+    joiner joiners[2];
     const bool knocks = r->from_zero && r->message == 1;
     uint32_t timeout_ms = knocks ? 1000 : PATIENCE_MS;
-    bootstrap_in(r, timeout_ms, guests);
-    for (; knocks && !r->used && timeout_ms < PATIENCE_MS; bootstrap_in(r, timeout_ms, guests))
+    bootstrap_in(r, timeout_ms, joiners);
+    for (; knocks && !r->used && timeout_ms < PATIENCE_MS; bootstrap_in(r, timeout_ms, joiners))
         timeout_ms *= 3;
 
     const int last = r->from_zero ? 2 + GATHERS : 1 + GATHERS;
-    const guest *reader = &guests[r->from_zero];
-    for (int i = 0; i < 2; i++) CHECK(!guests[i].wrong_bytes);
+    const joiner *reader = &joiners[r->from_zero];
+    for (int i = 0; i < 2; i++) CHECK(!joiners[i].wrong_bytes);
     CHECK_SAY(r->used == (r->message <= last), "message %d was not damaged", r->message);
     if (r->message <= 1 && !(r->from_zero && r->message == 1)) return; /* hello and proof */
     if (r->message > last) {
         for (int i = 0; i < 2; i++)
-            CHECK_SAY(guests[i].result == EPIC_OK, "honest relay: %s", guests[i].sentence);
+            CHECK_SAY(joiners[i].result == EPIC_OK, "honest relay: %s", joiners[i].sentence);
         return;
     }
     /* a repeated last message is never read */
-    const bool told = reader->result != EPIC_OK || (r->what == REPEAT && r->message == last);
-    CHECK_SAY(told, "%s 0: message %d, damage %d, byte %zu: no rank noticed",
+    const bool is_noticed =
+        reader->result != EPIC_OK || (r->what == REPEAT && r->message == last);
+    CHECK_SAY(is_noticed, "%s 0: message %d, damage %d, byte %zu: no rank noticed",
               r->from_zero ? "from" : "to", r->message, (int)r->what, r->byte);
     CHECK_SAY(r->what != FLIP || r->message < 2 || reader->result == EPIC_EPEER, "%s: %s",
               epic_result_name(reader->result), reader->sentence);
@@ -356,20 +357,20 @@ static void *take_seat(void *self)
  * late. */
 static void bootstrap_despite(void *(*body)(void *), stranger *o, bool zero_late)
 {
-    guest guests[3] = {0};
+    joiner joiners[3] = {0};
     pthread_t threads[3], other;
     int holder;
     o->port = hold_port(&holder);
     o->over = false;
     pthread_create(&other, NULL, body, o);
     for (int i = 2; i >= 0; i--) {
-        guests[i].tcp = (epic_tcp){.secret = "hush",
-                                   .rank = i,
-                                   .num_ranks = 3,
-                                   .port = o->port,
-                                   .timeout_ms = PATIENCE_MS};
+        joiners[i].tcp = (epic_tcp){.secret = "hush",
+                                    .rank = i,
+                                    .num_ranks = 3,
+                                    .port = o->port,
+                                    .timeout_ms = PATIENCE_MS};
         while (i == 0 && zero_late && !o->over) run_nap_us(1000);
-        pthread_create(&threads[i], NULL, run_rank, &guests[i]);
+        pthread_create(&threads[i], NULL, run_rank, &joiners[i]);
         if (!zero_late) run_nap_us(100000);
     }
     for (int i = 0; i < 3; i++) pthread_join(threads[i], NULL);
@@ -377,8 +378,8 @@ static void bootstrap_despite(void *(*body)(void *), stranger *o, bool zero_late
     pthread_join(other, NULL);
     close(holder);
     for (int i = 0; i < 3; i++)
-        CHECK_SAY(guests[i].result == EPIC_OK && !guests[i].wrong_bytes, "rank %d: %s", i,
-                  guests[i].sentence);
+        CHECK_SAY(joiners[i].result == EPIC_OK && !joiners[i].wrong_bytes, "rank %d: %s", i,
+                  joiners[i].sentence);
 }
 
 static void test_strangers(void)
@@ -398,7 +399,7 @@ static void test_strangers(void)
 static void test_last_words(void)
 {
     stranger other = {.version = FRAME_VERSION, .has_secret = true, .stays = true};
-    guest alone = {.tcp = {.secret = "hush", .rank = 1, .num_ranks = 2, .timeout_ms = 1000}};
+    joiner alone = {.tcp = {.secret = "hush", .rank = 1, .num_ranks = 2, .timeout_ms = 1000}};
     pthread_t thread;
     int holder;
     other.port = alone.tcp.port = hold_port(&holder);

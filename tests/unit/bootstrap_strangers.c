@@ -226,7 +226,7 @@ static void test_queue(void)
                      8,
                      1};
     run(&t);
-    CHECK(reports[MOST].ms == 1, "the guest that was proving itself was dropped");
+    CHECK(reports[MOST].ms == 1, "the joiner that was proving itself was dropped");
     for (int r = 0; r < 2; r++) expect(&t, r, EPIC_OK, NULL, NULL);
 }
 

@@ -89,7 +89,7 @@ static bool always(void *self, int rank, int64_t item)
     return true;
 }
 
-static void stop_until_told(const slow *s)
+static void stop_until_continued(const slow *s)
 {
     const uint64_t begin = run_now_ns();
     while (failure_of(s->ctx).result == EPIC_OK && ms_since(begin) < 20000) run_nap_us(5000);
@@ -99,7 +99,7 @@ static void fill(slow *s, int64_t item, void *entry)
 {
     memset(entry, (int)item, ROW);
     if (s->pace == SLOW_FILL) run_nap_us(NAP_MS * 1000);
-    if (s->pace == STOPS && item >= STOP_AT) stop_until_told(s);
+    if (s->pace == STOPS && item >= STOP_AT) stop_until_continued(s);
     if (s->pace == LATE && item == 0) run_nap_us(LATE_MS * 1000);
 }
 
@@ -244,7 +244,7 @@ static void late_note(const epic_bootstrap *bootstrap, void *self)
     const uint64_t begin = run_now_ns();
     const slow stopped = {.ctx = ctx};
     if (bootstrap->rank == 1) run_nap_us(DEADLINE_MS * 900);
-    if (bootstrap->rank == 2) stop_until_told(&stopped);
+    if (bootstrap->rank == 2) stop_until_continued(&stopped);
     CHECK_EQ(sum(ctx, 0), EPIC_ETIMEOUT);
     note_time(ms_since(begin));
     const epic_failure_info info = failure_of(ctx);
@@ -252,7 +252,7 @@ static void late_note(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-static void *sum_until_told(void *self)
+static void *sum_after_continue(void *self)
 {
     while (sum(self, 2) == EPIC_OK) run_nap_us(2000);
     return NULL;
@@ -265,7 +265,7 @@ static void other_tag(const epic_bootstrap *bootstrap, void *self)
     epic_context *ctx = open_context(bootstrap, 2);
     const uint64_t begin = run_now_ns();
     pthread_t thread;
-    pthread_create(&thread, NULL, sum_until_told, ctx);
+    pthread_create(&thread, NULL, sum_after_continue, ctx);
     if (bootstrap->rank == 0) {
         CHECK_EQ(sum(ctx, 1), EPIC_ETIMEOUT);
         note_time(ms_since(begin));
@@ -304,7 +304,7 @@ static void chain(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap, 1);
     const slow stopped = {.ctx = ctx};
-    if (bootstrap->rank == 2) stop_until_told(&stopped);
+    if (bootstrap->rank == 2) stop_until_continued(&stopped);
     CHECK_EQ(sum(ctx, (uint64_t)bootstrap->rank), EPIC_ETIMEOUT);
     const epic_failure_info info = failure_of(ctx);
     CHECK_SAY(names(&info, 2), "%s: %s", backend, info.sentence);
@@ -324,7 +324,7 @@ static void run_ranks(int num_ranks, run_body *body, void *self)
         run_threads(num_ranks, body, self);
 }
 
-static void beside(int num_ranks, run_body *body, void *self)
+static void run_next_to_stops(int num_ranks, run_body *body, void *self)
 {
     if (run_fork() != 0) return;
     late = run_share(sizeof *late);
@@ -354,13 +354,13 @@ int main(void)
     for (int way = 0; way < 2; way++) {
         processes = way == 1;
         backend = processes ? "shm" : "threads";
-        beside(2, moving, NULL);
-        for (int i = 0; i < 2; i++) beside(2, stopping, &patterns[i]);
-        beside(2, late_rows, NULL);
-        beside(3, late_note, NULL);
-        beside(2, other_tag, NULL);
-        beside(2, circle, NULL);
-        beside(3, circle, NULL);
+        run_next_to_stops(2, moving, NULL);
+        for (int i = 0; i < 2; i++) run_next_to_stops(2, stopping, &patterns[i]);
+        run_next_to_stops(2, late_rows, NULL);
+        run_next_to_stops(3, late_note, NULL);
+        run_next_to_stops(2, other_tag, NULL);
+        run_next_to_stops(2, circle, NULL);
+        run_next_to_stops(3, circle, NULL);
         chains();
     }
     int status;

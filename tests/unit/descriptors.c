@@ -124,8 +124,9 @@ static void check_other(const trial *t, int rank)
     char name[32];
     const report *r = &t->reports[rank];
     snprintf(name, sizeof name, "rank %d", t->poor);
-    const bool unheard = t->poor == 0 && strstr(r->sentence, "rank 0 did not accept") != NULL;
-    CHECK_SAY(says_why(r->sentence) || unheard || strstr(r->sentence, name) != NULL,
+    const bool not_accepted =
+        t->poor == 0 && strstr(r->sentence, "rank 0 did not accept") != NULL;
+    CHECK_SAY(says_why(r->sentence) || not_accepted || strstr(r->sentence, name) != NULL,
               "poor rank %d, rank %d: %s", t->poor, rank, r->sentence);
     CHECK_SAY(strstr(r->sentence, "another host") == NULL, "rank %d: %s", rank, r->sentence);
 }

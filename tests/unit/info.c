@@ -173,7 +173,7 @@ static void a_hostile_name(void)
     CHECK(says("group \"a\\x1b[2Jb\\x0ac\\x7f\\xc2\\x9bd\\xff\303\244-"));
     CHECK(info_of_group("--json") == 0);
     CHECK(says("\"a\\u001b[2Jb\\u000ac\\u007f\\u00c2\\u009bd\\u00ff\303\244-"));
-    CHECK(info("--group nobody") == 1 && says("group found: \"a\\x1b[2Jb\\x0ac"));
+    CHECK(info("--group missing") == 1 && says("group found: \"a\\x1b[2Jb\\x0ac"));
     stop(rank);
 }
 

@@ -54,7 +54,7 @@ static void one_dies(void)
 }
 
 /* If all members live, the call is a barrier, and no seat waits for its patience to end. */
-static void nobody_dies(void)
+static void no_member_dies(void)
 {
     sim *s = sim_new(3);
     begin_all(s);
@@ -356,7 +356,7 @@ int main(void)
     check_begin();
     run_alarm(300);
     one_dies();
-    nobody_dies();
+    no_member_dies();
     leaver_dies_amid_commits();
     leader_dies_amid_commits();
     stopped_is_evicted();

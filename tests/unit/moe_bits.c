@@ -29,7 +29,7 @@ static void run_once(void *what, int rank, epic_context *ctx, const epic_config 
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     if (!p->placed)
         CHECK(part_sum_replicas(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

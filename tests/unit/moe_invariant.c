@@ -11,7 +11,7 @@ static void run_rank(void *what, int rank, epic_context *ctx, const epic_config 
     part *t = part_make(p, rank, config, 3);
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

@@ -377,7 +377,7 @@ static inline epic_result part_sum_replicas(part *t, epic_context *ctx)
 }
 
 /* Copies the ids and weights of the rank's choices, and the gradients of forced weights. */
-static inline void part_tell_choices(const part *t)
+static inline void part_print_choices(const part *t)
 {
     const problem *p = t->p;
     const size_t first = (size_t)t->first * p->layer.top_k;
@@ -392,7 +392,7 @@ static inline void part_tell_choices(const part *t)
 }
 
 /* Copies the rank's results into the results of all ranks. */
-static inline void part_tell(const part *t)
+static inline void part_print_failure(const part *t)
 {
     const problem *p = t->p;
     const size_t row = (size_t)(p->experts.hidden * convert_bytes(row_type(p)));
@@ -401,7 +401,7 @@ static inline void part_tell(const part *t)
         memcpy((char *)p->gradient[X].data + (size_t)t->first * row, t->gradient[X],
                (size_t)t->tokens * row);
     }
-    part_tell_choices(t);
+    part_print_choices(t);
     for (int i = 0; i < X; i++) {
         const size_t bytes = (size_t)(numbers_of(p, i) * convert_bytes(real_type(p)));
         if (!bytes) continue;

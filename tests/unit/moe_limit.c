@@ -25,7 +25,7 @@ static void run_twice(void *what, int rank, epic_context *ctx, const epic_config
         CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", c->p.name, epic_error(ctx));
         limit = c->p.limit_of[rank];
     }
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

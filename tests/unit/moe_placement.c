@@ -101,7 +101,7 @@ static void train(void *what, int rank, epic_context *ctx, const epic_config *co
         CHECK(part_forward(part, ctx) == EPIC_OK, "%s", epic_error(ctx));
         t->loss[step][rank] = measure(t, part);
         CHECK(part_backward(part, ctx) == EPIC_OK, "%s", epic_error(ctx));
-        part_tell(part);
+        part_print_failure(part);
         descend(&t->p, part, false);
         if (rank == 0) descend(&t->p, part, true);
         pthread_barrier_wait(t->barrier);

@@ -16,7 +16,7 @@ static void run_once(void *what, int rank, epic_context *ctx, const epic_config 
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     if (!p->placed)
         CHECK(part_sum_replicas(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 
@@ -98,7 +98,7 @@ static void run_mixed(void *what, int rank, epic_context *ctx, const epic_config
     if (rank == 1) t->forward.topk_idx_in = NULL;
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

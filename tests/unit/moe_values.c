@@ -11,7 +11,7 @@ static void run_once(void *what, int rank, epic_context *ctx, const epic_config 
     part *t = part_make(p, rank, config, 7);
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 
@@ -78,7 +78,7 @@ static void run_side_by_side(void *what, int rank, epic_context *ctx, const epic
     for (int i = SIDE - 1; i >= 0; i--)
         CHECK(part_backward(t[i], ctx) == EPIC_OK, "%s: %s", p[i].name, epic_error(ctx));
     for (int i = 0; i < SIDE; i++) {
-        part_tell(t[i]);
+        part_print_failure(t[i]);
         part_free(t[i]);
     }
 }
@@ -124,7 +124,7 @@ static void run_forward(void *what, int rank, epic_context *ctx, const epic_conf
     const problem *p = what;
     part *t = part_make(p, rank, config, 7);
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 
@@ -185,7 +185,7 @@ static void run_without_d_x(void *what, int rank, epic_context *ctx, const epic_
     if (rank == 0) t->backward.d_x.data = NULL;
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s: %s", p->name, epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

@@ -85,12 +85,12 @@ static void refuse_sizes(const epic_config *config, const epic_layer *layer, con
 static void try_queries(void)
 {
     const epic_config config = {.max_tokens = 4, .max_row_bytes = 64, .num_ranks = 2};
-    const epic_config nobody = {.max_tokens = 4, .max_row_bytes = 64};
+    const epic_config no_ranks = {.max_tokens = 4, .max_row_bytes = 64};
     const epic_config huge = {.max_tokens = 1 << 30, .max_row_bytes = 64, .num_ranks = 4};
     const epic_layer layer = {.num_experts = 8, .top_k = 2};
     const epic_layer nothing = {.num_experts = 8};
     epic_memory_info memory;
-    refuse_sizes(&nobody, &layer, "num_ranks");
+    refuse_sizes(&no_ranks, &layer, "num_ranks");
     refuse_sizes(&config, &nothing, "top_k");
     refuse_sizes(&config, NULL, "layer");
     refuse_sizes(NULL, &layer, "config");

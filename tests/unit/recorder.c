@@ -62,7 +62,7 @@ static int find_tag(const recorder_page *page, uint64_t tag, recorder_entry *out
     return -1;
 }
 
-static void nobody(void)
+static void use_no_recorder(void)
 {
     const uint64_t record = recorder_begin(NULL, EPIC_OP_PLAN, 1, 2, 3);
     recorder_phase(NULL, record, RECORDER_MOVING, 0);
@@ -283,7 +283,7 @@ static void strangers_are_refused(void)
 
 int main(void)
 {
-    nobody();
+    use_no_recorder();
     one_operation();
     stuck_operation_stays();
     more_than_records();

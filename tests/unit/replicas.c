@@ -123,7 +123,7 @@ static void check_fates(const seat *s, const int *quota)
     }
 }
 
-static void by_turns(const epic_bootstrap *bootstrap, void *self)
+static void replicas_in_order(const epic_bootstrap *bootstrap, void *self)
 {
     static const int no_quota[EXPERTS] = {99, 99, 99, 99, 99, 99, 99};
     static const int32_t logical_load[LOGICAL] = {12, 5, 6};
@@ -371,12 +371,12 @@ int main(void)
     check_begin();
     run_alarm(100);
     for (int ranks = 1; ranks <= 4; ranks++) {
-        run_threads(ranks, by_turns, NULL);
+        run_threads(ranks, replicas_in_order, NULL);
         run_threads(ranks, drops, NULL);
         run_threads(ranks, rank_is_full, NULL);
         run_threads(ranks, sums, NULL);
     }
-    run_processes(3, by_turns, NULL, 40);
+    run_processes(3, replicas_in_order, NULL, 40);
     run_processes(3, sums, NULL, 40);
     run_threads(2, wrong_tables, NULL);
     run_threads(2, wrong_arguments, NULL);

@@ -85,7 +85,7 @@ static epic_result gather_with_stranger(void *self, const void *mine, void *all,
     return result;
 }
 
-static void join_beside_stranger(const epic_bootstrap *bootstrap, void *self)
+static void join_with_stranger(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     epic_group *group = NULL;
@@ -152,7 +152,7 @@ int main(void)
     for (size_t i = 0; i < sizeof seals / sizeof *seals; i++)
         run_threads(2, join_with_seals, &seals[i]);
     if (geteuid() == 0)
-        run_threads(2, join_beside_stranger, NULL);
+        run_threads(2, join_with_stranger, NULL);
     else
         printf("left out: only root can call as another user\n");
     return check_end();

@@ -162,7 +162,7 @@ static void alike(const epic_bootstrap *bootstrap, void *self)
     close_seat(s);
 }
 
-static void beside_two_calls(const epic_bootstrap *bootstrap, void *self)
+static void run_with_two_calls(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     seat *s = open_seat(bootstrap, MOST, 20000);
@@ -243,7 +243,7 @@ int main(void)
     atomic_store(&stuck, -1);
     run_threads(RANKS, alike, &few);
     run_threads(RANKS, alike, &most);
-    run_threads(RANKS, beside_two_calls, NULL);
+    run_threads(RANKS, run_with_two_calls, NULL);
     run_threads(RANKS, other_rows, NULL);
     run_threads(RANKS, wrong_id, NULL);
     atomic_store(&stuck, 1);

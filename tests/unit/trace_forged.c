@@ -71,12 +71,13 @@ static void survived(const char *what)
     for (int i = 0; i <= NUM_COMMANDS; i++) {
         const int status = i < NUM_COMMANDS ? tool("epic-trace", commands[i])
                                             : tool("epic-place", "d --ranks 2");
-        const bool told =
+        const bool is_explained =
             !strncmp(output, "epic-trace: ", 12) || !strncmp(output, "epic-place: ", 12);
         const bool tidy = !strpbrk(output, "\033\a\b\r") && !strstr(output, "runtime error") &&
                           !strstr(output, "Sanitizer");
-        CHECK_SAY(tidy && (status == 0 || (status == 1 && told)), "%s: %s: status %d: %.2000s",
-                  what, i < NUM_COMMANDS ? commands[i] : "epic-place", status, output);
+        CHECK_SAY(tidy && (status == 0 || (status == 1 && is_explained)),
+                  "%s: %s: status %d: %.2000s", what,
+                  i < NUM_COMMANDS ? commands[i] : "epic-place", status, output);
     }
 }
 

@@ -24,7 +24,7 @@ static epic_failure_info failure_of(const seat *s)
 {
     epic_failure_info failure = {
         .result = EPIC_EPEER, .operation = 4, .tag = 8, .rank = s->rank, .num_culprits = 1};
-    snprintf(failure.sentence, sizeof failure.sentence, "told by rank %d", s->rank);
+    snprintf(failure.sentence, sizeof failure.sentence, "reported by rank %d", s->rank);
     return failure;
 }
 
@@ -88,7 +88,7 @@ static void killed_writer(seat *s)
     epic_failure_info failure;
     s->t->break_group(s->group, &mine);
     CHECK(s->t->failure(s->group, &failure));
-    CHECK(failure.rank == 0 && strcmp(failure.sentence, "told by rank 0") == 0);
+    CHECK(failure.rank == 0 && strcmp(failure.sentence, "reported by rank 0") == 0);
 }
 
 static void kill_rank_1(void)

@@ -63,7 +63,7 @@ static epic_plan_args plan_args(const seat *s, const int32_t *ids, int64_t num_t
 
 /* Rank 0 passes an id that is too large, ranks 1 and 2 different layers. EPIC_EMISMATCH has
  * priority, on rank 0 too. */
-static void error_beside_mismatch(const epic_bootstrap *bootstrap, void *self)
+static void error_with_mismatch(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     seat s = open_seat(bootstrap, 12, TOKENS);
@@ -131,7 +131,7 @@ static void scales_from_an_empty_buffer(const epic_bootstrap *bootstrap, void *s
 }
 
 /* epic_failure returns what another rank reported, before any call of this rank has failed. */
-static void abort_is_told(const epic_bootstrap *bootstrap, void *self)
+static void abort_is_reported(const epic_bootstrap *bootstrap, void *self)
 {
     (void)self;
     seat s = open_seat(bootstrap, 2, TOKENS);
@@ -275,9 +275,9 @@ int main(void)
     check_begin();
     run_alarm(60);
     signal(SIGUSR1, stand_still);
-    for (int i = 0; i < 20; i++) run_threads(3, error_beside_mismatch, NULL);
+    for (int i = 0; i < 20; i++) run_threads(3, error_with_mismatch, NULL);
     run_threads(2, counts_after_error, NULL);
-    run_threads(2, abort_is_told, NULL);
+    run_threads(2, abort_is_reported, NULL);
     run_threads(2, abort_ends_a_wait, NULL);
     run_threads(2, scales_from_an_empty_buffer, NULL);
     for (int i = 0; i < 3; i++) run_threads(3, early_close, NULL);

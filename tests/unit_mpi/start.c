@@ -54,7 +54,7 @@ static epic_group *open_group(const epic_bootstrap *bootstrap, uint64_t number)
 static void exchange_notes(epic_group *group, const epic_bootstrap *bootstrap)
 {
     const epic_transport *t = epic_backend_mpi.transport;
-    const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
+    const uint64_t no_rank[EPIC_MAX_RANKS / 64] = {0};
     const int op_slot = t->claim(group);
     NEED(op_slot >= 0);
     const epic_op_header mine = {.local = {bootstrap->rank}};
@@ -63,7 +63,7 @@ static void exchange_notes(epic_group *group, const epic_bootstrap *bootstrap)
         if (r == bootstrap->rank) continue;
         const epic_op_header *header;
         while (!(header = t->op_header(group, op_slot, r)) && turns++ < 1000)
-            t->wait(group, op_slot, 0, nobody, 100);
+            t->wait(group, op_slot, 0, no_rank, 100);
         NEED(header && header->local[0] == r);
     }
     t->finish(group, op_slot);

@@ -203,9 +203,9 @@ static bool run_flow(const script *s, int flow, int op_slot, double end)
 static int claim_op_slot(const script *s, double end)
 {
     int op_slot;
-    const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
+    const uint64_t no_rank[EPIC_MAX_RANKS / 64] = {0};
     while ((op_slot = t->claim(s->group)) < 0)
-        if (!wait_well(s, -1, 0, nobody, end)) return -1;
+        if (!wait_well(s, -1, 0, no_rank, end)) return -1;
     return op_slot;
 }
 
@@ -348,9 +348,9 @@ static void check_claims(MPI_Comm *comm)
     const int a = t->claim(group), b = t->claim(group);
     CHECK(a >= 0 && b >= 0 && a != b);
     CHECK(t->claim(group) == -1);
-    const uint64_t nobody[EPIC_MAX_RANKS / 64] = {0};
+    const uint64_t no_rank[EPIC_MAX_RANKS / 64] = {0};
     const double start = seconds();
-    t->wait(group, -1, 0, nobody, 30);
+    t->wait(group, -1, 0, no_rank, 30);
     CHECK(seconds() - start > 0.025);
     CHECK(!t->shares && t->ring_bytes(group, false) >= 65536);
     CHECK(t->ring_bytes(group, false) % 64 == 0);

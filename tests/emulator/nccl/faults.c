@@ -191,7 +191,7 @@ static void *be_rank(void *argument)
         CHECK(abort_comm(comms[s->rank]) == 0);
     } else {
         /* The first chunk arrives, because the threads of the other ranks still wait in NCCL.
-         * Nobody sends a second one. */
+         * No rank sends a second one. */
         unsigned char mine[8] = "", all[NUM_RANKS * 8];
         const epic_result result = b.gather(b.self, mine, all, sizeof mine);
         CHECK_SAY(result == EPIC_EMISMATCH && strstr(epic_error(NULL), "bytes is 8 and 6000"),

@@ -17,7 +17,7 @@
 #define TOKENS 200
 #define ROW 1024
 #define SLOTS (TOKENS * 3)
-#define NOBODY (-1)
+#define NO_RANK (-1)
 #define NONE (-2)
 
 typedef struct memory {
@@ -110,8 +110,8 @@ static void expect_failure(team_rank *me, epic_result result, int culprit)
     epic_failure_info f;
     CHECK_CUDA(cudaStreamSynchronize(me->stream));
     p2p_ops.poll_failure(me->group, &f);
-    const bool named = culprit == NOBODY ? f.num_culprits == 0
-                                         : f.num_culprits == 1 && f.culprits[0] == culprit;
+    const bool named = culprit == NO_RANK ? f.num_culprits == 0
+                                          : f.num_culprits == 1 && f.culprits[0] == culprit;
     if ((epic_result)f.result == result && named) return;
     fprintf(stderr, "%s: rank %d: %u, not %d: %s\n", now_played->name, me->rank, f.result,
             result, f.sentence);
@@ -129,7 +129,7 @@ static void play_closed(team_rank *me, memory *m)
         sleep_ms(300);
         emulator_hold(me->rank, 0);
     }
-    expect_failure(me, EPIC_OK, NOBODY);
+    expect_failure(me, EPIC_OK, NO_RANK);
 }
 
 /* Rank 0 closes, and the others continue without it. */
@@ -194,7 +194,7 @@ static void play_long(team_rank *me, memory *m)
         emulator_hold(me->rank, ctas);
     }
     emulator_hold(me->rank, 0);
-    expect_failure(me, EPIC_OK, NOBODY);
+    expect_failure(me, EPIC_OK, NO_RANK);
 }
 
 /* Rank 1 passes bytes that are not a plan, so the ranks differ. The error of rank 1 gives the
@@ -241,7 +241,7 @@ static void play_relay(team_rank *me, memory *m)
     if (me->rank == 3) emulator_hold(me->rank, 1);
     team_barrier(me);
     dispatch_rows(me, m);
-    if (me->rank < 2) expect_failure(me, EPIC_OK, NOBODY);
+    if (me->rank < 2) expect_failure(me, EPIC_OK, NO_RANK);
     if (me->rank == 2) expect_failure(me, EPIC_ETIMEOUT, 3);
     team_barrier(me);
     emulator_hold(me->rank, 0);

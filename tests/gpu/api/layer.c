@@ -72,7 +72,7 @@ static void run_on_host(void *what, int rank, epic_context *ctx, const epic_conf
     CHECK(epic_moe_forward(ctx, &t->forward) == EPIC_OK, "%s", epic_error(ctx));
     part_forget(t, t->memory.backward_bytes);
     CHECK(epic_moe_backward(ctx, &t->backward) == EPIC_OK, "%s", epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

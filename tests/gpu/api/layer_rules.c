@@ -54,7 +54,7 @@ static void run_on_host(void *what, int rank, epic_context *ctx, const epic_conf
     CHECK(part_forward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
     CHECK(part_backward(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
     if (!p->placed) CHECK(part_sum_replicas(t, ctx) == EPIC_OK, "%s", epic_error(ctx));
-    part_tell(t);
+    part_print_failure(t);
     part_free(t);
 }
 

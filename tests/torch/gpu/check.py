@@ -90,7 +90,7 @@ def run_case(name: str, rank: int, ranks: int, device: torch.device) -> str:
     return ""
 
 
-def told_by_all(name: str, rank: int, ranks: int, mine: str) -> list[str]:
+def exchange_results(name: str, rank: int, ranks: int, mine: str) -> list[str]:
     """Collect the verdicts of all ranks."""
     exchange = gpu_cases.bootstraps(f"verdict of {name}", rank, ranks)
     exchange.timeout_ms = 4 * LIMIT_MS
@@ -114,7 +114,7 @@ def run_cases(rank: int, ranks: int, device: torch.device, names: list[str]) -> 
     wrong = []
     for name in names:
         begin = time.monotonic()
-        said = cause(told_by_all(name, rank, ranks, run_case(name, rank, ranks, device)))
+        said = cause(exchange_results(name, rank, ranks, run_case(name, rank, ranks, device)))
         if rank == 0:
             seconds = f"{time.monotonic() - begin:5.1f} s"
             print(f"  {name:12} {seconds}  {'WRONG: ' + said if said else 'right'}", flush=True)

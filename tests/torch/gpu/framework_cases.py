@@ -128,16 +128,16 @@ def megatron_step(layer: Any, x: Tensor, ct: Tensor) -> list[Tensor]:
 
 def megatron_loops(rank: int, layer: Any, x: Tensor, ct: Tensor) -> list[Tensor]:
     """Compute the same values in float64, from all tokens and experts."""
-    told = of_all((wide([x, ct, layer.router.weight]), wide(experts_of(layer))))
-    leaves = [weight.requires_grad_() for _, weights in told for weight in weights]
+    gathered = of_all((wide([x, ct, layer.router.weight]), wide(experts_of(layer))))
+    leaves = [weight.requires_grad_() for _, weights in gathered for weight in weights]
     experts = list(zip(leaves[::2], leaves[1::2], strict=True))
-    ranks = [[leaf.requires_grad_(leaf is not its[1]) for leaf in its] for its, _ in told]
+    ranks = [[leaf.requires_grad_(leaf is not its[1]) for leaf in its] for its, _ in gathered]
     outs = []
     for its_x, _, gate in ranks:
         best, ids = (its_x[:, 0] @ gate.T).topk(2)
         outs.append(mixed(its_x[:, 0], ids, best.softmax(-1), experts)[:, None])
     torch.autograd.backward(outs, [its_ct for _, its_ct, _ in ranks])
-    here = len(leaves) // len(told)
+    here = len(leaves) // len(gathered)
     own = [ranks[rank][0], ranks[rank][2], *leaves[rank * here : (rank + 1) * here]]
     return [outs[rank], *(leaf.grad for leaf in own if leaf.grad is not None)]
 
@@ -229,20 +229,20 @@ def titan_loops(rank: int, layer: Any) -> list[Tensor]:
     """Compute the same values in float64, from all tokens and experts."""
     x, scores, ids, ct = titan_inputs(rank)
     names = [name for name, _ in layer.named_parameters()]
-    told = of_all((wide([x, scores, ct]), ids.cpu(), wide(list(layer.parameters()))))
+    gathered = of_all((wide([x, scores, ct]), ids.cpu(), wide(list(layer.parameters()))))
     experts, outs = [], []
-    for _, _, weights in told:
+    for _, _, weights in gathered:
         w = dict(zip((n.split(".")[-1].split("_")[0] for n in names), weights, strict=True))
         for weight in weights:
             weight.requires_grad_()
         ups = torch.cat([w["w1"], w["w3"]], 1)
         experts += list(zip(ups, w["w2"], strict=True))
-    for (its_x, its_scores, _), its_ids, _ in told:
+    for (its_x, its_scores, _), its_ids, _ in gathered:
         rows = its_x.requires_grad_().flatten(0, 1)
         weights = its_scores.requires_grad_().flatten(0, 1)
         outs.append(mixed(rows, its_ids.flatten(0, 1), weights, experts).reshape(its_x.shape))
-    torch.autograd.backward(outs, [its[2] for its, _, _ in told])
-    (its_x, its_scores, _), _, weights = told[rank]
+    torch.autograd.backward(outs, [its[2] for its, _, _ in gathered])
+    (its_x, its_scores, _), _, weights = gathered[rank]
     grads = [leaf.grad for leaf in (its_x, its_scores, *weights) if leaf.grad is not None]
     return [outs[rank], *grads]
 

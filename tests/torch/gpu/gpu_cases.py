@@ -47,7 +47,7 @@ def bootstraps(case: str, rank: int, ranks: int) -> Any:
     return epic.torch.groups.StoreExchange(store, f"{case}/{number}", ranks, LIMIT_MS)
 
 
-def beside(group: Group, **more: Any) -> Group:
+def open_another(group: Group, **more: Any) -> Group:
     """Open another group of the same ranks."""
     bootstrap = bootstraps(group.name, group.rank, group.num_ranks)
     return Group(
@@ -82,7 +82,7 @@ def case_round(group: Group) -> None:
 
 def case_host_bits(group: Group) -> None:
     """Compare with the bits of the same ranks on CPUs."""
-    with beside(group) as host:
+    with open_another(group) as host:
         for dtype in (torch.float32, torch.bfloat16):
             on_gpu = run_all(group, data_of(group, UNEVEN, dtype=dtype))
             on_host = run_all(host, Data(UNEVEN, dtype=dtype).mine(group.rank))
@@ -92,7 +92,7 @@ def case_host_bits(group: Group) -> None:
 def case_forms(group: Group) -> None:
     """Compare flat rows, dropping, tree sums and placed experts with the bits of the same ranks on
     CPUs."""
-    with beside(group) as host:
+    with open_another(group) as host:
         for name in FORMS:
             assert same(run_form(group, name), run_form(host, name)), name
 
@@ -383,7 +383,7 @@ def case_layer_graph(group: Group) -> None:
 def case_replicas(group: Group) -> None:
     """Check that sums over replicas have the bits of CPUs."""
     results = []
-    with beside(group) as host:
+    with open_another(group) as host:
         for on in (group, host):
             layer, ids = epic.torch.Layer(12, 3, num_logical=8), choices(8, 6).to(on.device)
             plan = epic.torch.plan(on, layer, ids, logical_of_expert=TWELVE)
@@ -420,7 +420,7 @@ def case_quantized(group: Group) -> None:
     """Check rows sent in e4m3 with both block sizes: they are rounded as on CPUs, and the gradient
     ignores the rounding."""
     results = []
-    with beside(group) as host:
+    with open_another(group) as host:
         for on in (group, host):
             wide = [numbers(90 + group.rank, 6, 256), numbers(91, 6, 256)]
             x, ct = (v.to(on.device) for v in wide)
@@ -437,7 +437,7 @@ def case_quantized(group: Group) -> None:
 def case_host_time(group: Group) -> None:
     """Print the host microseconds of a call, without and with autograd, without a limit."""
     layer = epic.torch.Layer(64, 8, alignment=16)
-    with beside(group, device=group.device, **BIG) as wide:
+    with open_another(group, device=group.device, **BIG) as wide:
         x = torch.randn(4096, 7168, dtype=torch.bfloat16, device=group.device)
         ids = torch.rand(4096, 64, device=group.device).topk(8).indices.int()
         w = torch.rand(4096, 8, device=group.device)

@@ -392,10 +392,10 @@ def dispatch_bytes_fake(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the received rows and scales as bytes, and the weights."""
     recv = tokens.new_empty((capacity, tokens.shape[1]))
-    beside = (
+    recv_scales = (
         new_floats(tokens, 0) if scales is None else scales.new_empty((capacity, scales.shape[1]))
     )
-    return recv, beside, new_floats(tokens, 0 if weights is None else capacity)
+    return recv, recv_scales, new_floats(tokens, 0 if weights is None else capacity)
 
 
 @register_shapes

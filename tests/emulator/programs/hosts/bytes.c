@@ -137,8 +137,9 @@ static int run_rank(team_rank *me)
     const bool few = !relays && order == EPIC_BY_RANK;
     uint64_t before[3] = {0};
     if (p2p_ops.plan(me->group, &plan) != EPIC_OK) team_stop();
-    const uint64_t told = few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts and records */
-    expect_puts(me, before, "plan", ANNOUNCED + 2 * told,
+    const uint64_t announced =
+        few ? TOKENS * 16 : (TOKENS + 1) * RANKS * 8; /* counts and records */
+    expect_puts(me, before, "plan", ANNOUNCED + 2 * announced,
                 ALWAYS + 2 * (few ? (TOKENS + 15) / 16 : 2));
     test_dispatch(me, all, dispatch, before);
     test_sums(me, all, &plan, before);

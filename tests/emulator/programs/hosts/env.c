@@ -33,10 +33,10 @@ static epic_config config_of(void)
 static void leave_room_for_a_heap(void)
 {
     const epic_config config = config_of();
-    epic_memory_info told;
+    epic_memory_info sizes;
     setenv("EPIC_NET_MEMORY", "host", 1);
-    CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
-    emulator_limit(0, (uint64_t)told.device_bytes + 65536);
+    CHECK(epic_memory(&config, NULL, &sizes) == EPIC_OK);
+    emulator_limit(0, (uint64_t)sizes.device_bytes + 65536);
 }
 
 static void expect_refusal(const epic_bootstrap *bootstrap, epic_result result,

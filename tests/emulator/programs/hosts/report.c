@@ -68,13 +68,13 @@ static void check_info(void)
 
 /* Returns whether all ranks have the bytes that were reported for one rank, less at most
  * `least`. */
-static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t least)
+static bool is_close(const char *what, uint64_t bytes, int64_t reported, int64_t least)
 {
     const int64_t each = (int64_t)bytes / num_ranks;
-    const bool good = each <= told + PAGES && each >= told - least - PAGES;
+    const bool good = each <= reported + PAGES && each >= reported - least - PAGES;
     if (!good)
         fprintf(stderr, "each rank has %lld bytes of %s, but %lld were reported\n",
-                (long long)each, what, (long long)told);
+                (long long)each, what, (long long)reported);
     return good;
 }
 
@@ -82,17 +82,18 @@ static bool is_told(const char *what, uint64_t bytes, int64_t told, int64_t leas
  */
 static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
 {
-    epic_memory_info told;
+    epic_memory_info reported;
     epic_config config = config_of();
     const char *was = getenv("EPIC_NET_MEMORY");
     char *kept = strdup(was ? was : "");
     config.max_top_k = max_top_k;
     CHECK(kept && setenv("EPIC_NET_MEMORY", where, 1) == 0);
-    CHECK(epic_memory(&config, NULL, &told) == EPIC_OK);
+    CHECK(epic_memory(&config, NULL, &reported) == EPIC_OK);
     CHECK(setenv("EPIC_NET_MEMORY", kept, 1) == 0);
     free(kept);
-    CHECK(told.shared_bytes == 0 && told.host_bytes > 1 << 18 && told.device_bytes > 1 << 20);
-    return told;
+    CHECK(reported.shared_bytes == 0 && reported.host_bytes > 1 << 18 &&
+          reported.device_bytes > 1 << 20);
+    return reported;
 }
 
 /* If EPIC_NET_MEMORY is not set, each kind of memory is reported as if it contained everything.
@@ -100,15 +101,15 @@ static epic_memory_info memory_of(const char *where, uint32_t max_top_k)
 static void check_memory(void)
 {
     const epic_memory_info host = memory_of("host", 3), gpu = memory_of("gpu", 3);
-    const epic_memory_info told = on_gpu ? gpu : host, unasked = memory_of("", 3);
+    const epic_memory_info reported = on_gpu ? gpu : host, unasked = memory_of("", 3);
     /* inbox and outbox: a record of 8 bytes per choice, twice, and a float */
     const int64_t spared = 2 * 96ll * (64 - 4) * (16 * num_ranks + 8 * (num_ranks - 1));
     const int64_t more = memory_of("host", 0).host_bytes - host.host_bytes;
     CHECK(llabs(more - spared) < 8192); /* parts are whole pages */
     CHECK(host.host_bytes > gpu.host_bytes + (1 << 20) && gpu.device_bytes > host.device_bytes);
     CHECK(unasked.host_bytes == host.host_bytes && unasked.device_bytes == gpu.device_bytes);
-    CHECK(is_told("pinned memory", emulator_bytes(true), told.host_bytes, OWN));
-    CHECK(is_told("device memory", emulator_bytes(false), told.device_bytes, 0));
+    CHECK(is_close("pinned memory", emulator_bytes(true), reported.host_bytes, OWN));
+    CHECK(is_close("device memory", emulator_bytes(false), reported.device_bytes, 0));
 }
 
 enum { EXPERTS = 24 };
@@ -209,7 +210,7 @@ int main(int argc, char **argv)
     words = argv[3], program = argv[4];
     on_gpu = strstr(words, "GPU memory") != NULL;
     full = argc > 6;
-    snprintf(group, sizeof group, "told-%d", (int)getpid());
+    snprintf(group, sizeof group, "report-%d", (int)getpid());
     CHECK(epic_num_hosts(NULL) == 0 && strcmp(epic_net_name(NULL), "") == 0);
     check_variable("EPIC_NET_WINDOW", "many");
     check_variable("EPIC_NET_WINDOW", "-1");

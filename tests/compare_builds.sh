@@ -1,6 +1,6 @@
 #!/bin/sh
 # SPDX-License-Identifier: Apache-2.0
-# Tests bench/gpu/turns.py with stub programs: the order of the runs, the medians, the verdict.
+# Tests bench/gpu/compare.py with stub programs: the order of the runs, the medians, the verdict.
 set -eu
 command -v python3 >/dev/null || { echo "left out: there is no python3"; exit 77; }
 . "$(dirname "$0")/scratch.sh"
@@ -18,22 +18,22 @@ END
     chmod +x "$1"
 }
 
-turns() { python3 "$tests/../bench/gpu/turns.py" "$@" tokens=4 ops=L >said 2>&1; }
+compare() { python3 "$tests/../bench/gpu/compare.py" "$@" tokens=4 ops=L >said 2>&1; }
 
 program old 10.0
 program new 10.05
-turns ./old ./new || fail "as fast: $(cat said)"
+compare ./old ./new || fail "as fast: $(cat said)"
 [ "$(cut -d ' ' -f 1 runs | tr '\n' ' ')" = "old new new old old new " ] || fail "$(cat runs)"
 grep -q '^new tokens=4 ops=L json=' runs || fail "$(cat runs)"
 grep -q 'plan 64 2 8 bf16 0 expert 4 8 * 10.00 * 10.05 * 1.005$' said || fail "$(cat said)"
 
 program new 12.5
 rm runs
-if turns ./old ./new; then fail "slower: $(cat said)"; fi
+if compare ./old ./new; then fail "slower: $(cat said)"; fi
 grep -q '1.250  SLOWER$' said || fail "$(cat said)"
 rm runs
-turns ./old ./new --limit 30 || fail "within the limit: $(cat said)"
+compare ./old ./new --limit 30 || fail "within the limit: $(cat said)"
 
 printf '#!/bin/sh\necho "no such model"\nexit 3\n' >new
-if turns ./old ./new; then fail "a program failed: $(cat said)"; fi
+if compare ./old ./new; then fail "a program failed: $(cat said)"; fi
 grep -q 'no such model' said && grep -q 'ended with 3' said || fail "$(cat said)"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compares two builds of gpu_bench, which run in turn on the same GPUs.
 
-turns.py BEFORE AFTER [--rounds 3] [--limit 1.0] [OPTION=VALUE ...]
+compare.py BEFORE AFTER [--rounds 3] [--limit 1.0] [OPTION=VALUE ...]
 
 BEFORE, AFTER: the two programs. OPTION=VALUE: options of gpu_bench, in place of the cases below. In
 each round both programs run each case, and the program that runs first alternates. The result for a
@@ -34,17 +34,17 @@ Figures = dict[tuple[str, ...], list[float]]
 
 def run(program: Path, case: list[str], figures: Figures) -> None:
     """Run a program once, and add its figures to those of this program."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as told:
-        command = ["timeout", "-k", "5", str(MOST), str(program), *case, f"json={told.name}"]
+    with tempfile.NamedTemporaryFile(suffix=".json") as results:
+        command = ["timeout", "-k", "5", str(MOST), str(program), *case, f"json={results.name}"]
         ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if ended.returncode != 0:
             sys.exit(f"{ended.stdout}{program} {' '.join(case)} ended with {ended.returncode}")
-        for line in Path(told.name).read_text().splitlines():
+        for line in Path(results.name).read_text().splitlines():
             figure = json.loads(line)
             figures[tuple(str(figure[name]) for name in NAMED_BY)].append(figure["us"])
 
 
-def by_turns(programs: list[Path], cases: list[list[str]], rounds: int) -> list[Figures]:
+def run_alternately(programs: list[Path], cases: list[list[str]], rounds: int) -> list[Figures]:
     """Return the figures of each program."""
     figures: list[Figures] = [defaultdict(list) for _ in programs]
     for case in cases:
@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
     args = parser.parse_intermixed_args()
     cases = [args.options] if args.options else CASES
-    before, after = by_turns([args.before.resolve(), args.after.resolve()], cases, args.rounds)
+    before, after = run_alternately([args.before.resolve(), args.after.resolve()], cases, args.rounds)
     slower = table(before, after, args.limit)
     print(f"{slower} of {len(after)} figures became slower by more than {args.limit} %")
     sys.exit(slower > 0)
