@@ -20,18 +20,16 @@ static epic_result check_context(epic_context *ctx)
     return context_check(ctx);
 }
 
-/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only as a
- * part of the call's signature (a hash that the ranks compare). So the ranks also compare the
- * options. */
+/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only for
+ * the call's signature, the hash that ranks compare. So the ranks also compare the options. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* If the caller passed {NULL, 0, 0} for a matrix without rows, sets its row_bytes to `bytes`,
- * which is the row_bytes of another matrix. It is a macro, because it is used for epic_rows and
- * for epic_const_rows. */
+/* Sets the row_bytes of a matrix without rows to `bytes` if the caller passed {NULL, 0, 0}. A
+ * macro, because it is used for epic_rows and for epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
@@ -49,8 +47,8 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
     return check_plan_args(ctx, a, layer);
 }
 
-/* Implements epic_plan and api_plan. The ranks compare the options of the layer: those in
- * *extra, or those of args->moe if extra is NULL (epic_plan). */
+/* Implements epic_plan (extra is NULL) and api_plan. The ranks compare the options of the
+ * layer: those in *extra or, without it, those of args->moe. */
 static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
                              const op_header_extra *extra)
 {
@@ -78,10 +76,9 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Fills in row_bytes of matrices without rows: computes recv.row_bytes from tokens.row_bytes,
- * or tokens.row_bytes from recv.row_bytes. A quantized row has one byte for each element. The
- * sizes have not been checked yet, so the product may overflow. If it does, row_bytes becomes
- * INT64_MAX, which check_rows() rejects later. */
+/* Fills in row_bytes of matrices without rows: recv.row_bytes from tokens.row_bytes, or the
+ * reverse. A quantized row has one byte for each element. The sizes have not been checked yet.
+ * If the product overflows, row_bytes becomes INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -94,10 +91,10 @@ static void default_dispatch_rows(epic_dispatch_args *a)
     DEFAULT_ROW_BYTES(a->recv_scales, a->scales.row_bytes);
 }
 
-/* Copies the layer that the caller passed for an existing plan to *out, fills in its defaults,
- * and makes *layer point to *out. Replaces the sum order EPIC_BY_HOSTS by EPIC_BY_RANK, except
- * on GPUs of several hosts. On such GPUs the meaning of EPIC_BY_HOSTS depends on whether the
- * plan was made with a rank_of_expert, which this call does not know. */
+/* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
+ * to *out. EPIC_BY_HOSTS becomes EPIC_BY_RANK, except on GPUs of several hosts. There its
+ * meaning depends on whether the plan was made with a rank_of_expert, which this call does not
+ * know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -151,8 +148,8 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
     return EPIC_OK;
 }
 
-/* Implements epic_plan_dispatch and api_plan_dispatch. The dispatch uses the fields `call`,
- * `layer` and `plan` of the argument `plan`, and ignores these fields of `dispatch`. */
+/* Implements epic_plan_dispatch and api_plan_dispatch. The fields `call`, `layer` and `plan` of
+ * `dispatch` are ignored: those of `plan` are used. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)

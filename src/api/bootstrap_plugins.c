@@ -1,16 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements epic_bootstrap_mpi with the plugin libepic_mpi.so, and epic_bootstrap_nccl with
- * the plugin libepic_cuda.so. A plugin is a library of its own and stores its own error
- * sentence. Therefore every call in this file copies that sentence into libepic.so, whose
- * epic_error() the caller uses. */
+ * libepic_cuda.so. A plugin has its own error sentence, so every call in this file copies that
+ * sentence into libepic.so, whose epic_error() the caller uses. */
 #include <stdlib.h>
 
 #include "api/config.h"
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
 
-/* A bootstrap that a plugin has created. The functions of this wrapper copy the error messages
- * of the plugin into this library, where epic_error() finds them. */
+/* A bootstrap of a plugin. The functions of this wrapper copy the plugin's error sentence. */
 typedef struct bootstrap {
     const epic_backend *backend;
     epic_bootstrap inner;

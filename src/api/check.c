@@ -9,8 +9,6 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-/* Returns EPIC_EINVAL if `flags` has a bit that is not in `known`, the flags that the call
- * supports. */
 static epic_result check_flags(uint32_t flags, uint32_t allowed)
 {
     if (!(flags & ~allowed)) return EPIC_OK;
@@ -35,8 +33,8 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks a matrix: its number of rows, that it has memory, and that row_bytes is at most
- * max_row_bytes. */
+/* Checks a matrix: its number of rows, its memory, and that row_bytes is at most max_row_bytes.
+ */
 static epic_result check_rows(const epic_context *ctx, const char *name, epic_const_rows rows)
 {
     if (rows.num_rows < 0 || rows.num_rows > INT32_MAX)
@@ -52,8 +50,8 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
-/* Checks that all fields of a matrix are zero, because this call does not use the matrix. `why`
- * is the end of the error sentence: the reason. */
+/* Checks that all fields of a matrix are zero, because this call does not use it. `why` ends
+ * the error sentence. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -104,8 +102,8 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
 }
 
 /* Checks the row sizes of a quantization. A row of `in` has n elements of `type`, and a row of
- * `out` has n bytes. A row of `scales` has one 4-byte scale for 128 elements
- * (EPIC_QUANTIZE_1X128) or a 1-byte scale for 32 elements (EPIC_QUANTIZE_1X32). */
+ * `out` n bytes. A row of `scales` has 4 bytes for every 128 elements (EPIC_QUANTIZE_1X128) or
+ * 1 byte for every 32 elements (EPIC_QUANTIZE_1X32). */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, epic_const_rows in,
                                    const char *out_name, epic_const_rows out,
@@ -165,8 +163,8 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
-/* Checks the tables of replicas. If the layer has replicas, logical_of_expert must be set. If
- * it has none, logical_of_expert and logical_load must be NULL. */
+/* Checks the tables of replicas: logical_of_expert is set exactly if the layer has replicas.
+ * Without replicas logical_load must be NULL too. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -269,9 +267,9 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
     return EPIC_OK;
 }
 
-/* Returns EPIC_EINVAL if the layer is EPIC_FLAT and the caller has set an array that is indexed
- * by slot, such as slot_weights. A slot of a FLAT layer stands for a token with all its choices
- * on this rank, so the slot has no single weight. */
+/* Returns EPIC_EINVAL if the layer is EPIC_FLAT and the caller has set an array with an element
+ * per slot, such as slot_weights. A slot of a FLAT layer stands for a token with all its
+ * choices on this rank, so it has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -394,8 +392,8 @@ static epic_result check_numbers(const char *name, const float *data, int64_t co
                      (long long)count);
 }
 
-/* Checks the arguments of epic_sum_replicas. Does not compare data->row_bytes with
- * config.max_row_bytes, because a row of `data` holds the weights of an expert, not a token. */
+/* Checks the arguments of epic_sum_replicas. config.max_row_bytes does not limit
+ * data->row_bytes, because a row of `data` holds the weights of an expert, not a token. */
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
 {
     const epic_rows *data = &a->data;
@@ -439,8 +437,8 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 
 epic_result check_window_args(const epic_window_args *a, bool registers)
 {
-    /* window_place() stores the number of a window and an offset in it in 64 bits, 48 of them
-     * for the offset */
+    /* window_place() stores a window's number and an offset in 64 bits, 48 of them for the
+     * offset. */
     const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));
     if (a->bytes < 0 || a->bytes > most)

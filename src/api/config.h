@@ -15,11 +15,10 @@ epic_result config_read(epic_config *out, const epic_config *config, size_t size
 /* Like config_read(), but num_ranks must be set, because a size query has no bootstrap. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
-/* Writes to *out the configuration for a function that returns how much memory a call needs:
- * the config of ctx, or the caller's config if ctx is NULL. Sets *on_device to true if a context
- * with this config computes in device memory. If the caller's num_ranks is 0, out->num_ranks
- * stays 0. Loads no plugin. Errors: EPIC_EINVAL, EPIC_ECLOSED, and the error with which the
- * group of ctx failed. */
+/* Writes to *out the config for a call that returns how much memory something needs: the config
+ * of ctx, or the caller's config if ctx is NULL. Sets *on_device to true if a context with this
+ * config computes in device memory. If the caller's num_ranks is 0, out->num_ranks stays 0.
+ * Loads no plugin. Errors: EPIC_EINVAL, EPIC_ECLOSED, and the failure of the group of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 
@@ -38,11 +37,11 @@ const char *backend_resolve_name(const char *name, int num_hosts);
  * false if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
-/* Finds the backend of a group of num_ranks ranks by name. If the backend is in a plugin
- * (libepic_mpi.so, libepic_cuda.so or libepic_hosts.so), loads the plugin. Groups of more than 32
- * ranks have plugins of their own (libepic_cuda_many.so, libepic_hosts_many.so). Returns
- * EPIC_EINVAL if no backend has that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any
- * thread may call it. */
+/* Finds the backend of a group of num_ranks ranks by name, and loads its plugin if it has one
+ * (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so). Groups of more than 32 ranks have
+ * plugins of their own (libepic_cuda_many.so, libepic_hosts_many.so). Returns EPIC_EINVAL if no
+ * backend has that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call
+ * it. */
 epic_result backend_find(const epic_backend **out, const char *name, int num_ranks);
 
 /* Copies bytes to host memory. `from` is host memory, or device memory of a backend whose

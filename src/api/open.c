@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes a context. epic_open runs three allgathers over all ranks. The first gathers
- * the configurations, the second the chosen backends, and the third the results of joining the
- * group. After each of them, either all ranks return the same error or all ranks continue. See
- * docs/internals/architecture.md. */
+/* Opens and closes a context. epic_open runs three allgathers over all ranks: of the
+ * configurations, of the chosen backends, and of the results of joining. After each of them,
+ * all ranks return the same error, or all continue. See docs/internals/architecture.md. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -51,8 +50,8 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. If not,
- * open_with() sends the error to all ranks in the first gather, so that all ranks return it. */
+/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. open_with()
+ * sends the error to all ranks in the first gather. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -61,9 +60,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* Chooses the backend that the config names. If the config names none, chooses the first
- * backend of epic_backends that can join these ranks. If none of them can, tries mpi. If that
- * fails too, the error sentence lists the reason of each backend. */
+/* Chooses the backend that the config names, or the first backend of epic_backends that can
+ * join these ranks. If none of them can, tries mpi. If that fails too, the error sentence lists
+ * the reason of each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -90,10 +89,10 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         loaded ? "mpi: " : "", why);
 }
 
-/* Calls a bootstrap's gather function and checks its result, because the function may be a
- * user's. The result must be an epic_result, and element `rank` of `all` must equal this rank's
- * bytes. If gather fails without an error sentence, writes one. If gather succeeds, restores
- * the error sentence that this thread had before. */
+/* Calls a bootstrap's gather function, which may be a user's, and checks its result: it must be
+ * an epic_result, and element `rank` of `all` must equal this rank's bytes. If gather fails
+ * without an error sentence, writes one. If it succeeds, restores the sentence that this thread
+ * had before. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;
@@ -124,8 +123,8 @@ static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Gathers the results of all ranks. If all are EPIC_OK, returns EPIC_OK. Otherwise returns the
- * same error on every rank. So epic_open succeeds on all ranks or on none. */
+/* Gathers the results of all ranks. If one is an error, every rank returns the same error. So
+ * epic_open succeeds on all ranks or on none. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, rank_info *mine,
                                    rank_info *all, epic_result result)
 {
@@ -148,9 +147,9 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
     return hosts;
 }
 
-/* Chooses a backend. Then the ranks gather their choices and check that all are the same. They
- * do this before they join the group. Otherwise, if a plugin were missing on one host, the
- * ranks of that host could not join, and all other ranks would wait for them. */
+/* Chooses a backend, gathers the choices of all ranks, and checks that they are equal. Without
+ * this gather, a rank whose host lacks a plugin could not join, and all other ranks would wait
+ * for it. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, rank_info *mine,
                                     rank_info *all, const epic_peer *peers)
@@ -238,10 +237,9 @@ static void release_context(epic_context *ctx)
     ctx->backend = NULL;
 }
 
-/* Opens a group in three steps, each of which ends with a gather. First all ranks compare their
- * configurations. Then each rank chooses a backend, and all ranks compare their choices. Then
- * each rank joins the group, and all ranks compare their results. `num_ranks` is the caller's
- * config.num_ranks. `all` and `peers` have one element for each rank. */
+/* Opens a group in three parts, each of which ends with a gather. All ranks compare their
+ * configurations, then their choices of a backend, then their results of joining. `num_ranks`
+ * is the caller's config.num_ranks. `all` and `peers` have one element for each rank. */
 static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, rank_info *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
@@ -286,8 +284,8 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
 }
 
 /* Makes a bootstrap for a caller that passed none: from config.native (MPI), or from the
- * environment. If the environment describes no job, this fails. A group of one rank would be a
- * bad default: a job of several processes would silently become several groups. */
+ * environment. Fails if the environment describes no job. A group of one rank would be a bad
+ * default, because a job of several processes would silently become several groups. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

@@ -55,9 +55,8 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
     return EPIC_OK;
 }
 
-/* Sets host[] to hashes of `name`, the value of EPIC_HOST, which replaces the identity of this
- * host. "%r" in the name stands for the rank. "%r/4" stands for the rank divided by 4, so that
- * four ranks count as one host. */
+/* Sets host[] to hashes of `name`, the value of EPIC_HOST. "%r" in it stands for the rank, and
+ * "%r/4" for the rank divided by 4, so that four ranks count as one host. */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
@@ -75,10 +74,9 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
     host[1] = hash_join(host[0], 1);
 }
 
-/* Writes two hashes that identify the host. host[0] identifies the running kernel, by its boot
- * id. host[1] also identifies the PID namespace, because a pid has a meaning only in its own
- * namespace: two namespaces count as two hosts. If EPIC_HOST is set, both hashes depend only on
- * EPIC_HOST. */
+/* Writes two hashes that identify the host. host[0] is the running kernel, by its boot id.
+ * host[1] also depends on the PID namespace, because a pid has a meaning only there: two
+ * namespaces count as two hosts. EPIC_HOST replaces both. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};
@@ -94,10 +92,10 @@ static epic_result identify_host(uint64_t host[2], int rank)
     return EPIC_OK;
 }
 
-/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The name of
- * the program, in parentheses, may contain spaces, so the search begins after the last ')'. The
- * inode and the times of /proc/self do not identify a process, because they change while the
- * process runs. */
+/* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
+ * begins after the last ')', because the program's name in parentheses may contain spaces. The
+ * inode and the times of /proc/self change while the process runs, so they do not identify it.
+ */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -117,8 +115,7 @@ static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 }
 
 /* Returns a random number that identifies this copy of libepic. A process may load two copies,
- * for example from two Python wheels. Each copy has its own global tables, which ranks that use
- * the other copy cannot read. */
+ * for example from two Python wheels, and neither can read the other's global tables. */
 static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
@@ -211,7 +208,7 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns true if a rank with the same version of EPIC wrote the rank_info. If not, the fields
+/* Returns true if a rank with this version of EPIC wrote the rank_info. Otherwise the fields
  * after `bytes` have no defined meaning, and compare_rank_infos() returns the error. */
 static bool is_same_version(const rank_info *info)
 {
@@ -234,16 +231,15 @@ static epic_result check_texts(const rank_info *info, int rank)
                      rank, what);
 }
 
-/* Returns true if `refused` is an error that another rank caused, for example a timeout while
- * waiting for that rank. The error of the other rank then has more detail. */
+/* Returns true if `refused` is an error that another rank caused, for example a timeout. The
+ * error of that rank has more detail. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the rank_info of the lowest rank with an error, or NULL. If second_hand is true,
- * considers only errors that another rank caused (is_second_hand()). If second_hand is false,
- * considers only the other errors. */
+/* Returns the rank_info of the lowest rank with an error, or NULL. second_hand selects the
+ * errors for which is_second_hand() is true, or the others. */
 static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool second_hand)
 {
     for (const rank_info *info = all; info < all + num_ranks; info++)
@@ -254,8 +250,7 @@ static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool s
 }
 
 /* Returns true if a sentence begins with "rank N: ". If joining fails on GPUs, every rank
- * reports the error sentence of one rank, and this sentence already begins with the number of
- * that rank. */
+ * reports the sentence of one rank, which already begins in this way. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The struct rank_info, which every rank sends to all ranks when a group opens. It contains the
- * rank's version, configuration, host and process. If opening has already failed on the rank,
- * it also contains the error. */
+/* The struct rank_info, which every rank sends to all ranks when a group opens: the rank's
+ * version, configuration, host and process, and its error if opening has already failed. */
 #ifndef EPIC_RANK_INFO_H
 #define EPIC_RANK_INFO_H
 
@@ -11,8 +10,8 @@
  * fits into the 511 bytes of a failure's sentence. */
 #define RANK_INFO_SENTENCE 480
 
-/* What a rank tells all ranks about itself. All versions of EPIC with the same `magic` use this
- * size and layout, so that ranks with two versions can notice that they differ. */
+/* The facts about a rank that it sends to all ranks. All versions of EPIC with this `magic` use
+ * this size and layout, so that ranks with two versions can notice the difference. */
 typedef struct rank_info {
     uint64_t magic;
     uint32_t version;
@@ -36,10 +35,10 @@ typedef struct rank_info {
 epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
                            const epic_config *config);
 
-/* Compares what all ranks have sent. Returns the same result on every rank: EPIC_OK, the error
- * with which a rank failed, EPIC_EMISMATCH with both values of a field that differs, or
- * EPIC_EPEER for a rank_info that EPIC did not write. Any program that can connect to the
- * bootstrap may have written the data. Therefore every field is checked. */
+/* Compares the rank_infos of all ranks. Returns the same result on every rank: EPIC_OK, the
+ * error of a rank that failed, EPIC_EMISMATCH with both values of a field that differs, or
+ * EPIC_EPEER for a rank_info that EPIC did not write. Checks every field, because any program
+ * that can connect to the bootstrap may have written the data. */
 epic_result rank_info_compare(rank_info *all, int num_ranks);
 
 #endif

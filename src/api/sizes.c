@@ -49,10 +49,10 @@ static int64_t min_int64(int64_t a, int64_t b)
 
 /* Returns the largest number of slots that a rank with `local` experts can need.
  *
- * A token has at most top_k choices on one rank. With EPIC_DISTINCT it also has at most one
- * choice for each local expert. No slab holds more than expert_capacity choices. Each slab that
- * is not empty is padded to a multiple of the alignment. An EPIC_FLAT layer has at most one
- * slot for each token. */
+ * A token has at most top_k choices on one rank, and with EPIC_DISTINCT at most one for each
+ * local expert. A slab holds at most expert_capacity choices, and each slab that is not empty
+ * is padded to a multiple of the alignment. An EPIC_FLAT layer has at most one slot for each
+ * token. */
 static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;

@@ -44,12 +44,11 @@ typedef struct epic_gate_args {
     int64_t tokens, hidden, columns;
     /* Largest number of tokens of a block. A layer in tree order divides its tokens into
      * blocks, whose size does not depend on the number of ranks. The gate cuts its sums into
-     * slices by `block` and not by `tokens`. So the result has the same bits for every number
-     * of ranks. */
+     * slices by this number and not by `tokens`, so the bits do not depend on the number of
+     * ranks either. */
     int64_t block;
     /* Number of tokens by which the gate chooses between products of float32 and of bfloat16
-     * numbers (p2p/gate.c). It does not depend on the number of ranks either. 0 stands for
-     * `block`. */
+     * numbers (p2p/gate.c). It must not depend on the number of ranks. 0: `block`. */
     int64_t deciding_tokens;
     /* Backward: how the tokens are divided into blocks. With count 0 or 1, all tokens are one
      * block. */
@@ -73,12 +72,12 @@ typedef struct epic_gate_args {
     uint32_t is_invariant;
 } epic_gate_args;
 
-/* The operations of a device backend.  Every member is set.
+/* The operations of a device backend. Every member is set.
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
- * them.  The callers in libepic.so have checked the arguments.  A function with the name of a
- * public call takes the same arguments as that call.  Functions return EPIC_OK, or an error
- * whose sentence epic_backend.sentence returns. */
+ * them. The caller in libepic.so has checked the arguments. A function with the name of a
+ * public call takes the arguments of that call. Functions return EPIC_OK, or an error whose
+ * sentence epic_backend.sentence returns. */
 typedef struct epic_ops {
     epic_result (*plan)(epic_group *, const epic_plan_args *);
     epic_result (*dispatch)(epic_group *, const epic_dispatch_args *);
@@ -106,7 +105,7 @@ typedef struct epic_ops {
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
     /* Experts. The caller has filled in the defaults of args->experts. If expert_rows is NULL,
-     * all slots belong to one expert. The layer's shared expert is computed in this way. */
+     * all slots belong to one expert, which is how a layer computes its shared expert. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
@@ -129,9 +128,8 @@ typedef struct epic_ops {
     epic_result (*shared_gate_backward)(epic_group *, epic_stream, const layer_tokens *,
                                         float *gradient, bool accumulate, void *workspace);
 
-    /* Writes layer_tokens.d_weights, the gradients of the router's weights, for choices that
-     * are zero-experts (experts whose output is their input). The rows of these choices are not
-     * sent, so no other operation computes the gradients of their weights. */
+    /* Writes layer_tokens.d_weights for choices that are zero-experts (experts whose output is
+     * their input). Their rows are not sent, so no other operation computes these gradients. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Adds to the output the rows that never leave this rank: the outputs of the shared expert

@@ -2,30 +2,28 @@
 /* The contract of a host backend: functions through which ranks find each other and exchange
  * rows.
  *
- * Each host backend implements this table of functions. The collective operations in
- * src/exchange and src/host_ops use only this table, so they are written once for all host
- * backends.
+ * Each host backend implements this table. The operations in src/exchange and src/host_ops use
+ * nothing else, so they are written once for all host backends.
  *
- * An *exchange* is the communication of one public call. Usually it is one collective
- * operation. (tag, sequence) identifies an operation: sequence counts the operations of the tag
- * from 0. A call that makes a plan and dispatches with it makes two operations in one exchange.
- * The ranks announce only the first of these operations, and its (tag, sequence) identifies the
- * exchange.
+ * An *exchange* is the communication of one public call, usually one operation. (tag, sequence)
+ * identifies an operation: sequence counts the operations of the tag from 0. A call that makes
+ * a plan and dispatches with it makes two operations in one exchange. Ranks announce only the
+ * first one, and its (tag, sequence) identifies the exchange.
  *
  * Each rank keeps the state of an exchange in one of its *op slots*, numbered 0 to
- * max_in_flight - 1. Two ranks may use op slots with different numbers for the same exchange.
- * They find each other by (tag, sequence).
+ * max_in_flight - 1. Ranks may use different numbers for one exchange; they find each other by
+ * (tag, sequence).
  *
  * Every rank first announces an *op header*. Then rows are sent through *rings*. A ring is a
- * ring buffer in staging memory, from one rank to one peer. Its elements are *entries*: an
- * entry contains a row or a part of a row. If epic_transport.shares is set, each rank also has
- * a ring to all its peers (EVERYONE). The rank writes each entry of that ring once, and every
- * peer reads the entry. A *flow* is a sequence of entries of one size, numbered from 0. All
- * ranks run the same flows of an exchange, one after the other.
+ * ring buffer in staging memory, from one rank to one peer. Its elements are *entries*, each
+ * with a row or a part of a row. If epic_transport.shares is set, each rank also has a ring to
+ * all its peers (EVERYONE): it writes each entry once, and every peer reads it. A *flow* is a
+ * sequence of entries of one size, numbered from 0. All ranks run the flows of an exchange in
+ * the same order.
  *
  * Threads: one thread at a time uses an op slot; different threads may use different op slots
- * at the same time. Except for the functions for windows, only wait() blocks, and no function
- * allocates memory. No function calls a function of src/exchange or src/host_ops. */
+ * at the same time. Only wait() and the functions for windows block. No function allocates
+ * memory, or calls a function of src/exchange or src/host_ops. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 
@@ -43,11 +41,11 @@ typedef struct epic_op_header {
     /* numbers that must be equal on all ranks; common[0] is the epic_operation */
     int64_t common[24];
     int64_t local[14]; /* numbers that may differ between ranks */
-    /* Data of some operations. For example, the ids of a plan or the addends of a sum are here
-     * if they are small enough on every rank. Then the operation needs no flow. */
+    /* Data of some operations, for example the ids of a plan or the addends of a sum, if they
+     * are small enough on every rank. Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
-    /* Options of the layer (exchange/layer_options.h). Their hashes are in `common`. Peers read
-     * this array only if two hashes differ, to name the option that differs. */
+    /* Options of the layer (exchange/layer_options.h), whose hashes are in `common`. Peers read
+     * them only if hashes differ, to name the option that differs. */
     uint32_t options[60];
 } epic_op_header;
 
@@ -81,13 +79,13 @@ typedef struct epic_peer_status {
     bool is_inside;    /* true: the peer has not finished the member `operation` */
 } epic_peer_status;
 
-/* Size in bytes of a window's handle. The handle is the data that peers need to map the window.
- * Each backend has its own format for it. */
+/* Size in bytes of a window's handle: the data, in a format of the backend, that peers need to
+ * map the window. */
 #define WINDOW_HANDLE_BYTES 16
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* how many calls of this context have added a window, counting this one; equal on all
+    /* number of calls of this context that have added a window, counting this one; equal on all
      * ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
@@ -98,12 +96,11 @@ typedef struct epic_window_memory {
 
 /* The part of a transport that provides windows (docs/internals/windows.md). */
 typedef struct epic_window_transport {
-    /* Makes this rank's memory available to all peers. The caller (src/exchange) announces this
-     * rank's op header only after offer() has returned. If memory->data is NULL, allocates the
-     * memory and writes its address to memory->data. The caller releases this memory with
-     * munmap(). Writes the window's handle to `handle`. If offer() fails on any rank, the
-     * public call returns an error on all ranks: EPIC_ENOMEM, or EPIC_ENOTSUP for every other
-     * error. */
+    /* Makes this rank's memory available to all peers, and writes the window's handle to
+     * `handle`. If memory->data is NULL, allocates the memory, which the caller releases with
+     * munmap(). src/exchange announces the op header only after offer() has returned. If
+     * offer() fails on any rank, the public call returns an error on all ranks: EPIC_ENOMEM, or
+     * EPIC_ENOTSUP for every other error. */
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
     /* Maps the window of `bytes` bytes that `peer` has offered in the same attempt, and sets
@@ -158,10 +155,9 @@ typedef struct epic_transport {
      * returned the op headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
-    /* Returns the memory, 64-byte aligned, into which the caller writes entry `index` of the
-     * current flow to the peer `to` (or EVERYONE). Returns NULL while the ring is full. The
-     * caller writes entries in ascending order. Until an entry is sent, room() returns the same
-     * memory for it. */
+    /* Returns the memory, 64-byte aligned, for entry `index` of the current flow to the peer
+     * `to` (or EVERYONE), or NULL while the ring is full. The caller writes entries in
+     * ascending order. Until an entry is sent, room() returns the same memory for it. */
     void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
     /* Sends the entries of the current flow with an index below `upto` to the peer `to` (or
@@ -173,22 +169,21 @@ typedef struct epic_transport {
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
     /* Releases the entries of the current flow from the peer `from` with an index below `upto`,
-     * so that the peer can reuse their memory. This rank may also release entries that it does
-     * not need before the peer has sent them. */
+     * so that the peer can reuse their memory. Entries that this rank does not need may be
+     * released before they arrive. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
 
-    /* Ends the exchange on this rank and releases its op slot. The op slot becomes free when no
-     * peer reads it any more. Before the call, this rank must have sent all entries of its
-     * flows and dropped all entries that it receives, unless the group has failed. */
+    /* Ends the exchange on this rank and releases its op slot, which becomes free when no peer
+     * reads it any more. Unless the group has failed, this rank must have sent and dropped all
+     * entries of its flows. */
     void (*finish)(epic_group *group, int op_slot);
 
     /* Sleeps until one of the functions above may return another result for this op slot, until
-     * the group fails, or for about `ms` milliseconds (0: does not sleep). With op_slot -1,
-     * wait() sleeps until an op slot may be free. wait() may return early. It misses no change:
-     * if something has changed since the caller's last call for this op slot, it returns at
-     * once. During the sleep, peers can read `phase` and `waits_for` with look(). `phase` is a
-     * number that the caller chooses. `waits_for` [EPIC_MAX_RANKS / 64] has a bit set for each
-     * rank that this rank waits for. */
+     * the group fails, or for about `ms` milliseconds (0: no sleep). With op_slot -1, sleeps
+     * until an op slot may be free. It may return early, and misses no change: if something has
+     * changed since the caller's last call for this op slot, it returns at once. Meanwhile
+     * peers can read `phase`, a number of the caller's choice, and `waits_for` with look().
+     * `waits_for` [EPIC_MAX_RANKS / 64] has a bit for each rank that this rank waits for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
@@ -197,9 +192,9 @@ typedef struct epic_transport {
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 
-    /* Returns true if it is known that a peer is gone. src/exchange calls it before each sleep,
-     * and then calls look() for each peer that it waits for. So the function must be fast. When
-     * its result changes, wait() returns. NULL: src/exchange calls look() from time to time. */
+    /* Returns true if it is known that a peer is gone. It must be fast, because src/exchange
+     * calls it before each sleep, and then look() for each awaited peer. When its result
+     * changes, wait() returns. NULL: src/exchange calls look() from time to time. */
     bool (*any_gone)(const epic_group *group);
 
     /* Milliseconds for which data of a peer may still arrive after look() has found the peer

@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A deadline that counts only the time in which this process ran.
  *
- * A whole process can be suspended: by Ctrl-Z (SIGSTOP), `scontrol suspend`, a frozen
- * container, or a paused virtual machine. The monotonic clock continues meanwhile. Suppose that
- * all ranks were suspended together. The first rank that checks its deadline afterwards would
- * find the deadline passed, and would report a silent peer. To prevent this, a waiting rank
- * checks its deadline again and again. Before each sleep it stores when the next check is due
+ * A process can be suspended by Ctrl-Z (SIGSTOP), `scontrol suspend`, a frozen container, or a
+ * paused virtual machine, while the monotonic clock continues. If all ranks were suspended
+ * together, the first one that continues would find its deadline passed, and would report a
+ * silent peer. So before each sleep a waiting rank stores when its next check is due
  * (expected_ns). If that check comes much later, this process was suspended. The deadline then
  * restarts with its full timeout, so that peers have this time to show that they run again.
  *
- * A deadline must also end on a machine that is always overloaded. So the deadline restarts
- * only in the first DEADLINE_RESTART_LIMIT timeouts of running time. A later suspension only
- * moves the end of the deadline by the length of the suspension.
+ * On a machine that is always overloaded a deadline must end too. So it restarts only in the
+ * first DEADLINE_RESTART_LIMIT timeouts of running time. A later suspension only moves its end
+ * by the length of the suspension.
  *
  * A deadline belongs to one thread; the functions take no locks. */
 #ifndef EPIC_DEADLINE_H
@@ -52,8 +51,8 @@ static inline void deadline_renew(deadline *d)
     d->start_ns = 0;
 }
 
-/* Returns for how many nanoseconds this process was suspended: by how much the check at `now`
- * is later than expected_ns. Returns 0 for a delay that is usual on a busy machine. */
+/* Returns for how many nanoseconds this process was suspended: how much later than expected_ns
+ * the check at `now` is. A delay that is usual on a busy machine counts as 0. */
 static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 {
     const uint64_t quarter = d->timeout_ns / 4;

@@ -19,9 +19,9 @@ epic_fail(epic_result result, const char *format, ...);
  * changes it. */
 const char *epic_sentence(void);
 
-/* Copies a sentence to `out`, which has `size` bytes. If the sentence does not fit, " ... "
- * replaces its middle. The beginning of a sentence names the error and the end names the
- * remedy. The middle usually contains a long value of the caller. No UTF-8 character is cut. */
+/* Copies a sentence to `out`, which has `size` bytes. If it does not fit, " ... " replaces its
+ * middle, which usually is a long value of the caller. The beginning names the error and the
+ * end the remedy. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
 /* Returns a text to append to a sentence about this errno: "; " and a remedy, or "" if there is

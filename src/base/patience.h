@@ -2,11 +2,11 @@
 /* Decides whether a waiting rank first spins or sleeps at once.
  *
  * A rank that waits for a peer usually spins for a moment with sched_yield(), because sleeping
- * and waking up takes longer than a short operation.  But if another thread computes on the
- * same core, sched_yield() may return only after milliseconds.  A sleeping rank would be woken
- * at once.  So after a sched_yield() that returned late, the next waits sleep at once.  The
- * number of these waits is LEAST_SLEEPS after the first late return, and doubles after each
- * further one.  Each return in time lowers this number by one. */
+ * and waking up takes longer than a short operation. But if another thread computes on the same
+ * core, sched_yield() may return only after milliseconds, while a sleeping rank would be woken
+ * at once. So after a late return of sched_yield() the next waits sleep at once: LEAST_SLEEPS
+ * waits after the first late return, and twice as many after each further one. Each return in
+ * time lowers this number by one. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 
@@ -23,8 +23,8 @@
  * relaxed: if an update is lost, only a few more or fewer waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep without spinning */
-    /* The next late return sets both `sleeps` and `last` to twice this number, but to
-     * LEAST_SLEEPS or more. Each return in time lowers `last` by one. */
+    /* Half of the number of waits that sleep after the next late return, at least LEAST_SLEEPS
+     * / 2. Each return in time lowers it by one. */
     _Atomic int last;
 } patience;
 

@@ -2,12 +2,12 @@
 /* The flight recorder: a ring of records in a memfd. Each record has a seqlock, a counter that
  * is odd while the record is written.
  *
- * A record has one writer at a time: the thread that has set in_flight. The writer makes the
- * seqlock odd, stores each word of the record with release order, and makes the seqlock even
- * with release order. A reader loads the seqlock, then each word with acquire order, then the
- * seqlock again. The writer stores the odd seqlock before any new word. So if the reader has
- * loaded a new word, its second load of the seqlock also finds a new value. Then the two loads
- * of the seqlock differ, and the reader tries again. */
+ * A record has one writer at a time: the thread that has set in_flight. It makes the seqlock
+ * odd, stores each word of the record with release order, and makes the seqlock even with
+ * release order. A reader loads the seqlock, then each word with acquire order, then the
+ * seqlock again. If the reader has loaded a new word, its second load of the seqlock also finds
+ * a new value, because the writer stored the odd seqlock before. Then the reader tries again.
+ */
 #include "base/recorder.h"
 
 #include <errno.h>
@@ -149,9 +149,8 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
     }
 }
 
-/* Writes a record and, if the operation failed, its sentence. The seqlock is an odd number
- * during the writes, and an even number after them. Only the thread that claimed the record may
- * call this function. */
+/* Writes a record and, if the operation failed, its sentence. Only the thread that claimed the
+ * record may call this function. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: the last operations of one context, in a memfd (a file in memory).  The
- * program epic-info, run by the same user, finds the memfd as epic:GROUP:RANK in /proc/PID/fd.
- * It can read the memfd while a call is stuck.
+/* The flight recorder: the last operations of one context, in a memfd (a file in memory). The
+ * program epic-info, run by the same user, finds it as epic:GROUP:RANK in /proc/PID/fd, and can
+ * read it while a call is stuck.
  *
- * Writing never blocks and never allocates.  Any number of threads may write, each to a record
- * of its own.  An operation keeps its record until it ends, so the record of a stuck operation
- * is never overwritten. */
+ * Writing never blocks and never allocates. Any number of threads may write, each to its own
+ * record. An operation keeps its record until it ends, so the record of a stuck operation is
+ * never overwritten. */
 #ifndef EPIC_RECORDER_H
 #define EPIC_RECORDER_H
 
@@ -42,10 +42,9 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 /* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
-/* Begins a record and returns its id, the argument `record` of recorder_phase() and
- * recorder_end(). `operation` is an epic_operation, `sequence` its sequence number, and `bytes`
- * the size that epic-info shows. If all records are in flight, the operation is not recorded.
- * Then recorder_phase() and recorder_end() ignore the returned id. */
+/* Begins a record and returns its id for recorder_phase() and recorder_end(). `operation` is an
+ * epic_operation, and `bytes` the size that epic-info shows. If all records are in flight, the
+ * operation is not recorded, and those functions ignore the id. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
@@ -127,10 +126,9 @@ _Static_assert(offsetof(recorder_page, records) == 384, "recorder_page has holes
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i to *out, and the error sentence of a failed operation to `sentence`. The copy
- * is never a mixture of two writes. `sentence` may be NULL. It becomes "" unless the operation
- * failed. Returns false if the record was never used, or if a writer changed the record during
- * every attempt. */
+/* Copies record i to *out, and its error sentence, or "", to `sentence`, which may be NULL. The
+ * copy is never a mixture of two writes. Returns false if the record was never used, or if a
+ * writer changed it during every attempt. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 

@@ -6,9 +6,9 @@
 
 #include "base/error.h"
 
-/* Every struct that is passed with a size, and its last field in release 0.1. No caller has a
- * smaller struct, so a smaller size is a mistake, usually the sizeof of a pointer. When fields
- * are appended to a struct, its row here does not change. */
+/* Every struct that is passed with a size, and its last field in release 0.1. A smaller size is
+ * a mistake, usually the sizeof of a pointer. When fields are appended to a struct, its row
+ * here does not change. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
@@ -63,10 +63,10 @@ extern const sized_type sized_types[NUM_SIZED];
 #define SIZED_CASE(type, last) , type * : SIZED_##type
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 
-/* Copies a caller's struct of `size` bytes to *ours. If it is shorter than this library's, the
- * missing fields become zero. If it is longer, its unknown bytes must be zero. `name` is the
- * name of the argument in errors. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs
- * is NULL, or if the size is invalid: less than in release 0.1, or more than 65536 bytes. */
+/* Copies a caller's struct of `size` bytes to *ours. Missing fields of a shorter struct become
+ * zero, and unknown bytes of a longer one must be zero. `name` is the argument's name in
+ * errors. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs is NULL, or if the size
+ * is less than in release 0.1 or more than 65536 bytes. */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Traces: a file with the plans and operations of one rank, for epic-trace. The structs below
- * are the file format, little-endian; docs/reference/trace-format.md describes it. If
- * EPIC_TRACE names a folder when a context is opened, the context writes a trace there.
+ * are the file format, little-endian (docs/reference/trace-format.md). A context writes a trace
+ * into the folder that EPIC_TRACE names when it is opened.
  *
- * Each record is written to the file immediately. So the trace of a killed rank is complete up
+ * Each record is written to the file immediately, so the trace of a killed rank is complete up
  * to its last record. Nothing is allocated after open. If a write fails, the trace ends there,
- * and the context continues without a trace. */
+ * and the context continues without one. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 
@@ -35,8 +35,8 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 typedef struct trace_record {
     uint32_t kind;     /* a reader skips kinds that it does not know */
     uint32_t id_bytes; /* in TRACE_PLAN: bytes of one id, which are 1, 2 or 4; else 0 */
-    /* In a TRACE_PLAN record: number of bytes that follow this record. They are the ids, then
-     * zeros up to a multiple of 8. An id with all bits set means "no expert". */
+    /* In a TRACE_PLAN record: number of bytes after this record, which are the ids, then zeros
+     * up to a multiple of 8. An id with all bits set means "no expert". */
     uint64_t payload;
     uint64_t tag;
     uint64_t sequence;
@@ -65,9 +65,9 @@ _Static_assert(sizeof(trace_record) == 64, "trace_record has holes");
 
 typedef struct epic_trace epic_trace; /* every function below accepts NULL and does nothing */
 
-/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`. If the folder does not exist, first
- * creates the folder, but not its parents. In NAME all characters except letters, digits and
- * ".-_" become "_". Errors: EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
+/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`, and the folder if it does not
+ * exist, but not its parents. In NAME, "_" replaces all characters except letters, digits and
+ * ".-_". Errors: EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
 epic_result trace_open(epic_trace **out, const char *folder, const trace_header *header);
 /* Closes the file.  Returns false if a write has failed. */
 bool trace_close(epic_trace *trace);

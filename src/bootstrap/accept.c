@@ -2,15 +2,14 @@
 /* Rank 0 of a TCP bootstrap: accepts the connections of the other ranks.
  *
  * A new connection is a joiner. Rank 0 checks the joiner's hello and, if there is a secret, its
- * proof. If both are valid, rank 0 admits the joiner, and the joiner's rank has joined. One
- * poll loop serves all joiners. Each joiner has its own time limit, so a silent connection
- * does not delay other connections.
+ * proof. If both are valid, rank 0 admits the joiner: its rank has joined. One poll loop serves
+ * all joiners. Each has its own time limit, so a silent connection does not delay others.
  *
- * If a connection sends bytes that EPIC would not send, rank 0 refuses only that connection,
- * and the bootstrap continues. With a secret, bytes before a valid proof have no other effect.
- * If a joiner has another number of ranks or another protocol version than rank 0, the
- * bootstrap fails on every rank. After such a failure rank 0 still accepts connections for
- * LINGER_MS, so that late ranks also receive the error. */
+ * A connection that sends bytes that EPIC would not send is refused, and the bootstrap
+ * continues. With a secret, bytes before a valid proof have no other effect. If a joiner has
+ * another number of ranks or another protocol version than rank 0, the bootstrap fails on every
+ * rank. Rank 0 then accepts connections for LINGER_MS more, so that late ranks also receive the
+ * error. */
 #include <errno.h>
 #include <poll.h>
 #include <stdarg.h>
@@ -29,8 +28,8 @@
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* length of one sleep while rank 0 waits for a descriptor */
 #define MAX_JOINERS 1024
-/* how many connections without a joined rank rank 0 serves at a time, in addition to one per
- * rank */
+/* number of connections without a joined rank that rank 0 serves at a time, in addition to one
+ * per rank */
 #define SPARE_JOINERS 64
 
 /* A connection whose rank has not joined yet. */
@@ -98,8 +97,7 @@ static void note_refusal(acceptor *a, const char *format, ...)
     a->num_refused++;
 }
 
-/* Refuses a joiner (a connection whose rank has not joined): counts the refusal, and sends the
- * reason to the joiner. */
+/* Refuses a joiner: counts the refusal, and sends the reason to the joiner. */
 static void refuse_joiner(acceptor *a, joiner *j, const char *sentence)
 {
     note_refusal(a, "%s", sentence);
@@ -116,9 +114,9 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if `rank` was already notified of this bootstrap's failure. A rank that connects
- * again after that wants to join the next bootstrap on this port. So rank 0 stops accepting
- * connections for the failed bootstrap. */
+/* Returns true if `rank` was already notified of this bootstrap's failure. If it connects
+ * again, it wants to join the next bootstrap on this port. So rank 0 stops accepting
+ * connections. */
 static bool has_reconnected(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -126,9 +124,9 @@ static bool has_reconnected(acceptor *a, int32_t rank)
     return true;
 }
 
-/* Fails the bootstrap with `result` and the error message of the last epic_fail(). Sends this
- * failure to the ranks that have joined. Then rank 0 still accepts ranks that join late, and
- * sends it to them, too, until it has notified num_to_notify ranks or LINGER_MS has passed. */
+/* Fails the bootstrap with `result` and the last error sentence, and sends both to the ranks
+ * that have joined. Ranks that join later also get them, until rank 0 has notified
+ * num_to_notify ranks or LINGER_MS has passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;
@@ -142,9 +140,9 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
     }
 }
 
-/* Writes a text about the refused connections to `note`, for the error about missing ranks. The
- * text begins with a rank number that two processes use, because that is the most probable
- * reason why another rank is missing. */
+/* Writes a text about the refused connections to `note`, for the error about missing ranks. It
+ * begins with a rank number that two processes use, the most probable reason why another rank
+ * is missing. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -213,10 +211,9 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
     return a->failed != EPIC_OK;
 }
 
-/* Admits a joiner, a connection whose hello and proof are valid. Sends it the entry frame, and
- * stores the connection as the link of its rank. If there is a secret, the frame's
- * authentication tag proves that rank 0 has it. If the frame cannot be sent, the joiner is not
- * admitted, and its rank connects again. */
+/* Admits a joiner with a valid hello and proof: sends it the entry frame, and stores the
+ * connection as the link of its rank. With a secret, the frame's authentication tag proves that
+ * rank 0 has it. If the frame cannot be sent, the rank must connect again. */
 static void admit_joiner(acceptor *a, joiner *j)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
@@ -290,8 +287,8 @@ static bool check_proof(acceptor *a, joiner *j)
 }
 
 /* Receives the bytes that a joiner has sent, and answers when its hello or proof is complete.
- * Returns true if more bytes are expected. Returns false if the caller must remove the joiner
- * from the list, because its rank has joined or its connection is refused or closed. */
+ * Returns false if the caller must remove it from the list, because its rank has joined or its
+ * connection is refused or closed. */
 static bool serve_joiner(acceptor *a, joiner *j)
 {
     if (!j->is_proving) {
@@ -320,8 +317,8 @@ static bool serve_joiner(acceptor *a, joiner *j)
 
 /* ----------------------------------------------------------------------- the poll loop ---- */
 
-/* Closes the oldest joiner (a connection whose rank has not joined) to make room for a new
- * connection. If there are joiners that have sent no hello, closes the oldest of these. */
+/* Closes the oldest joiner to make room for a new connection. Prefers joiners that have sent no
+ * hello. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -335,10 +332,9 @@ static void drop_oldest(acceptor *a)
     if (oldest >= 0) drop_joiner(a, oldest);
 }
 
-/* Called when accept() found no free descriptor. Closes a joiner (a connection whose rank has
- * not joined) to free a descriptor. If there is no joiner, rank 0 waits, because another thread
- * may close a descriptor. After FULL_MS of such waits the bootstrap fails. `wrong` is the errno
- * of accept(). */
+/* Called when accept() found no free descriptor. Closes a joiner to free one. If there is no
+ * joiner, waits, because another thread may close a descriptor. After FULL_MS of such waits the
+ * bootstrap fails. `wrong` is the errno of accept(). */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {
@@ -417,8 +413,8 @@ static void poll_and_serve(acceptor *a, int ms)
         break;
     }
 
-    /* Count down, because drop_joiner() moves the last joiner to the free index. When counting
-     * down, the last joiner has already been served. */
+    /* Count down, because drop_joiner() moves the last joiner, which is then already served, to
+     * the free index. */
     for (int i = a->num_joiners - 1; i >= 0; i--) {
         const bool stays = joiners[i].revents == 0 || serve_joiner(a, &a->joiners[i]);
         const bool late = stays && time_limit_look(&a->joiners[i].limit) == 0;

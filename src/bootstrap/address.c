@@ -2,9 +2,8 @@
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
  * Without a secret a bootstrap uses only loopback addresses, because anyone on the network
- * could connect to another address. If tcp.address is another address of this host, the
- * bootstrap uses loopback instead. If tcp.address is the address of another host, opening the
- * bootstrap fails at once. */
+ * could connect to another one. Loopback replaces other addresses of this host in tcp.address.
+ * The address of another host is an error. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -93,8 +92,8 @@ static bool is_own_name(const char *name)
 
 /* Chooses the endpoints from the addresses that the name resolved to. Without a secret,
  * loopback replaces each address of this host, and an address of another host is an error. With
- * a secret, if the name is this host's and resolves only to loopback, rank 0 listens on all
- * addresses. */
+ * a secret, rank 0 listens on all addresses if the name is this host's and resolves only to
+ * loopback. */
 static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *addresses,
                                     const epic_tcp *tcp)
 {

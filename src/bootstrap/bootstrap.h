@@ -20,9 +20,9 @@ epic_result epic_bootstrap_check(const void *mine, const void *all, size_t bytes
 /* Creates the bootstrap of a single rank.  Its gather copies `mine` to `all`. */
 void epic_bootstrap_of_one(epic_bootstrap *out);
 
-/* epic_bootstrap_now_ms() returns the time of the monotonic clock in milliseconds.
- * epic_bootstrap_left_ms() returns the milliseconds from now to `end`, a time of this clock.
- * The result is a timeout for poll(): 0 if `end` has passed. */
+/* epic_bootstrap_now_ms() returns the monotonic clock in milliseconds. epic_bootstrap_left_ms()
+ * returns the milliseconds until `end`, a time of this clock, as a timeout for poll(): 0 if
+ * `end` has passed. */
 int64_t epic_bootstrap_now_ms(void);
 int epic_bootstrap_left_ms(int64_t end);
 

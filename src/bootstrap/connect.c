@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank other than 0 in a TCP bootstrap: connects to rank 0.
  *
- * The rank tries again and again until rank 0 listens and admits the rank. On each connection
- * the rank sends its hello and its proof. Then it receives two frames (bootstrap/frames.h). The
- * entry frame admits the rank. The begin frame follows when all ranks have joined.
+ * The rank tries again and again until rank 0 listens and admits it. On each connection it
+ * sends its hello and its proof, and then receives two frames (bootstrap/frames.h). The entry
+ * frame admits the rank. The begin frame follows when all ranks have joined.
  *
  * A rank with a secret trusts an answer only if the answer proves that rank 0 has the secret.
- * After any other answer the rank tries again, so another program that listens at the address
- * cannot end the bootstrap. */
+ * After any other answer it tries again, so another program at the address cannot end the
+ * bootstrap. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -49,10 +49,9 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why` of
- * the failure. If the time limit ended this attempt, keeps the reason of an earlier such
- * attempt instead, because that reason has more detail. Returns EPIC_ETIMEOUT, which means: try
- * again. */
+/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why`,
+ * except if the time limit ended this attempt: the reason of an earlier such attempt has more
+ * detail. Returns EPIC_ETIMEOUT, which means: try again. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -62,8 +61,8 @@ static epic_result retry_after_answer(connector *c, const char *why)
 }
 
 /* Called after a failed attempt in which the connection was accepted, but no bytes arrived.
- * Stores the reason `why` of the failure, unless an earlier attempt got further. Returns
- * EPIC_ETIMEOUT, which means: try again. */
+ * Stores the reason `why`, unless an earlier attempt got further. Returns EPIC_ETIMEOUT (try
+ * again). */
 static epic_result retry_after_silence(connector *c, const char *why)
 {
     const bool knows_more =
@@ -73,17 +72,16 @@ static epic_result retry_after_silence(connector *c, const char *why)
     return EPIC_ETIMEOUT;
 }
 
-/* Called after a failed attempt that found no listener. Stores the errno `wrong` as the reason
- * of the failure, unless an earlier attempt got further. Returns EPIC_ETIMEOUT, which means:
- * try again. */
+/* Called after a failed attempt that found no listener. Stores the errno `wrong` as the reason,
+ * unless an earlier attempt got further. Returns EPIC_ETIMEOUT (try again). */
 static epic_result retry_unreached(connector *c, int wrong)
 {
     if (!c->was_reached) snprintf(c->why, sizeof c->why, "%s", strerror(wrong));
     return EPIC_ETIMEOUT;
 }
 
-/* Ends the bootstrap with an error that would occur again in every attempt. If there is a
- * secret, lets the caller try again instead, because the answer may not be from rank 0. */
+/* Ends the bootstrap with an error that would occur in every attempt. With a secret, lets the
+ * caller try again instead, because the answer may not be from rank 0. */
 static epic_result fail_or_retry(connector *c, epic_result result)
 {
     if (c->secret->text != NULL) return retry_after_answer(c, epic_sentence());
@@ -128,8 +126,8 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
 }
 
 /* Called after a failed attempt that received a frame without a valid authentication tag.
- * Stores the reason of the failure. If the frame is a refusal, its sentence becomes a part of
- * the error text, but has no other effect. */
+ * Stores the reason. If the frame is a refusal, its sentence becomes a part of the error text,
+ * without another effect. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {
@@ -199,7 +197,7 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        /* A socket can be connected to itself by accident. It then receives the hello of this
+        /* A socket can by accident be connected to itself. It then receives the hello of this
          * rank. */
         theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");

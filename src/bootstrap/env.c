@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Creates a bootstrap from the environment variables that torchrun, mpirun, srun and other
- * launchers set.
+/* Creates a bootstrap from the environment variables of launchers: torchrun, mpirun, srun and
+ * others.
  *
- * Every launcher has its own variables for the rank and the number of ranks. A *claim* is the
- * rank and the number of ranks that one launcher has set for this process. read_claim() reads a
- * claim. choose_claim() selects the launcher to follow. find_endpoint() finds the address and
- * port of rank 0. */
+ * A *claim* is the rank and the number of ranks that one launcher has set for this process.
+ * read_claim() reads a claim, choose_claim() selects the launcher to follow, and
+ * find_endpoint() finds the address and port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -87,7 +86,7 @@ static epic_result fail_half_set(const char *set, const char *missing)
 }
 
 /* Returns true if srun started this process as a task. In a batch script Slurm also sets
- * SLURM_PROCID=0 and, with -n, SLURM_NTASKS. But only a task has a step id, or a rank other
+ * SLURM_PROCID=0 and, with -n, SLURM_NTASKS, but only a task has a step id, or a rank other
  * than 0. check_batch() handles the batch script. */
 static bool is_slurm_task(void)
 {
@@ -124,9 +123,9 @@ static void describe_claim(char *out, size_t size, const claim *c)
 }
 
 /* Returns true if the variables of two launchers contradict each other. `followed` is the claim
- * of the launcher that the bootstrap would follow. One launcher may start another one, so their
- * ranks and numbers of ranks may differ without a contradiction. But it is a contradiction if
- * `followed` has 1 as the number of ranks and the other launcher has started several ranks. */
+ * that the bootstrap would use. One launcher may start another one, so different ranks and
+ * numbers of ranks are no contradiction in general. They are one if `followed` has a single
+ * rank and the other launcher has started several. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -160,7 +159,7 @@ static epic_result refuse_unknown(const claim *c)
 }
 
 /* Chooses the first launcher that has set the number of ranks, and checks that no other
- * launcher's variables contradict it. out->by is NULL if no launcher has set anything. */
+ * launcher contradicts it. out->by is NULL if no launcher has set anything. */
 static epic_result choose_claim(claim *out, const claim *claims)
 {
     const claim *first = NULL;
@@ -192,11 +191,10 @@ static epic_result check_is_set(const claim *c, const char *name)
 
 /* Returns the port of the bootstrap for a given MASTER_PORT. The result is equal on all ranks.
  *
- * The result is MASTER_PORT itself, except under torchrun with TORCHELASTIC_USE_AGENT_STORE
- * "True". Then the store of torchrun's agent already listens on MASTER_PORT, so another port is
- * computed from MASTER_PORT. The computed port is below 30000, because systems do not use those
- * ports for outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so
- * neighboring MASTER_PORTs lead to different, distant ports. */
+ * It is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True": then the
+ * store of torchrun's agent listens there, and the port is computed from MASTER_PORT. It is
+ * below 30000, because systems do not use those ports for outgoing connections. FACTOR and
+ * ENV_NUM_PORTS have no common divisor, so neighboring MASTER_PORTs lead to distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
     enum { FACTOR = 7919 };
@@ -206,10 +204,10 @@ static int64_t derive_port(int64_t master_port)
     return port != master_port ? port : port + 1;
 }
 
-/* Finds the address and port of rank 0. With RANK and WORLD_SIZE, both MASTER_ADDR and
- * MASTER_PORT must be set. With an MPI launcher, only MASTER_PORT must be set, and an unset
- * MASTER_ADDR means this host. With Slurm neither must be set, because srun's variables contain
- * hosts and ports. */
+/* Finds the address and port of rank 0. With RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT
+ * must be set. With an MPI launcher, only MASTER_PORT must be set, and MASTER_ADDR defaults to
+ * this host. With Slurm neither must be set, because srun's variables contain hosts and ports.
+ */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
@@ -247,8 +245,7 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 /* -------------------------------------------------------- processes without a launcher ---- */
 
 /* Returns an error if this process runs in a batch script or a salloc shell of a job with
- * several tasks. There srun did not start the process. Without this error the process would
- * silently form a group of one rank. */
+ * several tasks, without srun. It would otherwise silently form a group of one rank. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;

@@ -79,9 +79,8 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
 /* Send or receive as many bytes as the socket allows without waiting. *done is the number of
- * bytes moved so far; in epic_frame_send() it includes the bytes of the frame itself. The
- * caller sets *done to 0 before the first call, and calls again while the result is
- * FRAME_MORE. */
+ * bytes moved so far; in epic_frame_send() it includes the frame itself. The caller sets it to
+ * 0 before the first call, and calls again while the result is FRAME_MORE. */
 epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void *bytes,
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);

@@ -2,15 +2,14 @@
 /* A link is one connection of a TCP bootstrap. Its messages are called frames (frames.h). A
  * link authenticates its frames.
  *
- * With a secret, both ends compute a key that is valid only for this connection: an HMAC with
- * the secret over both hellos. Each hello has a new nonce. The key is never sent. The
- * authentication tag of a frame is an HMAC with that key. The tag covers the sender's side, the
- * number of the frame in this direction, and the frame itself, which contains the SHA-256 of
- * its bytes.
+ * With a secret, both ends compute a key for this connection: an HMAC with the secret over both
+ * hellos, each of which has a new nonce. The key is never sent. The authentication tag of a
+ * frame is an HMAC with that key over the sender's side, the number of the frame in this
+ * direction, and the frame itself, which contains the SHA-256 of its bytes.
  *
- * An attacker between the two ends can only close the connection. If the attacker changes,
- * removes, repeats or reorders frames, or sends a frame back to its sender, a tag is not the
- * one that the receiver expects. No field of a frame is used before its tag is checked.
+ * An attacker between the two ends can only close the connection. If frames are changed,
+ * removed, repeated, reordered or sent back to their sender, the receiver expects another tag.
+ * No field of a frame is used before its tag is checked.
  *
  * Without a secret a checksum detects damage, but an attacker can change frames. */
 #ifndef EPIC_LINK_H
@@ -36,8 +35,8 @@ typedef struct epic_message {
 } epic_message;
 
 /* Computes the key of the link if there is a secret. From then on each frame has an
- * authentication tag. `listening` is the hello of rank 0, and `connecting` is the hello of the
- * connecting rank. Returns false if libcrypto fails. */
+ * authentication tag. `listening` and `connecting` are the hellos of rank 0 and of the other
+ * rank. Returns false if libcrypto fails. */
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
 
@@ -52,13 +51,13 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
  * these calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Makes the next message use the same number as the last message. Call it only if no byte of
- * the last message was sent. */
+/* Makes the next message use the number of the last one. Only allowed if no byte of the last
+ * message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
 /* Returns true if the authentication tag shows that the other end sent this frame, as its next
- * one. Without a secret, checks only the magic number of the frame. Call this function once for
- * each received frame, because it counts the frames. */
+ * one. Without a secret, checks only the magic number. Must be called once for each received
+ * frame, because it counts them. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
@@ -80,9 +79,8 @@ void epic_link_send_failure(epic_link *link, epic_result result, const char *sen
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the sentence of a failure frame without a valid authentication tag. If no sentence
- * arrives, `sentence` becomes "". The caller may only print the sentence, because an attacker
- * may have written it. */
+/* Receives the sentence of a failure frame without a valid authentication tag, or "". The
+ * caller may only print it, because an attacker may have written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

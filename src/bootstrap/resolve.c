@@ -1,9 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Resolves host names within a time limit.
- *
- * getaddrinfo() has no time limit and takes many seconds if a name server is down.  So a
- * separate thread calls it.  If the limit passes first, the caller marks the query as
- * abandoned, and the thread frees the query when getaddrinfo() returns. */
+/* Resolves host names within a time limit. getaddrinfo() has none, and takes many seconds if a
+ * name server is down. So a separate thread calls it. If the limit passes first, the caller
+ * abandons the query, and the thread frees it when getaddrinfo() returns. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -88,8 +86,8 @@ static bool start_query(query *q)
     return thread_start(&thread, run_query, q) == 0 && pthread_detach(thread) == 0;
 }
 
-/* Keeps this library loaded until the process ends. Otherwise dlclose() could remove the code
- * that the thread of an abandoned query still runs. */
+/* Keeps this library loaded until the process ends, because the thread of an abandoned query
+ * may still run its code. */
 static void stay_loaded(void)
 {
     Dl_info info;
@@ -97,8 +95,8 @@ static void stay_loaded(void)
         (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-/* Waits until the query is done. Returns false if the limit passes first. In this case the
- * thread of the query frees the query, and the caller must not use the query any more. */
+/* Waits until the query is done. Returns false if the limit passes first. Then the thread of
+ * the query frees it, and the caller must not use it any more. */
 static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);
@@ -113,8 +111,8 @@ static bool wait_for_query(query *q, time_limit *limit)
     return is_done;
 }
 
-/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that the
- * process has no free descriptor. So this function tries to open one. */
+/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report a lack of
+ * free descriptors, so this function tries to open one. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The secret that the ranks of a group share. A rank proves with an HMAC-SHA-256 that it has
- * the secret, and never sends the secret itself. The secret protects only the bootstrap: only
- * processes that have it can join, and no other process can change the data that the ranks
- * exchange there. */
+ * the secret, and never sends it. The secret protects only the bootstrap: no other process can
+ * join, or change the data that the ranks exchange there. */
 #ifndef EPIC_SECRET_H
 #define EPIC_SECRET_H
 
@@ -25,8 +24,8 @@ typedef struct epic_secret {
     int (*compare)(const void *a, const void *b, size_t bytes);
 } epic_secret;
 
-/* The purpose of an HMAC with the secret. The data of the HMAC contains the purpose, so that an
- * HMAC for one purpose is not valid for another. */
+/* The purpose of an HMAC with the secret. It is a part of the data, so that an HMAC for one
+ * purpose is not valid for another. */
 typedef enum epic_role {
     ROLE_CONNECTOR, /* the connecting rank proves that it has the secret */
     ROLE_SESSION    /* the key of the frames of one connection, never sent */

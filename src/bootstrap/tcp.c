@@ -23,9 +23,8 @@
 /* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    /* Only rank 0 sets this member. While rank 0 receives, true means that all bytes of this
-     * gather have arrived from the peer. While rank 0 sends the answers, true means that the
-     * peer's answer is sent. */
+    /* Only for rank 0. While it receives: all bytes of this gather have arrived from the peer.
+     * While it sends the answers: the peer's answer is sent. */
     bool is_ready;
     epic_frame frame;
     size_t head;          /* bytes received of `frame` */
@@ -134,8 +133,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
 {
     connection *c = &b->connections[rank];
     /* A ready connection has an event only when its peer closes it. If this rank's limit has
-     * passed, the peer has probably left because another rank is late. So the error names the
-     * late ranks and not the peer. */
+     * passed too, the peer has probably left because of a late rank. So the error names the
+     * late ranks. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -156,8 +155,8 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
     return EPIC_OK;
 }
 
-/* Receives the bytes of all ranks into `all` [num_ranks, bytes]. Receives from the ranks in
- * parallel. If a rank closes its connection while another rank is late, returns an error. */
+/* Receives the bytes of all ranks into `all` [num_ranks, bytes], in parallel. Returns an error
+ * if a rank closes its connection while another one is late. */
 static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
@@ -177,8 +176,8 @@ static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time
     return EPIC_OK;
 }
 
-/* Sends the bytes of all ranks to every rank. If a rank's connection is lost, still sends them
- * to the other ranks, and then returns the error. */
+/* Sends the bytes of all ranks to every rank. If a connection is lost, still sends them to the
+ * other ranks, and then returns the error. */
 static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
                                 time_limit *limit)
 {
@@ -205,9 +204,9 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
     return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
-/* Sends the failure stored in `b` to every rank. If a rank has received a part of an answer, it
- * would read a failure frame as the rest of that answer. So rank 0 sends that rank no frame,
- * and the rank sees the connection close. */
+/* Sends the failure stored in `b` to every rank, except to ranks that have received a part of
+ * an answer: they would read the failure frame as the rest of the answer. Those ranks see the
+ * connection close. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);
@@ -251,9 +250,9 @@ static epic_result fail_rank_0_lost(const tcp_bootstrap *b)
                      gather_number(b), b->rank);
 }
 
-/* Sends this rank's bytes and at the same time receives the frame of the answer. Rank 0 may
- * send a failure before it has received all bytes of this rank. If this rank first sent all its
- * bytes, it could wait for room in the socket and never read that failure. */
+/* Sends this rank's bytes and at the same time receives the frame of the answer, because rank 0
+ * may send a failure before it has received all bytes. Otherwise this rank could wait for room
+ * in the socket and never read the failure. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
     connection *c = &b->connections[0];
@@ -316,8 +315,8 @@ static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t b
 }
 
 /* Reads and discards bytes from the peers until they close. After a failure rank 0 does this
- * before it closes its sockets. If it closed a socket with unread bytes, TCP would reset the
- * connection, and the peer could lose the failure. */
+ * before it closes its sockets, because TCP resets a connection with unread bytes, and the peer
+ * could lose the failure. */
 static void drain_connections(tcp_bootstrap *b)
 {
     char rubbish[4096];

@@ -52,7 +52,7 @@ epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_sec
                              time_limit *limit);
 
 /* Called on rank 0 for a peer that gives up in left_ms milliseconds. Shortens rank 0's time
- * limit, so that the answer or error of rank 0 reaches the peer before the peer gives up. */
+ * limit, so that its answer or error still reaches the peer. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

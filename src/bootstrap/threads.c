@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A bootstrap whose ranks are threads of one process. All ranks share one hub. In a gather each
- * rank stores its arguments in the hub and waits. The last rank to arrive copies the bytes for
- * all ranks and wakes them. */
+/* A bootstrap whose ranks are threads of one process. All ranks share one hub, the memory
+ * through which they exchange bytes. In a gather each rank stores its arguments in the hub and
+ * waits. The last rank to arrive copies the bytes for all ranks and wakes them. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -13,8 +13,7 @@
 
 typedef struct hub hub;
 
-/* One rank's entry in the hub, the memory through which the ranks (threads) of a group exchange
- * bytes. It is the `self` of that rank's epic_bootstrap. */
+/* One rank's entry in the hub: the `self` of its epic_bootstrap. */
 typedef struct member {
     hub *hub;
     int32_t rank;
@@ -57,9 +56,9 @@ static epic_result fail_again(const hub *h)
     return epic_fail(h->broken, "%s", h->sentence);
 }
 
-/* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Does
- * not change the error sentence of this thread, because the thread may have closed its
- * bootstrap after a failure whose sentence it has not read yet. */
+/* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Keeps
+ * the error sentence of this thread, which may still have to read the one of its own failure.
+ */
 static void break_gone(hub *h)
 {
     char names[256];
@@ -86,8 +85,8 @@ static epic_result check_bytes(hub *h, const member *m)
     return EPIC_OK;
 }
 
-/* Copies the bytes for all ranks and wakes them. The last rank to arrive runs this while all
- * others wait, so all their buffers are still valid. */
+/* Copies the bytes for all ranks and wakes them. Run by the last rank to arrive while all
+ * others wait, so that all their buffers are valid. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
@@ -129,15 +128,15 @@ static epic_result fail_duplicate_call(hub *h, const member *m)
         (unsigned long long)h->finished + 1, m->rank);
 }
 
-/* Takes part in a gather with the arguments in `call`. The caller holds the mutex before and
- * after this function. While the function waits, the mutex is free. */
+/* Takes part in a gather with the arguments in `call`. The caller holds the mutex, which is
+ * free while this function waits. */
 static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    /* Do not copy all of *call: this would also write m->hub and m->rank. A second thread that
-     * uses this rank by mistake may read these two without the mutex. */
+    /* Do not copy all of *call: that would also write m->hub and m->rank, which a second thread
+     * that uses this rank by mistake may read without the mutex. */
     m->arrived = true;
     m->mine = call->mine;
     m->all = call->all;

@@ -46,8 +46,8 @@ static inline int time_limit_look(time_limit *limit)
     return (int)((ns + 999999) / 1000000);
 }
 
-/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed. Unlike
- * time_limit_look(), does not detect that this process was suspended. */
+/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed. Does not
+ * notice a suspension of the process, unlike time_limit_look(). */
 static inline uint32_t time_limit_left_ms(const time_limit *limit)
 {
     uint64_t ns = UINT32_MAX * 1000000ull;
@@ -59,9 +59,8 @@ static inline uint32_t time_limit_left_ms(const time_limit *limit)
     return (uint32_t)((ns + 999999) / 1000000);
 }
 
-/* Makes the limit end in `ms` milliseconds, unless it ends earlier anyway. If the process is
- * suspended later, for example by SIGSTOP, the limit restarts with its full timeout. So this
- * function also shortens that timeout. */
+/* Makes the limit end in `ms` milliseconds, unless it ends earlier anyway. Also shortens the
+ * timeout with which the limit restarts after a suspension of the process. */
 static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
 {
     deadline *own = &limit->own;

@@ -115,8 +115,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    /* the text `why`, shortened so that it fits into the error sentence after the prefix "rank
-     * ... aborted tag ...: " */
+    /* the text `why`, shortened to fit into the error sentence */
     char part[401];
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
@@ -130,9 +129,8 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Returns true if combine can sum in two steps (context.h). Only device backends can: they have
- * relays. A device backend sends a row once to each host, and a rank of that host, the relay,
- * forwards the row to the other ranks there. */
+/* Returns true if combine can sum in two steps (context.h). Only device backends can, because
+ * only they have relays, the ranks that forward rows to the other ranks of their host. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The context: the state of one rank of one group. All code of libepic.so that works on
- * contexts uses this struct. A host context has a host backend (backend/transport.h). A device
- * context has a device backend (backend/ops.h). */
+/* The context: the state of one rank of one group. A host context has a host backend
+ * (backend/transport.h), a device context a device backend (backend/ops.h). */
 #ifndef EPIC_CONTEXT_H
 #define EPIC_CONTEXT_H
 
@@ -47,29 +46,28 @@ struct epic_context {
 /* Returns the number of bytes of rows that this rank has written into rings. Tests use it. */
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
-/* Makes `failure` the failure of the context, unless the context already has one. Returns the
- * result of the context's failure, and sets the sentence of that failure as the error of this
- * thread. Any thread may call it. If several threads call it at the same time, the first one
- * that locks the mutex sets the failure. The release store of `broken` publishes the
- * failure. */
+/* Makes `failure` the failure of the context, unless it already has one. Returns the result of
+ * the context's failure, and sets its sentence as the error of this thread. Any thread may call
+ * it; the first one that locks the mutex sets the failure. The release store of `broken`
+ * publishes it. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
-/* Returns the host memory of a context in bytes: the struct, the table of tags and the flight
- * recorder. If `host` is set (host context), the trace and the exchanges are included. The
- * memory of the backend is not included. */
+/* Returns the host memory of a context in bytes, without the memory of the backend: the struct,
+ * the table of tags, the flight recorder and, if `host` is set (host context), the trace and
+ * the exchanges. */
 int64_t context_bytes(const epic_config *config, bool host);
 
-/* If the group is broken, returns the result of the failure that broke it. Returns EPIC_ECLOSED
- * if epic_open failed for this context, and in a forked child. Otherwise returns EPIC_OK. Every
- * public call that communicates first calls this function. Any thread may call it. */
+/* Returns the failure that broke the group, EPIC_ECLOSED if epic_open failed for this context
+ * or in a forked child, otherwise EPIC_OK. Every public call that communicates first calls this
+ * function. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
-/* Returns true if combine can sum in two steps. First the ranks of each host add up their rows
- * for a token. Then they send only this sum to the host of the token's home rank.
+/* Returns true if combine can sum in two steps: the ranks of each host add up their rows for a
+ * token, and send only this sum to the host of the token's home rank.
  *
- * The ranks must be GPUs of several hosts, and rank_of_expert must be NULL, which means that
- * each rank owns a contiguous block of experts. If the result is true, the sum order
- * EPIC_BY_HOSTS stands for these two steps (layer_choose_order()). */
+ * The ranks must be GPUs of several hosts. rank_of_expert must be NULL, so that each rank owns
+ * a contiguous block of experts. If the result is true, the sum order EPIC_BY_HOSTS stands for
+ * these two steps (layer_choose_order()). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
 /* Returns true if a device backend runs the operations of this context. Returns false if ctx is
@@ -84,8 +82,8 @@ static inline bool context_on_device(const epic_context *ctx)
 #define CONTEXT_OP(ctx, name, ...) \
     backend_copy_error((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
 
-/* If `result` is an error of a backend in a plugin, copies the plugin's error sentence to this
- * thread. Returns `result`. */
+/* Copies the error sentence of a backend in a plugin to this thread, if `result` is its error.
+ * Returns `result`. */
 epic_result backend_copy_error(const epic_backend *backend, epic_result result);
 
 /* Returns the monotonic time in nanoseconds. */

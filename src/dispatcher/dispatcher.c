@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dispatcher: an object that owns the context, the plan and the buffers of one training
- * step. Each new dispatch overwrites the results of the previous step. The dispatcher uses only
- * public calls, with one exception: the backend allocates its memory. */
+ * step. Each dispatch overwrites the results of the one before. It uses only public calls,
+ * except that the backend allocates its memory. */
 #include <stdio.h>
 #include <stdlib.h>
 

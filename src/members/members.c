@@ -76,9 +76,9 @@ static void send_last(members *m, int to, int64_t now)
         send_decision(m, to, m->generation - 1, &m->last_ballot, &m->last, now);
 }
 
-/* Makes the prepared decision the current generation. If the seat that sent it is not a
- * member of the new generation, its death would not break this generation, and no seat would
- * pass the decision on. So this seat does that now. */
+/* Makes the prepared decision the current generation. If the seat that sent it is not a member,
+ * its death would not break this generation, and no seat would pass the decision on. So this
+ * seat does that now. */
 static void enter_generation(members *m, int64_t now)
 {
     const int from = m->decided_by;
@@ -223,8 +223,9 @@ static void make_progress(members *m, int64_t now)
     if (is_running(m) && m->phase == MEMBERS_PROPOSES) finish_proposing(m, now);
 }
 
-/* Keeps the accepted proposal of the highest ballot: it may be decided already. Two proposals
- * cannot be: one that this leader itself gave up, and one of an older authority. */
+/* Keeps the accepted proposal of the highest ballot, because it may be decided already. Two
+ * proposals cannot be decided and are not kept: one that this leader itself gave up, and one of
+ * an older authority. */
 static void keep_accepted(members *m, const members_message *promise)
 {
     const members_ballot *b = &promise->accepted;
@@ -268,8 +269,8 @@ static void handle_reply(members *m, int from, const members_message *reply, int
 /* --------------------------------------------------------------------------- the acceptor
  * -- */
 
-/* Returns whether a ballot may be promised or accepted. Otherwise replies with the ballot that
- * stands in its way. */
+/* Returns whether a ballot may be promised or accepted. Otherwise replies with the higher
+ * ballot. */
 static bool may_follow(members *m, int from, const members_message *message, int64_t now)
 {
     members_message behind = make_message(m, MEMBERS_BEHIND);
@@ -324,10 +325,10 @@ static bool has_prepared(const members *m, const members_proposal *decided)
            seat_set_equal(&m->accepted_proposal.members, &decided->members);
 }
 
-/* Enters the decided generation, at once if this seat has prepared it. A seat that has
- * promised a ballot of an authority ignores earlier decisions: the authority's set needs
- * all its seats, so none of them may enter another set. Except if a seat of that set has
- * already done so. */
+/* Enters the decided generation, at once if this seat has prepared it. A seat that has promised
+ * a ballot of an authority ignores earlier decisions, because the authority's set needs all its
+ * seats. There is one exception: a seat of that set has already entered the earlier decision.
+ */
 static void handle_commit(members *m, int from, const members_message *commit, int64_t now)
 {
     if (commit->ballot.authority < m->promised.authority && !seat_set_has(&m->call.only, from))

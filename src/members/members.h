@@ -24,7 +24,7 @@ typedef struct members_ballot {
     uint32_t seat;  /* the leader of the ballot */
 } members_ballot;
 
-/* What a ballot decides. */
+/* The decision that a ballot proposes. */
 typedef struct members_proposal {
     seat_set members; /* of the next generation */
     uint64_t group_id;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The thread that watches the liveness connections (liveness.h). Ten times a second the thread
- * sends one byte, BEAT_BYTE, on each connection. TCP on the peer's host acknowledges the bytes.
- * From these acknowledgements the thread decides whether the peer is dead. This rank has one
- * peer on each other host, so peers are numbered by host. */
+/* The thread that watches the liveness connections (liveness.h). Ten times a second it sends
+ * one byte, BEAT_BYTE, on each connection. From the acknowledgements of TCP on the peer's host
+ * it decides whether the peer is dead. This rank has one peer on each other host, so peers are
+ * numbered by host. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -40,9 +40,9 @@ static bool is_watched(const net_liveness *l, int host)
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
-/* Reads the bytes that the peer has sent. If the last byte is CLOSE_BYTE, sets the peer's state
- * to NET_PEER_CLOSED. If the connection has ended without this byte, or has failed, sets the
- * state to NET_PEER_DEAD. Both states are final. */
+/* Reads the bytes that the peer has sent. If the last one is CLOSE_BYTE, the peer's state
+ * becomes NET_PEER_CLOSED. If the connection has ended without it, or has failed, the state
+ * becomes NET_PEER_DEAD. Both states are final. */
 static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
@@ -57,12 +57,9 @@ static void read_beats(net_liveness *l, int host)
 
 /* Checks that the peer's host has acknowledged the earlier bytes, then sends the next byte.
  *
- * The peer is dead if two conditions have been true for longer than silence_ms: at least one
- * byte is not acknowledged, and no acknowledgement has arrived.
- *
- * While this process or its machine is suspended, this process receives no acknowledgements.
- * That time must not count as silence of the peer. So if run_thread() runs later than planned,
- * it adds the delay to acked_ms. */
+ * The peer is dead if a byte is not acknowledged, and no acknowledgement has arrived for longer
+ * than silence_ms. While this process is suspended, it receives no acknowledgements.
+ * run_thread() adds this time to acked_ms, so that it does not count. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -78,8 +75,8 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        /* Sending failed. If the peer has closed the connection regularly, read_beats() finds
-         * its close byte. Otherwise read_beats() sets the state NET_PEER_DEAD. */
+        /* Sending failed. read_beats() sets the state: closed if it finds the close byte,
+         * otherwise dead. */
         read_beats(l, host);
 }
 
@@ -144,8 +141,8 @@ void net_liveness_forget(net_liveness *l)
 }
 
 /* Sends the close byte to every peer and closes the sockets (liveness.h). Reads all received
- * bytes before it closes a socket. If bytes were left unread, the system would send a TCP
- * reset, and the peer might receive this reset before the close byte. */
+ * bytes before. With unread bytes the system would send a TCP reset, which the peer might
+ * receive before the close byte. */
 void net_liveness_close(net_liveness *l)
 {
     if (!l) return;

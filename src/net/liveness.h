@@ -1,20 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Liveness connections show a rank that a peer's process or host is gone. A network library
- * such as UCX may never notice the loss of a peer, so a rank uses these TCP connections in
- * addition to the library.
+ * such as UCX may never notice that, so a rank uses these TCP connections in addition.
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The position
- * of a rank on its host is its rail. The peers of a rank are the ranks with the same rail on
- * all other hosts. Each rank has one liveness connection to each of its peers. The backend
- * `hosts` counts every rank as a host of its own, so all other ranks are peers there.
+ * of a rank on its host is its rail. The peers of a rank are the ranks with its rail on all
+ * other hosts, and it has one liveness connection to each of them. The backend `hosts` counts
+ * every rank as a host of its own, so there all other ranks are peers.
  *
- * Each end sends one byte ten times a second. Each end also reads from the operating system
- * (TCP_INFO) whether the peer's host has acknowledged the bytes. A host acknowledges bytes even
- * while the peer's process is suspended or busy, so such a process is never reported as dead.
- * The end of a process, or a host that cannot be reached, is reported within about one second.
+ * Each end sends one byte ten times a second, and reads from the operating system (TCP_INFO)
+ * whether the peer's host has acknowledged the bytes. A host acknowledges bytes even while the
+ * peer's process is suspended or busy, so such a process is never reported as dead. The end of
+ * a process, or a host that cannot be reached, is reported within about one second.
  *
- * A forked child inherits the sockets and must call net_liveness_forget(). Until the child does
- * so, the connections stay open, and peers cannot see the end of the parent. */
+ * A forked child inherits the sockets and must call net_liveness_forget(). Before that the
+ * connections stay open, and peers cannot see the end of the parent. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
 
@@ -37,23 +36,22 @@ typedef struct net_liveness_setup {
     uint64_t group_id;
     /* name of the network interface on which peers connect; NULL: any that is up */
     const char *interface;
-    /* by host; true: this rank's peer there gets no connection, because it is in this process. Its
-     * state is always NET_PEER_ALIVE. */
+    /* by host; true: this rank's peer there is in this process, so it gets no connection and
+     * counts as alive */
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 
-/* Opens the listening socket, and writes to `handle` the data that peers need to connect. The
- * handle has NET_LIVENESS_HANDLE_BYTES bytes, which the caller has zeroed. Local: does not wait
- * for peers. Errors: EPIC_ENOMEM if host memory is short; EPIC_EDEVICE if the system refuses a
- * socket or random bytes, or if no network interface has an address. */
+/* Opens the listening socket, and writes to `handle`, NET_LIVENESS_HANDLE_BYTES zeroed bytes,
+ * the data that peers need to connect. Local: does not wait for peers. Errors: EPIC_ENOMEM;
+ * EPIC_EDEVICE if the system refuses a socket or random bytes, or if no network interface has
+ * an address. */
 epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
                                 void *handle);
 
-/* Connects to all peers, then starts the thread that sends the bytes and checks the
- * acknowledgements. `handles` [num_hosts, NET_LIVENESS_HANDLE_BYTES] holds the handles of this
- * rank and its peers, ordered by host. Collective among these ranks. Errors: EPIC_ETIMEOUT if
- * some peers are not connected after timeout_ms (the error sentence names them); EPIC_EDEVICE
- * if the system refuses poll() or a thread. */
+/* Connects to all peers, then starts the thread. `handles` [num_hosts,
+ * NET_LIVENESS_HANDLE_BYTES] are the handles of this rank and its peers, by host. Collective
+ * among these ranks. Errors: EPIC_ETIMEOUT if some peers, which the error sentence names, are
+ * not connected after timeout_ms; EPIC_EDEVICE if the system refuses poll() or a thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
 /* State of a peer. NET_PEER_CLOSED means that the peer called net_liveness_close().

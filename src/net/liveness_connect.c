@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the liveness connections (liveness.h). Each rank listens for its peers on hosts with
- * higher numbers, and connects to its peers on hosts with lower numbers. A host may have
- * several addresses. The rank tries them one after the other.
+ * higher numbers, and connects to its peers on hosts with lower numbers. It tries the addresses
+ * of a host one after the other.
  *
  * Each rank has published a handle with its addresses and a random secret through the
- * bootstrap. The first message on a connection is the handshake of the connecting rank. It
- * contains the secret of the listening rank. The answer contains the secret of the connecting
- * rank. So both ranks prove that they took part in the bootstrap.
+ * bootstrap. The handshake of the connecting rank contains the secret of the listening rank,
+ * and the answer contains the secret of the connecting rank. So both prove that they took part
+ * in the bootstrap.
  *
- * A connection without these secrets is closed. Another program may have found the port and
- * connected. Or a connecting rank may have reached another machine that has the same address,
- * such as the address of a container's bridge. */
+ * Connections without these secrets are closed. They come from other programs, or from a rank
+ * that has reached another machine with the same address, such as that of a container's bridge.
+ */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -169,9 +169,8 @@ static void try_next_address(connect_state *o, int host, int64_t now)
 }
 
 /* Continues the outgoing connection to a host, after poll() reported `events`. If TCP has not
- * established the connection after ADDRESS_TRY_MS, tries the next address. An established
- * connection waits for the peer's answer until the end of net_liveness_connect(), because the
- * peer may call that function late. */
+ * established it after ADDRESS_TRY_MS, tries the next address. An established connection waits
+ * for the answer until the end of net_liveness_connect(), which the peer may call late. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -199,9 +198,9 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads from one incoming connection until its handshake is complete. Answers the handshake and
- * keeps the connection if the sender is a peer on a host with a higher number that is not
- * connected yet. Otherwise closes the connection. */
+/* Reads from one incoming connection until its handshake is complete. Answers it if the sender
+ * is a peer on a host with a higher number that is not connected yet. Otherwise closes the
+ * connection. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);

@@ -38,8 +38,7 @@
 /* The net of one rank. Each engine defines the struct. */
 typedef struct net net;
 
-/* How an engine sends puts, if it supports several ways. The environment variable EPIC_NET_RDMA
- * selects the value. */
+/* How an engine with several ways of sending puts chooses one (EPIC_NET_RDMA). */
 typedef enum net_rdma {
     /* RDMA writes if the network keeps words of 8 bytes whole, otherwise messages */
     NET_RDMA_IF_WHOLE,
@@ -82,23 +81,22 @@ typedef struct net_engine {
      * unable to reach that memory: only connect() finds this out. Local. */
     bool (*can_reach_gpu)(void);
 
-    /* Opens this rank's end of the net, and writes to `handle` the data that peers need to
-     * connect. The handle has NET_HANDLE_BYTES bytes, which the caller has zeroed. It contains
-     * 64 random bits. The receiver ignores messages that do not contain these bits, because
-     * other programs may send messages too. On an error, writes the reason to `why`. Local. */
+    /* Opens this rank's end of the net, and writes to `handle`, NET_HANDLE_BYTES zeroed bytes,
+     * the data that peers need to connect. It contains 64 random bits. The receiver ignores
+     * messages without them, because other programs may send messages too. On an error, writes
+     * the reason to `why`. Local. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
-    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] holds the handles of this
-     * rank and its peers, ordered by host. Local: does not wait for answers. Returns
-     * EPIC_ENOTSUP if the GPU memory of a peer cannot be reached. Then the caller should close
-     * the net and open a new one with host memory. On an error, writes the reason to `why`. */
+    /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] are the handles of this
+     * rank and its peers, by host. Local: does not wait for answers. Returns EPIC_ENOTSUP if
+     * the GPU memory of a peer cannot be reached; the caller should then open a new net with
+     * host memory. On an error, writes the reason to `why`. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
     /* Copies `bytes` bytes from the address `from` in the outbox to the offset `to` of the
-     * inbox of the peer on `host`. `to`, `from` and `bytes` are multiples of 8, and `bytes` is
-     * at most NET_MAX_PUT_BYTES. Returns true if the engine has accepted the put. Returns false
-     * if too many puts are in flight. Then the caller calls progress() and tries again. If the
-     * peer is gone, accepts the put and drops it. */
+     * inbox of the peer on `host`. All three are multiples of 8, and `bytes` is at most
+     * NET_MAX_PUT_BYTES. Returns false if too many puts are in flight: the caller calls
+     * progress() and tries again. Returns true and drops the put if the peer is gone. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
     /* Like put(), but sends one word of 8 bytes that is passed by value. */
@@ -108,8 +106,8 @@ typedef struct net_engine {
      * 0: nothing happened. */
     int (*progress)(net *n);
 
-    /* Returns true once the engine no longer reads the sources of the first `count` puts to a
-     * host. Then the caller may overwrite these sources. `count` counts all puts since open(),
+    /* Returns true once the caller may overwrite the sources of the first `count` puts to a
+     * host, because the engine no longer reads them. `count` counts all puts since open(),
      * including those of put_word(). */
     bool (*is_done)(const net *n, int host, uint64_t count);
 

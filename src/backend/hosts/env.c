@@ -10,9 +10,8 @@
 
 #define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
-/* If the computed default of EPIC_NET_THREADS is less than this number, the default is 0. The
- * default is never 1, because a single net thread would do the work in place of the proxy
- * thread, but not faster. */
+/* The smallest default of EPIC_NET_THREADS other than 0. A single net thread would only replace
+ * the proxy thread, and would not be faster, so the default is never 1. */
 #define DEFAULT_MIN_THREADS 2
 /* by default a rank starts one net thread per this many of its cores (docs/lab/hosts.md) */
 #define CORES_PER_THREAD 2
@@ -58,8 +57,8 @@ static epic_result read_relays(bool *relays)
 }
 
 /* Reads a variable whose value is a number from 0 to `most`. Sets *out to -1 if the variable is
- * not set. `what` and `without` are parts of the error sentence: what the number counts, and
- * what happens if the variable is unset. */
+ * not set. `what` (the thing that is counted) and `without` (the effect of an unset variable)
+ * are parts of the error sentence. */
 static epic_result read_number(const char *name, const char *what, const char *without,
                                int32_t most, int32_t *out)
 {
@@ -76,8 +75,8 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_WINDOW. The default is so large that in most operations a rank sends all rows
- * before it receives the first one. This keeps the net busy (docs/lab/hosts.md). */
+/* Reads EPIC_NET_WINDOW. With the default, a rank sends all rows of most operations before it
+ * receives the first one, which keeps the net busy. */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

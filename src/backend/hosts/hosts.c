@@ -4,10 +4,10 @@
  *
  * Ranks of one host store rows directly into each other's device memory, the heap. Between
  * hosts, the net copies words from the outbox of the sender into the inbox of the receiver
- * (net/net.h). Inbox and outbox have the layout of a heap, and are called boxes here. They are
- * in GPU memory or in host memory. The net counts every rank as a host of its own. So where
- * this file passes a host number to the net, it passes a rank. Liveness connections
- * (net/liveness.h) show which ranks are dead. */
+ * (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and are in GPU
+ * memory or in host memory. For the net every rank is a host of its own, so this file passes
+ * rank numbers where the net expects host numbers. Liveness connections (net/liveness.h) show
+ * which ranks are dead. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +22,8 @@
 /* largest number of ranks per host with relays: kernels use one bit of a word for each of them */
 #define MAX_RELAYS 31
 
-/* What each rank sends to all ranks, through the bootstrap, while the group is joined. */
+/* The data that each rank sends to all ranks, through the bootstrap, while it joins the group.
+ */
 typedef struct peer_info {
     uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
     p2p_gpu gpu;
@@ -31,8 +32,8 @@ typedef struct peer_info {
     /* EPIC_NET_MEMORY of this rank: the memory that it requests, a hosts_memory */
     uint32_t requested_memory;
     uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
-    /* error sentence of this rank; if it has no error: why its inbox and outbox are not in GPU
-     * memory */
+    /* the error sentence of this rank; without an error, the reason why its inbox and outbox
+     * are not in GPU memory */
     char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
@@ -45,8 +46,8 @@ typedef struct hosts_part {
     net_liveness *liveness;
     hosts_proxy *proxy;
     bool on_gpu; /* true: inbox and outbox are in GPU memory; false: in host memory */
-    /* The memory into which the ranks of this host write rows. After the heap, the same
-     * allocation contains partial sums, which only this rank uses. */
+    /* The memory into which the ranks of this host write rows. The partial sums of this rank
+     * follow in the same allocation; only this rank uses them. */
     uint8_t *heap;
     /* memory into which the net copies words from other hosts; it has the layout of a heap */
     uint8_t *inbox;
@@ -93,8 +94,8 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Allocates an inbox or outbox. The CPU and the GPU may use different addresses for it: sets
- * *out to the address that the net uses, and *seen to the address that kernels use. */
+/* Allocates an inbox or outbox. *out is the address that the net uses, and *seen the address of
+ * the same memory that kernels use. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
@@ -103,15 +104,14 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the size of the partial sums in bytes. They are stored after the heap, and only this
- * rank reads them. */
+/* Returns the size in bytes of the partial sums, which follow the heap. */
 static int64_t partial_sums_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
 }
 
-/* Allocates the heap, into which all ranks of this host write. Sets self.net->host_ranks, the
- * bit mask of the ranks on this host, and writes the IPC handle of the heap to mine->handle. */
+/* Allocates the heap. Sets self.net->host_ranks, the bit mask of the ranks on this host, and
+ * writes the heap's IPC handle to mine->handle. */
 static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
 {
     p2p_heap *at = &g->self.at;
@@ -134,8 +134,8 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Returns how many bytes to allocate for an inbox or an outbox. Both have the layout of a heap,
- * which has at->bytes bytes. An allocation in GPU memory may be larger (p2p_heap_bytes()). */
+/* Returns how many bytes to allocate for an inbox or an outbox. In GPU memory they may be more
+ * than the at->bytes bytes of the layout (p2p_heap_bytes()). */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
@@ -226,8 +226,7 @@ static void close_net(hosts_part *h)
     h->net = NULL;
 }
 
-/* Allocates inbox and outbox, and opens the net with them. If on_gpu is true, they are in GPU
- * memory, otherwise in host memory. */
+/* Allocates inbox and outbox, in GPU memory if on_gpu is true, and opens the net with them. */
 static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, bool on_gpu)
 {
     h->on_gpu = on_gpu;
@@ -236,8 +235,7 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, boo
     return open_net(g, h, mine);
 }
 
-/* Frees inbox and outbox in GPU memory, allocates both in host memory, and opens the net
- * again. */
+/* Replaces inbox and outbox in GPU memory by ones in host memory, and opens the net again. */
 static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 {
     close_net(h);
@@ -245,8 +243,8 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Returns `result`, and adds to the error sentence that EPIC_NET_MEMORY=gpu is the reason why
- * this rank fails and does not use host memory instead. */
+/* Returns `result`. Adds to the error sentence that this rank does not use host memory instead,
+ * because EPIC_NET_MEMORY is gpu. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -280,8 +278,8 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
                                 .ranks_per_host = 1,
                                 .timeout_ms = g->config.timeout_ms,
                                 .group_id = g->self.group_id};
-    /* Ranks of one process end together. With many of them, the process would need too many
-     * sockets. */
+    /* All ranks of a process end together, so they need no connection. With many ranks,
+     * connections between them would also take too many sockets. */
     for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
         setup.is_in_process[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
@@ -343,8 +341,8 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
     return hosts_proxy_open(&h->proxy, &setup);
 }
 
-/* Checks the info that a rank has sent. If that rank has failed, returns its error. Another
- * program may have written the info, so its values are checked first. */
+/* Returns the error of a rank that has failed, according to the info that it sent. Another
+ * program may have written the info, so this function first checks its values. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -364,10 +362,9 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Sends this rank's info, with its result so far, to all ranks and receives the infos of all
- * ranks. `infos` [num_ranks + 1] has the info of each rank. Its last element is a second copy
- * of this rank's own info, which the gather sends. All ranks receive the same infos, so all
- * take the same decisions and make the same number of gathers. */
+/* Sends this rank's info to all ranks and receives theirs. infos[r] is the info of rank r, and
+ * infos[num_ranks] the copy of this rank's own info that is sent. All ranks receive the same
+ * infos, so they take the same decisions and make the same number of gathers. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -394,9 +391,8 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
-/* Checks the kinds of memory that ranks request with the variable EPIC_NET_MEMORY. All ranks
- * that request a kind must request the same kind. If a rank requests GPU memory, the inboxes
- * and outboxes of all ranks must already be in GPU memory. */
+/* Checks the memory that ranks request with EPIC_NET_MEMORY. No two ranks may request different
+ * kinds. If a rank requests GPU memory, all inboxes and outboxes must already be there. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -416,12 +412,12 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Connects the net, with the same kind of memory on all ranks. If all ranks have inbox and
- * outbox in GPU memory, first tries to connect these. If a rank cannot connect, all ranks move
- * to host memory, unless a rank has set EPIC_NET_MEMORY=gpu.
+/* Connects the net, with the same kind of memory on all ranks: GPU memory if every rank can
+ * connect with it. Otherwise all ranks move to host memory, or fail if a rank has set
+ * EPIC_NET_MEMORY=gpu.
  *
- * The ranks gather (exchange) their infos between the two attempts, because no rank may free
- * its inbox and outbox while another rank is still connecting to them. */
+ * Before the second attempt the ranks exchange their infos, because no rank may free its boxes
+ * while another rank still connects to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
     hosts_part *h = g->hosts;
@@ -445,9 +441,9 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
 
 /* Returns the number of ranks per host if relays can be used, otherwise 0. A relay is a rank
  * that receives a row for its host and forwards it to the other ranks there
- * (kernels/cuda/net/relay.cuh). There must be several hosts, and three conditions must be
- * fulfilled. Every host has the same number of ranks, from two to MAX_RELAYS. The ranks are numbered host
- * by host. Every rank allows relays (EPIC_NET_RELAY). */
+ * (kernels/cuda/net/relay.cuh). Relays need several hosts with the same number of ranks each,
+ * from two to MAX_RELAYS. The ranks must be numbered host by host, and every rank must allow
+ * relays (EPIC_NET_RELAY). */
 static int32_t ranks_per_host(const epic_group *g, const peer_info *infos)
 {
     int32_t local = 1;
@@ -495,9 +491,8 @@ static void free_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox. If `peer` is this
- * rank, copies the bytes directly to the inbox. Otherwise copies the bytes to the outbox, sends
- * them, and waits until they are sent. Does nothing if the peer is dead. */
+/* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and returns when
+ * they are sent. Does nothing if the peer is dead. `peer` may be this rank. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -561,9 +556,9 @@ static bool are_all_gone(epic_group *g)
     return true;
 }
 
-/* Implements epic_backend.leave. Announces to all peers that this rank leaves. A peer may write
- * into this rank's memory until the peer has left or died. So this function waits until all
- * peers have left or died, at most until the timeout, and then frees the memory. */
+/* Implements epic_backend.leave. Announces to all peers that this rank leaves. Then waits, at
+ * most until the timeout, until every peer has left or died, because a peer may write into this
+ * rank's memory until then. At last frees the memory. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -586,7 +581,7 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
 }
 
 /* Implements epic_backend.forget: closes the liveness connections in a forked child. Otherwise
- * peers would not notice the end of the parent while the child keeps the connections open. */
+ * peers would not notice the end of the parent while the child runs. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);
@@ -598,9 +593,9 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Implements epic_backend.memory. If EPIC_NET_MEMORY is not set, only joining a group shows
- * whether inbox and outbox are in GPU memory or in host memory. So their bytes are then counted
- * both in host_bytes and in device_bytes. */
+/* Implements epic_backend.memory. Without EPIC_NET_MEMORY it is not known before joining
+ * whether the boxes are in GPU memory or in host memory. Then host_bytes and device_bytes both
+ * count them. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

@@ -24,22 +24,22 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* Number of epochs (operations) in the array `ends`. It is enough, because kernels wait until
- * at most two epochs have puts in flight. */
+/* Number of epochs (operations) in the array `ends`. Kernels wait until at most two epochs have
+ * puts in flight, so four are enough. */
 #define MAX_OPEN_EPOCHS 4
-/* number of ring entries (requests of kernels) that the thread reads at most before it posts
+/* largest number of ring entries (requests of kernels) that the thread reads before it posts
  * puts */
 #define MAX_ENTRIES 256
-/* a batch that may still get pieces is posted to a host only if fewer puts than this are in
- * flight to the host */
+/* A batch that is not complete is posted only while fewer than this many puts to its host are
+ * in flight. */
 #define FEW_IN_FLIGHT 4
-/* Limits for the puts in flight to one host. While the limit of urgent puts is reached, urgent
- * pieces wait and are joined into larger puts. The bytes of row puts are limited, because the
- * net may send a later urgent put only after these bytes. */
+/* Limits for the puts in flight to one host. At the limit of urgent puts, further urgent pieces
+ * wait and are joined into larger puts. The bytes of row puts have a limit too, because the net
+ * may send these bytes before an urgent put that is posted later. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-/* an urgent batch that would need more puts than this waits for pieces that fill its gaps, so
- * that it needs fewer */
+/* An urgent batch that would need more puts than this waits for the pieces that fill its gaps.
+ */
 #define URGENT_MAX_PUTS 4
 /* an urgent batch stops waiting for pieces when no urgent piece has been read for this long */
 #define URGENT_QUIET_US 5
@@ -47,8 +47,7 @@
 #define PREFETCH_LINES 4
 /* the thread begins to sleep after this many calls of proxy_progress() without progress */
 #define IDLE_ROUNDS 64
-/* if the thread may use at least SPARE_CORES cores, it polls this long before its first
- * sleep */
+/* how long the thread polls before its first sleep, if it may use at least SPARE_CORES cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* length of the first sleep; each later one is twice as long */
@@ -57,9 +56,9 @@
 #define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A word with a part of this rank's state, which this rank sends to a fixed place in one peer's
- * inbox. Puts may arrive in any order. So a new value is sent only after the put of the
- * previous value is done. Otherwise the older value could overwrite the newer one. */
+/* A part of this rank's state in one word, which this rank sends to a fixed place in one peer's
+ * inbox. Puts may arrive in any order, so a new value is sent only after the put of the old
+ * value is done. */
 typedef struct state_word {
     uint64_t sent;
     /* number of the put that has sent this value; the next value waits until that put is
@@ -69,8 +68,8 @@ typedef struct state_word {
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-/* A message that a call of hosts_proxy_send() sends to one host. `at` and `bytes` are the
- * arguments of that call. `posted` is the number of the put that sends the message. */
+/* The message of one call of hosts_proxy_send(), with its arguments `at` and `bytes`. `posted`
+ * is the number of the put that sends the message. */
 typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
@@ -93,8 +92,8 @@ struct hosts_proxy {
     /* by host: true if the net cannot send more puts to the host at the moment */
     bool full[NET_MAX_HOSTS];
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
-    /* true: the thread has read the ring entry that ends the epoch (operation). The epoch ends
-     * when all batches are posted. */
+    /* true: the thread has read the ring entry that ends the epoch; the epoch ends when all
+     * batches are posted */
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
@@ -107,8 +106,8 @@ struct hosts_proxy {
     /* number of puts posted to each host, including state words and messages */
     uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
-    /* by host: value of posted[host] after each of the last urgent puts. Urgent put number n
-     * has index n % MAX_URGENT_IN_FLIGHT. */
+    /* posted[host] after each of the last urgent puts to a host; urgent put n has the index n %
+     * MAX_URGENT_IN_FLIGHT */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
     /* copies of `posted` at the end of the last epochs (operations); epoch number n has index n
      * % MAX_OPEN_EPOCHS */
@@ -130,16 +129,16 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ----------------------------------------------------------------- puts of the kernels ---- */
 
-/* Ends an epoch: records how many puts were posted to each host so far. When these puts are
- * done, free_epochs() reports to the kernels that the epoch is completely sent. */
+/* Ends an epoch: records how many puts were posted to each host so far. free_epochs() later
+ * waits for these puts. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
     p->is_running = false;
 }
 
-/* Posts a put, which copies from offset `at` of the outbox to the same offset of the host's
- * inbox. Returns false if the net cannot accept a put now. */
+/* Posts a put from offset `at` of the outbox to the same offset of the host's inbox. Returns
+ * false if the net cannot accept a put now. */
 static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -159,12 +158,12 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 }
 
 /* Reads ring entries until the epoch ends, the batcher is full, the ring is empty, or
- * MAX_ENTRIES were read. Returns the number of entries read.
+ * MAX_ENTRIES entries were read. Returns the number of entries read.
  *
- * Kernels fill the ring again and again, in laps. The top byte of an entry is the lap in which
- * it was written (P2P_ENTRY_LAP), so the thread recognizes entries of earlier laps. The acquire
- * load of an entry makes the words visible that the entry describes in the outbox. The store to
- * `taken` lets kernels reuse the ring entries. */
+ * Kernels fill the ring in laps. The top byte of an entry is its lap (P2P_ENTRY_LAP), so the
+ * thread recognizes entries of earlier laps. The acquire load of an entry makes the words
+ * visible that the entry describes in the outbox. The store to `taken` lets kernels reuse the
+ * ring entries. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -226,11 +225,11 @@ static void record_urgent(hosts_proxy *p, int host)
     p->urgent[host][p->num_urgent[host]++ % MAX_URGENT_IN_FLIGHT] = p->posted[host];
 }
 
-/* Posts all batches that may_go() allows. Returns the number of puts. When the epoch ends and
- * all batches are posted, records the end of the epoch.
+/* Posts all batches that may_go() allows, and returns the number of puts. Ends the epoch when
+ * all its batches are posted.
  *
- * If the net accepts no more puts to one host, still posts the puts to other hosts. Otherwise
- * the other hosts would wait for rows from this rank and report this rank as the culprit. */
+ * If the net accepts no more puts to one host, the other hosts still get theirs. Otherwise they
+ * would wait for rows of this rank and report it as the culprit. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -256,8 +255,8 @@ static int post_batches(hosts_proxy *p)
 }
 
 /* Reports to the kernels how many epochs are completely sent (`freed`). Epochs use the two
- * halves of the outbox alternately. When all puts of an epoch are done, the net no longer reads
- * the half of this epoch, and kernels may overwrite that half. */
+ * halves of the outbox alternately. When all puts of an epoch are done, kernels may overwrite
+ * its half. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -281,9 +280,8 @@ static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at,
     m->posted = ++p->posted[host];
 }
 
-/* Returns the word that describes the group's failure, or 0 if the group has not failed. Also
- * returns 0 if another rank reported the failure, because only the reporting rank sends this
- * word. */
+/* Returns the word that describes the failure that this rank has reported, or 0. Only the rank
+ * that reported a failure sends this word. */
 static uint64_t broken_word(const hosts_proxy *p)
 {
     const p2p_status *s = p->setup.status;
@@ -292,8 +290,8 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends two state words to all peers. The first names the ranks for which this rank waits. The
- * second describes the failure that this rank has reported. */
+/* Sends two state words to all peers: for which ranks this rank waits, and which failure it has
+ * reported. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -306,9 +304,8 @@ static void send_state(hosts_proxy *p)
     }
 }
 
-/* Advances the message to one host. After a request by hosts_proxy_send(), posts the message
- * when no other put to the host is in flight. Marks the message as idle when its put is
- * done. */
+/* Advances the message to one host: posts a requested message when no other put to the host is
+ * in flight, and marks it as idle when its put is done. */
 static void progress_message(hosts_proxy *p, int host)
 {
     message *m = &p->messages[host];
@@ -336,8 +333,7 @@ static void mark_dead(const hosts_proxy *p)
 /* --------------------------------------------------------------------------- main loop ---- */
 
 /* Does each task of the thread once: reads ring entries, posts puts, lets the net progress, and
- * sends this rank's state. Returns the number of entries read, puts posted and events of the
- * net; 0: nothing happened. */
+ * sends this rank's state. Returns how many entries, puts and events of the net there were. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -355,8 +351,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until a thread calls hosts_proxy_wake(). Returns true if
- * hosts_proxy_wake() ended the sleep. */
+/* Sleeps for `us` microseconds, or until hosts_proxy_wake() ends the sleep. Returns true in the
+ * second case. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -383,8 +379,8 @@ static int64_t longer_nap(int64_t us)
 }
 
 /* The main function of the proxy thread: calls proxy_progress() until the proxy is closed.
- * While there is nothing to do, the thread first yields the core, then takes longer and longer
- * naps. Progress or a call of hosts_proxy_wake() makes the naps short again. */
+ * While nothing happens, the thread first yields the core, then takes longer and longer naps.
+ */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -457,8 +453,7 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* Each host has a message of its own. So a host that does not receive does not delay
-     * messages to other hosts. */
+    /* Each host has its own message, so a host that does not receive delays no other host. */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

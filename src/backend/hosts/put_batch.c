@@ -1,19 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins pieces into puts. put_batch.h explains pieces, blocks and batches. Each batch is in one
- * of these lists: free, waiting for more pieces, or ready to be posted. Urgent batches and
- * batches of rows have separate waiting and ready lists. Only the batch that is being posted
- * (put_batcher.current) is in no list. In this file a *span* is a range of adjacent words. A
- * batch stores its words as a list of spans. */
+/* Joins pieces into puts. put_batch.h explains pieces, blocks and batches. A batch is in one of
+ * these lists: free, waiting for more pieces, or ready to be posted. Urgent batches and batches
+ * of rows have separate lists. Only the batch that is being posted (put_batcher.current) is in
+ * no list. A *span* is a range of adjacent words, and a batch is a list of spans. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define MAX_OPEN 2048 /* number of batches, including the free ones */
-/* A batch is stale if this many pieces were added to other batches since its last piece. No
- * more pieces are expected for a stale batch, because kernels post rows nearly in order. One
- * warp may overtake others, so a piece can come late. It comes late by about as many pieces as
- * the kernel has warps, or fewer. */
+/* A batch is stale if other batches have received this many pieces since its last piece.
+ * Kernels post rows nearly in order, so no more pieces are expected for a stale batch. Only a
+ * warp that other warps overtake posts late, by about as many pieces as there are warps. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* largest number of spans (ranges of words) in a batch */
 
@@ -121,10 +119,8 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* Returns whether there are enough free batches for a piece of `words` words. Each block in
- * which the piece has words may need a free batch. words / all->block_words counts only the
- * blocks that the piece fills completely. The piece may also have words in one block before
- * these and in one block after them, so two more batches are required. */
+/* Returns whether there are enough free batches for a piece of `words` words. Each block that
+ * the piece touches may need one: the blocks that it fills, and one more at each end. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->block_words) + 2;
@@ -151,8 +147,7 @@ bool put_batcher_is_empty(const put_batcher *all)
 }
 
 /* Takes a free batch for a block and a host, puts it into the waiting list, and returns its
- * index. Takes the batch that was freed last, because its memory is probably still in the
- * cache. */
+ * index. Takes the batch that was freed last, because its memory is probably in the cache. */
 static int open_batch(put_batcher *all, int host, uint32_t block)
 {
     const int i = all->free.last;
@@ -207,9 +202,8 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Moves the oldest waiting batch of rows to the ready list if the batch is stale. Without this
- * function a stale batch could wait until the operation (epoch) ends. But its receiver reads
- * rows in order, and may already wait for the rows of this batch. */
+/* Moves the oldest waiting batch of rows to the ready list if it is stale. Otherwise it could
+ * wait until the end of the operation, although its receiver may already wait for its rows. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;

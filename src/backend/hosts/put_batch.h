@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
- * In this folder a *piece* is a range of words of 8 bytes in the outbox that a kernel wants to
- * send to one host. The words go to the same offset in the inbox of that host. Outbox and inbox
- * (net/net.h) have the layout of a heap. The heap is divided into *blocks* of the size that the
- * network engine prefers. A *batch* collects the pieces of one block that go to one host. The
- * batch waits until it has all words of the block, until no more pieces are expected, or until
- * the net has little to do. Then each sequence of adjacent pieces is sent as one put. The first
- * blocks of a heap are urgent, and their batches are sent before other batches. These blocks
- * contain announcements and counts, for which all ranks wait. The other blocks contain rows.
+ * A *piece* is a range of words of 8 bytes in the outbox that a kernel wants to send to the
+ * same offset of one host's inbox. Outbox and inbox (net/net.h) have the layout of a heap,
+ * which is divided into *blocks* of the size that the network engine prefers. A *batch*
+ * collects the pieces of one block for one host. It waits until it has all words of the block,
+ * until no more pieces are expected, or until the net has little to do. Then each range of
+ * adjacent words is sent as one put.
+ *
+ * The first blocks of a heap are urgent and are sent first. They contain announcements and
+ * counts, for which all ranks wait. The other blocks contain rows.
  *
  * A *batcher* holds the batches of one rank. Only the proxy thread uses it. */
 #ifndef EPIC_HOSTS_PUT_BATCH_H
@@ -35,9 +36,8 @@ typedef enum put_batch_kind {
     BATCH_PARTIAL /* a batch of rows that may get more pieces */
 } put_batch_kind;
 
-/* A function of the caller. Returns whether a batch of this kind may be sent to the host now.
- * Sending the batch takes at most `puts` puts. `self` is the argument that put_batcher_next()
- * got. */
+/* A function of the caller that returns whether a batch of this kind may be sent to the host
+ * now. The batch needs at most `puts` puts. `self` is the argument of put_batcher_next(). */
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
 /* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
@@ -56,25 +56,23 @@ bool put_batcher_is_empty(const put_batcher *all);
 /* Returns whether word number `word` of the heap belongs to an urgent block. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece of `words` words for a host. The piece begins at word number `word` of the heap.
- * The caller has checked put_batcher_has_room(). No two pieces that wait for the same host
- * contain the same word. */
+/* Adds a piece of `words` words, beginning at word number `word` of the heap, for a host. The
+ * caller has checked put_batcher_has_room(). Pieces that wait for one host do not overlap. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
-/* Stores to *out the next put of a batch for which may() returns true. Urgent batches come
- * first, then complete batches of rows, then partial batches of rows, the oldest of each kind
- * first. Returns false if may() allows no batch. If it returns true, the caller calls
- * put_batcher_mark_posted() or put_batcher_put_back() next. */
+/* Stores to *out the next put of a batch that may() allows: first urgent batches, then complete
+ * batches of rows, then partial ones, the oldest of each kind first. Returns false if there is
+ * none. After true, the caller must call put_batcher_mark_posted() or put_batcher_put_back().
+ */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* Removes the words of a put from their batch. The caller calls this function after it has
- * posted the put that put_batcher_next() returned. */
+/* Removes the words of the put that put_batcher_next() returned from their batch, after the
+ * caller has posted it. */
 void put_batcher_mark_posted(put_batcher *all);
 
-/* Keeps the words of the put that put_batcher_next() returned. The caller calls this function
- * if the net had no room for the put. The batch of these words becomes the first one of its
- * kind. */
+/* Keeps the words of the put that put_batcher_next() returned, because the net had no room.
+ * Their batch becomes the first of its kind. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif

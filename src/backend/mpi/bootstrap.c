@@ -24,7 +24,7 @@
 #define ROLL_TAG 32767 /* MPI tag of roll calls: the largest that every MPI allows */
 #define NAP_NS 100000
 
-/* What a bootstrap made from a communicator stores; epic_bootstrap.self points to it. */
+/* The state of a bootstrap made from a communicator; epic_bootstrap.self points to it. */
 typedef struct bootstrap {
     MPI_Comm comm;
     int rank, num_ranks;
@@ -33,9 +33,9 @@ typedef struct bootstrap {
     char sentence[512];
 } bootstrap;
 
-/* The state of one gather. `requests` has a receive for each rank, then a send for each rank;
- * those for this rank itself stay MPI_REQUEST_NULL. MPI_Testsome writes `statuses` and
- * `indices`. missing[r] is true while no message has arrived from rank r. */
+/* The state of one gather. `requests` has a receive for each rank, then a send for each rank.
+ * Those for this rank itself stay MPI_REQUEST_NULL. missing[r] is true while no message has
+ * arrived from rank r. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size]: the bytes of each rank */
     MPI_Request *requests; /* [2, num_ranks]: a receive from, and a send to, each rank */
@@ -80,11 +80,10 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Receives roll calls. Sends this rank's roll call once: when `late` is set, or when a roll
- * call of another rank has arrived. missing[m->rank] is true until this rank has sent its roll
- * call. Ignores errors of MPI, because roll calls only improve an error text. During the call
- * MPI_ERRORS_RETURN replaces the communicator's error handler, because that handler may end the
- * program. */
+/* Receives roll calls. Sends this rank's roll call once, when `late` is set or another rank's
+ * roll call has arrived, and then clears missing[m->rank]. Ignores errors of MPI, because roll
+ * calls only improve an error text. Meanwhile MPI_ERRORS_RETURN replaces the communicator's
+ * error handler, which may end the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -212,8 +211,8 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* Handles the i-th of the requests that MPI_Testsome has reported as finished. `code` is the
- * result of MPI_Testsome. Returns EPIC_EMISMATCH if the peer sent another number of bytes. */
+/* Handles the i-th of the requests that MPI_Testsome, whose result is `code`, has reported as
+ * finished. Returns EPIC_EMISMATCH if the peer sent another number of bytes. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];

@@ -42,8 +42,8 @@ static void broadcast_message(epic_group *group, const control_message *message,
         if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
-/* Ends the waits of all threads of this rank. To do so, increments num_events of every op slot:
- * a thread in wait() returns when this number has changed. */
+/* Ends the waits of all threads of this rank: increments num_events of every op slot, for which
+ * wait() looks. */
 void control_notify_all(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
@@ -51,10 +51,9 @@ void control_notify_all(epic_group *group)
 
 /* ---------------------------------------------------------------------------- failures ---- */
 
-/* Stores the failure, unless the group already has a failure, and ends all waits of this rank.
- * If should_broadcast is set, also sends the failure to all ranks. Threads read the failure
- * without the mutex after they have found that `broken` is true. Therefore `broken` is stored
- * last, with release order. */
+/* Stores the group's first failure, and ends all waits of this rank. If should_broadcast is
+ * set, also sends the failure to all ranks. `broken` is stored last, with release order,
+ * because threads read the failure without the mutex once `broken` is true. */
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast)
 {
     if (is_broken(group)) return;

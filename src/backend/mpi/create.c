@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * For this purpose MPI has only one call that ranks outside the new communicator need not make:
- * MPI_Comm_create_group. But it waits forever if one of the calling ranks dies. So a separate
- * thread calls it, if MPI allows several threads. If MPI_Comm_create_group does not return
- * before the deadline, create_comm() *abandons* the thread: it returns an error and no longer
- * waits for the thread. If MPI_Comm_create_group returns later, the thread itself frees its
- * `creation`. */
+ * The only MPI call for this purpose that the other ranks need not make is
+ * MPI_Comm_create_group. It waits forever if one of its ranks dies. So if MPI allows several
+ * threads, a separate thread calls it. At the deadline create_comm() *abandons* the thread: it
+ * returns an error and no longer waits. If the MPI call returns later, the thread itself frees
+ * its `creation`. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"

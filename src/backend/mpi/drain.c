@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The drain thread: polls MPI until the rows of finished exchanges are sent.
  *
- * A slow peer may not yet have received all rows of an exchange that this rank has finished.
- * MPI moves these rows only while this rank calls MPI. But the rank may compute for a long
- * time, or never call EPIC again. So while there are unsent rows and no other thread polls, the
- * drain thread polls MPI once per millisecond.
+ * When this rank has finished an exchange, a slow peer may not have received all its rows. MPI
+ * moves these rows only while this rank calls MPI, but the rank may compute for a long time or
+ * never call EPIC again. So while there are unsent rows and no other thread polls, the drain
+ * thread polls MPI once per millisecond.
  *
- * After IDLE_LOOKS polls without unsent rows, the drain thread sleeps until mpi_finish() wakes
- * it. It does not sleep at once, because waking it after every operation costs more than a
- * short operation takes. */
+ * After IDLE_LOOKS polls without unsent rows the thread sleeps until mpi_finish() wakes it. It
+ * does not sleep at once, because waking it costs more than a short operation. */
 
 #include "backend/mpi/group.h"
 #include "base/error.h"

@@ -40,8 +40,7 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
 #define FIRST_ROW_TAG 1
-/* smallest size, in bytes, of half a ring: two halves form a ring, and each must have room for
- * an entry of this size */
+/* smallest size in bytes of half a ring, and largest size of an entry */
 #define MIN_SEGMENT 8704
 /* number of receives for control messages that are always posted */
 #define NUM_RECEIVE_BUFFERS 16
@@ -119,38 +118,36 @@ typedef struct peer_status {
 } peer_status;
 
 /* The state of the ring of one op slot to or from one peer. A *segment* is the entries of a
- * flow that are sent as one MPI message. Each half of the ring holds one segment. Segments are
- * numbered over all flows of the ring, and segment n uses half n % 2. */
+ * flow that one MPI message carries. Each half of the ring holds one segment: segment n,
+ * counted over all flows of the ring, uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries of the flow */
-    /* how many entries of the flow this rank has sent or, if it is the reader, has read and
+    /* number of entries of the flow that this rank has sent or, as the reader, has read and
      * dropped */
     int64_t moved;
-    /* number of the flow's first segment (entries that are sent as one MPI message); segments
-     * are numbered over all flows */
+    /* number of the flow's first segment, counted over all flows */
     uint64_t first;
     /* how many segments (MPI messages) were passed to MPI so far, in all flows together */
     uint64_t num_started;
-    /* The flow's entries begin this many bytes after the beginning of each half of the ring.
-     * Only rings from which this rank sends use it; staging.c explains the reason. */
+    /* distance in bytes from the beginning of a half to the flow's first entry; only for rings
+     * from which this rank sends (staging.c) */
     int64_t offset;
 } staging_ring;
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
-/* The states of an op slot, in their order. In the state SLOT_OPEN, this rank has announced the
- * exchange. In the state SLOT_DRAINING, this rank has finished the exchange, but MPI still
- * reads from the slot's rings. */
+/* The states of an op slot, in their order. SLOT_OPEN: this rank has announced the exchange.
+ * SLOT_DRAINING: this rank has finished it, but MPI still reads from the slot's rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
-/* What wait() stores between its calls. Each op slot has one such struct. The group has one
- * more, epic_group.wait, for threads that wait until any op slot is free. */
+/* The state that wait() keeps between its calls. Each op slot has one, and the group one more
+ * (epic_group.wait) for threads that wait for any free op slot. */
 typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns; /* time at which wait() last returned */
-    /* Since when nothing has changed: the time at which wait() last found a change of the op
-     * slot, or at which the exchange began. */
+    /* time at which wait() last found a change of the op slot; before that, the time at which
+     * the exchange began */
     int64_t unchanged_since_ns;
     /* time at which this rank last requested the status of its peers for this op slot
      * (peer_status.c) */
@@ -174,9 +171,8 @@ typedef struct op_slot {
     wait_state wait;
     /* number of flows in all exchanges of this op slot so far */
     int64_t num_flows;
-    /* For the current flow. entry_bytes: size of an entry. stride: distance in bytes between
-     * two entries of a ring. per_segment: number of entries in a segment; 0 before the first
-     * flow of the exchange. */
+    /* Sizes of the current flow: bytes of an entry, bytes from one entry in the ring to the
+     * next, and entries per segment (0 before the first flow of the exchange). */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each: the op header of each peer, and whether it has arrived */
@@ -188,8 +184,7 @@ typedef struct op_slot {
     MPI_Request *requests; /* [num_ranks, NUM_REQUESTS]: requests for each peer */
 } op_slot;
 
-/* What one rank stores about the group: its op slots, the state of its peers, and its
- * messages. */
+/* The data of one rank about the group: its op slots, the state of its peers, its messages. */
 struct epic_group {
     int rank, num_ranks, num_slots;
     MPI_Comm comm;

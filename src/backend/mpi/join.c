@@ -35,8 +35,8 @@ static MPI_Comm parent_of(const epic_config *config)
     return config->native ? *(const MPI_Comm *)config->native : MPI_COMM_WORLD;
 }
 
-/* Returns whether two of the ranks are threads of one process, which backend mpi does not
- * support. Writes their numbers to `why`. */
+/* Returns whether two of the ranks are threads of one process, and writes their numbers to
+ * `why`. Backend mpi does not support that. */
 static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 {
     for (int a = 0; a < num_ranks; a++)
@@ -169,8 +169,8 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether the ranks of this host may together run on at least as many cores as there
- * are ranks. If not, two ranks share a core, and a waiting rank must yield the core. */
+/* Returns whether the ranks of this host may together run on at least one core per rank.
+ * Otherwise two ranks share a core, and a waiting rank must yield it. */
 static bool find_core_per_rank(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -184,8 +184,8 @@ static bool find_core_per_rank(const epic_join *join, const join_info *infos)
     return cores_count(&any) >= ranks;
 }
 
-/* Creates a communicator of the group's ranks, in the bootstrap's order. Ranks of the MPI job
- * outside the group do not take part. */
+/* Creates a communicator of the group's ranks, in the bootstrap's order. The other ranks of the
+ * MPI job do not take part. */
 static epic_result make_connections(epic_group *group, const epic_join *join,
                                     const join_info *infos)
 {
@@ -227,8 +227,8 @@ static epic_result connect_locked(epic_group *group, const epic_join *join,
     return result;
 }
 
-/* Joins the group. Collective: a rank that failed to prepare still takes part in the gather, so
- * that all ranks return an error. */
+/* Joins the group. Collective: a rank that failed still takes part in the gather, so that all
+ * ranks return an error. */
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
     const int num_ranks = join->bootstrap->num_ranks;
@@ -262,9 +262,9 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* ----------------------------------------------------------------------------- leaving ---- */
 
-/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Before
- * that time has passed, the peer's close message may still arrive. *since is the time at which
- * the first dead peer was found; 0: none was found yet. */
+/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Until
+ * then its close message may still arrive. *since is the time at which the first dead peer was
+ * found, or 0. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
@@ -311,9 +311,9 @@ static bool test_slots(epic_group *group)
     return idle;
 }
 
-/* Cancels the pending receives, to which no peer will send, and waits at most CANCEL_NS for all
- * requests. Returns false if some are still pending. Then MPI may still access the rings, and
- * they must not be freed. */
+/* Cancels the receives that no peer will serve, and waits at most CANCEL_NS for all requests.
+ * Returns false if some are still pending: MPI may still access the rings, so they must not be
+ * freed. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
@@ -331,8 +331,8 @@ static bool cancel_requests(epic_group *group)
 }
 
 /* Breaks the group, because a peer died or did not receive rows before the deadline. The
- * communicator of a broken group is never freed. MPI therefore cannot reuse its number, and
- * late messages cannot reach another group. */
+ * communicator of a broken group is never freed, so MPI cannot reuse its number, and late
+ * messages cannot reach another group. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,
@@ -343,8 +343,7 @@ static void break_with_timeout(epic_group *group)
 }
 
 /* Leaves the group: sends the close message, waits until MPI no longer needs this rank's
- * memory, and frees the rings. The communicator is kept until all peers have left
- * (lifecycle.c). */
+ * memory, and frees the rings. lifecycle.c keeps the communicator until all peers have left. */
 void mpi_leave(epic_group *group)
 {
     const bool up = runtime_is_up();

@@ -2,11 +2,10 @@
 /* Starts and ends MPI. A process can start MPI only once, so this file keeps one state for the
  * whole process: whether EPIC started MPI, and which groups this rank has left.
  *
- * When this rank leaves a group, it keeps the group's communicator until all peers have left
- * too. If it freed the communicator earlier, MPI could reuse the communicator's number for
- * another group, and a late message would reach the wrong group. A group that all peers have
- * left is freed when this rank opens or leaves another group, or when MPI ends. The
- * communicator of a broken group is never freed. */
+ * The communicator of a group is freed only after all peers have left the group too. Otherwise
+ * MPI could reuse its number for another group, and a late message would reach the wrong group.
+ * This happens when this rank opens or leaves another group, or when MPI ends. The communicator
+ * of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
@@ -77,7 +76,7 @@ void lifecycle_add_open(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* Records that MPI may be stuck in a call or a group is broken, so that this process does not
+/* Records that a group is broken or MPI may be stuck in a call, so that this process does not
  * call MPI_Finalize at its end. */
 void lifecycle_mark_broken(void)
 {
@@ -118,9 +117,9 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, unless a group is
- * broken or open. With a broken or open group, MPI_Finalize could wait forever. In that case
- * the rank ends without MPI_Finalize, and mpirun ends the whole job. */
+/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, except with a broken
+ * or open group, because MPI_Finalize could then wait forever. In that case mpirun ends the
+ * whole job. */
 __attribute__((destructor)) static void finalize_at_exit(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds peers whose process has ended without a close message. MPI may not report the end of a
- * process. If mpirun does not end the job either, the other ranks would wait until their
- * deadline.
+/* Finds peers whose process has ended without a close message. MPI may not report that. If
+ * mpirun does not end the job either, the other ranks would wait until their deadline.
  *
- * A pidfd shows the end of a process on this host and in this PID namespace. A rank that finds
- * a dead peer breaks the group, so ranks on other hosts also return the error. If a rank is
- * alone on its host, no pidfd shows its end. A lost MPI connection is not used as a sign,
+ * A pidfd shows the end of a process on this host and in this PID namespace. The rank that
+ * finds a dead peer breaks the group, so that ranks on other hosts return the error too. The
+ * end of a rank that is alone on its host is not found. A lost MPI connection is no sign,
  * because it does not prove that a process has ended. */
 #include <errno.h>
 #include <string.h>
@@ -46,9 +45,9 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* Returns whether the peer has closed its context or its process has ended. Messages that a
- * dead peer sent before its end have arrived on this host, but this rank may not have handled
- * them. Therefore src/exchange checks twice before it reports that the peer is gone. */
+/* Returns whether the peer has closed its context or its process has ended. Messages that it
+ * sent before may not be handled yet, so src/exchange checks twice before it reports the peer.
+ */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

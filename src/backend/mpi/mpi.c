@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend mpi: ranks are processes of one MPI job. They share no memory and exchange only
- * messages. This file contains the table of transport functions. It also contains the transport
- * functions that poll MPI when they have no result yet. */
+/* The backend mpi: ranks are processes of one MPI job, which share no memory and only exchange
+ * messages. This file has the table of transport functions, and those functions that poll MPI
+ * when they have no result yet. */
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
@@ -12,8 +12,8 @@
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* First free the op slots of finished exchanges, so that op_slots_find_free() can return
-     * one that was used recently. Its memory is probably still in the cache. */
+    /* Free the op slots of finished exchanges first, so that op_slots_find_free() can return
+     * one whose memory is still in the cache. */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;
@@ -65,12 +65,12 @@ static bool has_polled_recently(epic_group *group)
     return clock_ns() - looked < RECENT_NS;
 }
 
-/* Implements epic_transport.failure. If no thread has polled MPI for RECENT_NS, this function
- * polls, so that a rank that never waits also finds failures.
+/* Implements epic_transport.failure. Polls MPI if no thread has done so for RECENT_NS, so that
+ * a rank that never waits also finds failures.
  *
- * It polls until two polls in a row find nothing, because MPI may receive a message in one poll
- * and report it only in the next. So a rank that calls EPIC again after a long time finds the
- * failure before it joins an operation that its peers have given up. */
+ * Polls until two polls in a row find nothing, because MPI may receive a message in one poll
+ * and report it only in the next. So a rank that calls EPIC after a long time finds the failure
+ * before it joins an operation that its peers have given up. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Op slots, called slots here: the state of one rank for one exchange. A slot is free, then
- * claimed, then open (announced), then draining (finished, but MPI still reads from its rings),
- * and then free again. If a peer's op header arrives before this rank has opened a slot for the
- * exchange, the header is stored in the list `early` of that peer. */
+/* Op slots, here called slots: the state of one rank for one exchange. A slot is free, claimed,
+ * open (announced), draining (finished, but MPI still reads its rings), and then free again. If
+ * a peer's op header arrives before this rank has opened a slot for the exchange, the list
+ * `early` of that peer stores it. */
 #include "backend/mpi/group.h"
 
 /* -------------------------------------------------------------------------- op headers ---- */
@@ -28,9 +28,8 @@ static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_h
     slot->num_events++;
 }
 
-/* Stores a peer's op header for an exchange that this rank has not begun. If the peer's list is
- * full, the peer has more than max_in_flight operations in flight. Then this function breaks
- * the group. */
+/* Stores a peer's op header for an exchange that this rank has not begun. Breaks the group if
+ * the peer's list is full: then the peer has more than max_in_flight operations in flight. */
 static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Exchanges the status of ranks. A rank that waits for a long time sends status requests to the
- * ranks that it waits for. It also sends requests to the ranks that these ranks wait for, and
- * so on. A rank that is itself inside a wait of EPIC polls MPI, so it replies. At its deadline
- * a rank can therefore distinguish waiting peers from silent ones, and names only the silent
- * ones as culprits. */
+ * ranks for which it waits, to the ranks for which those wait, and so on. A rank that itself
+ * waits in EPIC polls MPI, so it replies. At its deadline a rank can therefore distinguish
+ * waiting peers from silent ones, and names only the silent ones as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
@@ -18,8 +17,8 @@
  * few messages accumulate at a stuck peer. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-/* A thread still counts as waiting for this time after wait() has returned, because it usually
- * calls wait() again. */
+/* A thread counts as waiting for this time after wait() has returned, because it usually calls
+ * wait() again. */
 #define MOMENT_NS (100 * MS)
 
 /* Returns a send buffer whose last message has been sent, or NULL. */
@@ -59,8 +58,8 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* `whom` is a set of ranks (a bit mask). Adds to it the ranks that its members wait for,
- * according to their latest replies, until no rank is added any more. */
+/* Adds to `whom`, a bit mask of ranks, the ranks for which its members wait according to their
+ * latest replies. Repeats this until no rank is added any more. */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -96,8 +95,8 @@ static void add_wait(status_report *out, const wait_state *w, int64_t now)
 }
 
 /* Returns this rank's reply to a status request. If this rank takes part in the exchange (tag,
- * sequence), the reply contains the ranks that it waits for in that exchange. Otherwise the
- * reply contains the ranks that it waits for in any exchange or for a free op slot. */
+ * sequence), the reply has the ranks for which it waits there. Otherwise it has the ranks for
+ * which it waits in any exchange, or for a free op slot. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -169,8 +168,8 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
     out->is_inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
-/* Copies a report to *out. Even an old report shows which phase the peer has reached. Only a
- * report that is at most FRESH_NS old (`fresh`) shows that the peer still waits. */
+/* Copies a report to *out. Every report shows which phase the peer has reached. Only a report
+ * of the last FRESH_NS (`fresh`) shows that the peer still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;

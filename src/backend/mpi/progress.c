@@ -79,9 +79,9 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of an op slot. Increments num_events for each MPI message with
- * rows that has arrived. If the op slot waits for room, also increments num_events for each
- * finished send. A change of num_events ends a wait. */
+/* Polls the sends and receives of an op slot. Each message with rows that has arrived
+ * increments num_events, which ends a wait. So does each finished send, if the op slot waits
+ * for room. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -128,9 +128,9 @@ void progress_drain(epic_group *group)
 
 /* ------------------------------------------------------------- progress of one op slot ---- */
 
-/* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, otherwise
- * control messages with op headers. Does not poll both, because an MPI call that finds nothing
- * yields the core, and yielding is slow if there are more ranks than cores. */
+/* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, otherwise op
+ * headers. It does not poll both, because an MPI call that finds nothing yields the core.
+ * Yielding is slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)

@@ -1,26 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends and receives rows through rings. A ring has two halves, and each holds one segment at a
- * time: the entries that are sent as one MPI message. One half is filled or read while MPI
- * moves the other.
+ * time: the entries of one MPI message. MPI moves one half while the other is filled or read.
  *
  * Both sides know the number of entries in a flow, so no message describes a segment. A segment
- * holds as many entries as fit into half of the ring. The last segment of a flow holds the
- * remaining entries. The writer sends a segment when all its entries are written. The reader
- * posts a receive only when a half of its ring is free. MPI delays large sends until the
- * receive is posted, so the reader need not report free halves to the writer.
+ * holds as many entries as fit into half of the ring, and the last segment of a flow holds the
+ * rest. The writer sends a segment when all its entries are written. The reader posts a receive
+ * only when a half of its ring is free. MPI delays large sends until then, so the reader need
+ * not report free halves.
  *
- * A flow may fill only a small part of half a ring. Then the writer places the flow's entries
- * at another offset than those of the previous flow. At the same offset the writer would write
- * to cache lines that are still in the reader's cache, which is slow.
+ * If a flow fills only a small part of half a ring, the writer places it at another offset than
+ * the flow before. The cache lines of the previous offset are still in the reader's cache, so
+ * writing to them is slow.
  *
- * The MPI tag of the rows is FIRST_ROW_TAG plus the number of the reader's op slot. A rank
- * reuses a slot only after it has received all rows that it expects there. So this MPI tag
- * identifies the exchange, and MPI keeps the order of the messages with this MPI tag. */
+ * The MPI tag of rows is FIRST_ROW_TAG plus the number of the reader's op slot. A rank reuses a
+ * slot only after it has received all rows that it expects there. So the MPI tag identifies the
+ * exchange, and MPI keeps the order of messages with equal tags. */
 #include "backend/mpi/group.h"
 
-/* Bytes of the memory that small flows use at changing offsets, in all rings of an op slot
- * together. This size is small, so that the memory stays in a cache that several ranks
- * share. */
+/* Bytes that small flows, which change their offset, use in all rings of an op slot together.
+ * They are few, so that they stay in a cache that several ranks share. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
@@ -47,10 +45,10 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
     return segment_of(group, slot, to, false, number) + slot->send_rings[to].offset;
 }
 
-/* Returns the offset, in bytes, from the beginning of half a ring at which the entries of a
- * flow begin (staging_ring.offset). If successive flows fill only a small part of the half,
- * each flow begins where the previous one ended. If the next flow would end after ROUND_BYTES,
- * divided by the number of peers, or after the half, it begins at offset 0 again. */
+/* Returns staging_ring.offset for a flow: the distance in bytes from the beginning of half a
+ * ring to the flow's first entry. A small flow begins where the previous one ended. It begins
+ * at 0 if it would otherwise leave the half, or this ring's share of ROUND_BYTES. A large flow
+ * always begins at 0. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {

@@ -15,7 +15,7 @@
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
 /* The rings of an op slot get huge pages only if all of them together have at most this many
- * bytes. With larger rings, partly used huge pages could waste much memory. */
+ * bytes. Partly used huge pages of larger rings could waste much memory. */
 #define MAX_HUGE_PAGES (32ll << 20)
 
 /* Divides the memory at `base` into consecutive parts. If `base` is NULL, only counts the
@@ -71,9 +71,8 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the size of a ring in bytes: as large as config.staging_bytes allows, but at most
- * MAX_RING. If staging_bytes is not set, the size is at least MIN_RING. If staging_bytes is
- * EPIC_LEAST_STAGING, the size is MIN_RING. */
+/* Returns the size of a ring in bytes: as large as config.staging_bytes allows, from MIN_RING
+ * to MAX_RING. EPIC_LEAST_STAGING means MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -130,9 +129,9 @@ static void clear_tables(epic_group *group)
         group->pidfds[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
-/* Requests huge pages for the rings, unless the rings are so large that this could waste much
- * memory. Between processes of one host, MPI copies from the rings page by page, so huge pages
- * make large messages faster. A system without huge pages ignores the request. */
+/* Requests huge pages for the rings, unless that could waste much memory. Between processes of
+ * one host MPI copies page by page, so huge pages make large messages faster. A system without
+ * huge pages ignores the request. */
 static void use_large_pages(const epic_group *group)
 {
     const int64_t slot_bytes = 2 * (group->num_ranks - 1) * group->ring_bytes;

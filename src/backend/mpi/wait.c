@@ -6,16 +6,16 @@
 
 #include "backend/mpi/group.h"
 
-/* If the host has a core for each of its ranks, a waiting thread first polls for this long
- * without yielding its core. */
+/* A waiting thread first polls for this long without yielding its core, if the host has a core
+ * for each of its ranks. */
 #define SPIN_NS 50000
-/* a waiting thread does not sleep before it has waited for this long, because even the shortest
- * sleep takes much longer than requested */
+/* how long a thread waits before it sleeps; even the shortest sleep takes much longer than
+ * requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-/* If a peer is gone, a wait for it continues for this long, because rows that the peer has sent
- * before may still arrive. */
+/* how long a wait for a peer that is gone continues, because rows that the peer has sent may
+ * still arrive */
 #define PATIENCE_NS 1000000
 /* a wait for rows polls control messages once per this many polls */
 #define POLLS_PER_CONTROL_POLL 8
@@ -46,9 +46,9 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
     return false;
 }
 
-/* Polls MPI, and returns whether something has changed for the op slot since wait() last found
- * a change. If slot is NULL, returns whether any slot is free. Returns true if the group has
- * failed. A wait for rows polls control messages only once per POLLS_PER_CONTROL_POLL polls. */
+/* Polls MPI, and returns whether the op slot has changed since wait() last found a change. If
+ * slot is NULL, returns whether any slot is free. Returns true if the group has failed. A wait
+ * for rows polls control messages only in one of POLLS_PER_CONTROL_POLL polls. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -90,8 +90,8 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        /* Sets is_waiting again, because threads that wait for a free op slot share `w`, and
-         * another one may have ended its wait and cleared is_waiting. */
+        /* Another thread may have cleared is_waiting at the end of its own wait, because
+         * threads that wait for a free op slot share `w`. */
         w->is_waiting = true;
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;

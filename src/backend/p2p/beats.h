@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Beats: a CPU thread regularly increments a counter that waiting kernels read. The counter
- * shows the kernels that this process is running.
+/* Beats: a CPU thread regularly increments a counter. Waiting kernels read it, and so know that
+ * this process is running.
  *
- * The clock of a device continues while the process is suspended, for example by SIGSTOP. If
- * all processes were suspended together for a long time, a waiting kernel would find that its
- * deadline has passed, and would report its peers as silent. So a kernel ends a wait only if a
- * beat came after the kernel's deadline. If the beats show that the process was suspended, the
- * kernel restarts its time limit from zero (kernels/cuda/common/wait.cuh). */
+ * A process can be suspended, for example by SIGSTOP, but the clock of its device continues. If
+ * all processes were suspended for a long time, a waiting kernel would find that its deadline
+ * has passed and would report its peers. So a kernel ends a wait only if a beat came after its
+ * deadline. If the beats show that the process was suspended, the kernel restarts its time
+ * limit (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -20,8 +20,8 @@ typedef struct p2p_beats {
     int64_t next_ns; /* time at which the next beat is due; 0: no beat yet */
 } p2p_beats;
 
-/* Makes the beats frequent enough for calls whose time limit is timeout_ms. Any thread may call
- * this function. The loop sets b->timeout_ms to the minimum of all time limits so far. */
+/* Makes the beats frequent enough for calls with the time limit timeout_ms. Any thread may call
+ * this function. b->timeout_ms is the minimum of all time limits so far. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t current = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
@@ -39,11 +39,10 @@ static inline int p2p_beats_ms(const p2p_beats *b)
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Increments the counter `beats` if the next beat is due. Exactly one thread calls this
- * function, about every p2p_beats_ms() milliseconds. If a call is late by more than a quarter
- * of the time limit, the process was suspended, and the call also increments `stops`. A quarter
- * below 30 ms counts as 30 ms, and a quarter above 100 ms as 100 ms. One release store
- * publishes `stops` and `beats` in one word. */
+/* Increments the counter `beats` if the next beat is due. One thread calls this function, about
+ * every p2p_beats_ms() milliseconds. A call that is late by more than a quarter of the time
+ * limit (at least 30 ms, at most 100 ms) also increments `stops`: the process was suspended.
+ * One release store publishes both counters in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;

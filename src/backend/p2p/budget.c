@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counts the SMs of each GPU that contexts of this process use. Kernels of ranks that wait for
- * each other must run at the same time. Each context has a number of SMs that its kernels may
- * use. The sum over all contexts on a GPU, also of different groups, must be at most the number
- * of SMs of the GPU. */
+ * each other must run at the same time. So all contexts on a GPU, also of different groups, may
+ * together use at most the SMs that the GPU has. */
 #include <pthread.h>
 #include <string.h>
 
@@ -11,8 +10,8 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* P2P_SMALL_SMS are enough for a context only if all ranks together send at most this many
- * bytes of rows to one rank */
+/* A context gets P2P_SMALL_SMS only if all ranks together send at most this many bytes of rows
+ * to one rank. */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -27,8 +26,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Reserves `sms` SMs of a device, if at most `most` SMs are then in use. Returns whether it has
- * reserved them. Sets *others to the number of SMs that were in use before the call. */
+/* Reserves `sms` SMs of a device and returns true, unless more than `most` would then be in
+ * use. Sets *others to the number in use before the call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -39,8 +38,8 @@ static bool budget_add(int device, int sms, int most, int *others)
     return fits;
 }
 
-/* Reserves `sms` SMs of the group's device for the group. device_sms is the number of SMs of
- * the whole device. Returns EPIC_EINVAL if other contexts of this process leave too few. */
+/* Reserves `sms` of the device_sms SMs of the group's device. Returns EPIC_EINVAL if other
+ * contexts of this process leave too few. */
 static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
@@ -58,10 +57,9 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* Returns the number of SMs of an operation if the config does not set max_sms. It is
- * P2P_SMALL_SMS if an operation has at most SMALL_TOKENS tokens per rank, and all ranks
- * together send at most SMALL_BYTES bytes of rows to one rank. More SMs would not make such an
- * operation faster. */
+/* Returns the number of SMs per operation if the config does not set max_sms. It is
+ * P2P_SMALL_SMS for groups with at most SMALL_TOKENS tokens per rank and SMALL_BYTES bytes of
+ * rows to one rank, which more SMs would not make faster. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -71,9 +69,9 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* Reserves SMs of this rank's GPU. Every rank that shares the GPU gets the same number of SMs,
- * so that the kernels of all these ranks can run at the same time. Each rank computes the
- * number from `gpus`, the data of all ranks, so all get the same result. */
+/* Reserves SMs of this rank's GPU. Ranks that share a GPU get equal numbers, so that all their
+ * kernels can run at the same time. `gpus` has the data of all ranks, so all ranks compute the
+ * same number. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

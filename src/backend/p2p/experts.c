@@ -40,8 +40,6 @@ typedef struct experts_call { /* arguments that forward and backward have in com
     cudaStream_t stream;
 } experts_call;
 
-/* Checks the arguments, fills in *c, and divides the caller's workspace among the arrays of the
- * call. */
 static epic_result begin_experts(epic_group *g, experts_call *c, const epic_experts *experts,
                                  const epic_call *how, int64_t num_slots, bool backward)
 {
@@ -79,22 +77,20 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
-/* Returns the address of the activations [slots, inner] in the workspace. In the backward pass
- * this memory first holds the gradient of the activations. */
+/* Returns the address of the activations [slots, inner] in the workspace. Backward first stores
+ * their gradient there. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
 }
 
-/* Returns the address of d_gate_up [slots, width] in the workspace, the gradient of the first
- * product. */
 static void *d_gate_up_of(const experts_call *c)
 {
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias g->bias to the result g->out of a product that the caller's own gemm
- * (experts.gemm) has computed. That gemm only multiplies. */
+/* Adds the bias g->bias to the result g->out of the caller's own gemm (experts.gemm), which
+ * only multiplies. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -135,8 +131,8 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one matrix product, with the caller's own gemm (experts.gemm) if there is one,
- * otherwise with EPIC's kernels. */
+/* Launches one matrix product: with the caller's own gemm (experts.gemm) or with EPIC's
+ * kernels. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -149,15 +145,12 @@ static epic_result launch_product(const experts_call *c, p2p_gemm g)
     return p2p_cuda(p2p_launch_gemm(&g, c->stream), "launching a product of the experts");
 }
 
-/* Returns whether the address is a multiple of 16 bytes, so that kernels can load vectors of 16
- * bytes from it. */
 static bool is_16_byte_aligned(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Returns the arguments of the kernel of the activation function, as far as the forward and the
- * backward pass share them. */
+/* Returns the arguments of the activation kernel that forward and backward share. */
 static p2p_activation_job activation_of(const experts_call *c)
 {
     const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;
@@ -270,8 +263,8 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
 }
 
 /* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT it also
- * multiplies d_gate_up by the slot weights, but only after it has computed the gradient of
- * b_gate_up from the unweighted d_gate_up. */
+ * multiplies d_gate_up by the slot weights. Before that it computes the gradient of b_gate_up,
+ * which needs the unweighted d_gate_up. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

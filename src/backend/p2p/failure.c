@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writes the error texts of failures and data errors that kernels report in p2p_status. Also
- * implements abort. */
+/* Writes the error texts of the failures and data errors that kernels report in p2p_status. A
+ * *notice* is the struct in which a kernel reports a data error. Also implements abort. */
 #include <stdio.h>
 #include <string.h>
 
@@ -66,14 +66,12 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* The names, for errors, of two arguments of an operation: the array with one row per token,
- * and the array with one row per slot (place in the receive buffer). */
+/* The names that errors use for two arrays of an operation: the one with a row per token, and
+ * the one with a row per slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
 
-/* Returns the argument names that an error uses for two arrays of an operation: the rows by
- * token and the rows by slot. */
 static names row_names_of(long long operation)
 {
     switch (operation) {
@@ -88,8 +86,7 @@ static names row_names_of(long long operation)
     }
 }
 
-/* Writes the error text of a data error. A notice is the struct in which a kernel reports a
- * data error. */
+/* Writes the error text of a data error. */
 static void write_notice(const epic_group *g, const p2p_notice *n, char *to, size_t size)
 {
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];
@@ -155,9 +152,9 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* If a kernel has reported in the same operation that this rank's plan is invalid, appends the
- * reason to the error text `to`. A rank with an invalid plan announces another signature (hash
- * of its arguments) than its peers, so the plan can be the cause of the mismatch. */
+/* Appends to the error text `to` why this rank's plan is invalid, if a kernel has reported that
+ * in the same operation. A rank with an invalid plan announces another signature (hash of its
+ * arguments) than its peers, so the plan can be the cause of the mismatch. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -175,8 +172,8 @@ static void add_cause(const epic_group *g, char *to, size_t size)
     }
 }
 
-/* Writes the error text of a mismatch: two ranks made different calls, or the same call with
- * different arguments. The highest 4 bits of a rank's signature are its operation. */
+/* Writes the error text of a mismatch: two ranks made different calls, or passed different
+ * arguments. The highest 4 bits of a rank's signature are its operation. */
 static void write_mismatch(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -248,9 +245,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* Returns the index of the oldest notice that no call has returned, or -1. A notice is the
- * struct in which a kernel reports a data error. Two notices are compared by the signed
- * difference of their epochs, because epochs wrap around. */
+/* Returns the index of the oldest notice that no call has returned, or -1. Compares epochs by
+ * their signed difference, because they wrap around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;
@@ -262,9 +258,8 @@ static int oldest_notice(const p2p_status *s)
     return oldest;
 }
 
-/* Returns the oldest data error (p2p.h). Several threads may call this function at the same
- * time. A compare-and-swap ensures that only one of them returns a notice, the struct in which
- * a kernel reports a data error. */
+/* Returns the oldest data error (p2p.h). If several threads call this function, a
+ * compare-and-swap lets only one of them return a notice. */
 epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];

@@ -9,8 +9,8 @@
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, which holds all tokens, and the tiles into which its products
- * divide the rows. Both are arrays in the workspace. */
+/* Returns the gate's only slab, which holds all tokens, and the list of its tiles. Both are in
+ * the workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -24,10 +24,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* Returns a product of the gate, described as a grouped product with one expert. Three arrays
- * take part: x [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or
- * their gradients. `pass` selects which of them is the result. The other two are the
- * factors. */
+/* Returns a product of the gate as a grouped product with one expert. Of the arrays x [tokens,
+ * hidden], w_gate [hidden, columns] and logits [tokens, columns], or their gradients, `pass`
+ * selects the result. The other two are the factors. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -52,9 +51,8 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate in which one float32 factor is replaced by the three bfloat16
- * components of its numbers. In the forward pass this factor is w_gate. In the backward pass it
- * is the gradient of the logits. */
+/* Returns a product of the gate in which the three bfloat16 components replace one float32
+ * factor: w_gate in the forward pass, and the gradient of the logits in the backward pass. */
 static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -78,15 +76,14 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
     return components;
 }
 
-/* Lists of component numbers, two bits for each entry. Component 0 of a float32 has the high
- * bits of its mantissa, component 1 the middle bits and component 2 the low bits.
+/* Lists of component numbers, two bits each. Component 0 of a float32 has the high bits of its
+ * mantissa, component 1 the middle bits and component 2 the low bits.
  *
- * IN_ORDER is for a product in which only one factor is split. It lists each component once.
- * PAIRS_LEFT and PAIRS_RIGHT are for a product in which both factors are split. Such a product
- * is the sum of six products of components, added in ascending i. Product number i is component
- * PAIRS_LEFT[i] of the left factor times component PAIRS_RIGHT[i] of the right factor. The
- * pairs are 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0 and 0 x 0. The products of all other pairs are
- * smaller than the last bit of a float32. */
+ * IN_ORDER lists each component once, for a product in which only one factor is split. If both
+ * factors are split, their product is the sum of six products of components, added in ascending
+ * i. Product i is component PAIRS_LEFT[i] of the left factor times component PAIRS_RIGHT[i] of
+ * the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. All other pairs are smaller than
+ * the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -137,18 +134,17 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* Returns the number of tokens on which the choice depends whether the gate multiplies float32
- * numbers or their bfloat16 components. */
+/* Returns the number of tokens by which the gate chooses between float32 numbers and bfloat16
+ * components. */
 static int64_t deciding_tokens(const epic_gate_args *gate)
 {
     return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
 }
 
 /* Returns true if a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
- * components: if they are faster. The choice depends on sizes, but not on the number of ranks.
- * So the result has the same bits for every number of ranks. With is_invariant, a forward
- * product uses components for any number of tokens. `components`: the product that would be
- * launched. */
+ * components, because they are faster. The choice does not depend on the number of ranks, so
+ * the bits do not either. With is_invariant, a forward product always uses components.
+ * `components`: the product that would be launched. */
 static bool has_components(const p2p_gemm *components, const epic_gate_args *gate)
 {
     const int64_t tokens = deciding_tokens(gate), hidden = gate->hidden;
@@ -180,8 +176,8 @@ static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate
     return launch_product(product, gate->stream);
 }
 
-/* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT). Splits both factors, d_logits and
- * w_gate, into bfloat16 components. */
+/* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT), with both factors split into bfloat16
+ * components. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
@@ -201,9 +197,9 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster. The
- * choice depends on deciding_tokens() and not on the number of ranks. With is_invariant, uses
- * components for any number of tokens. */
+/* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster,
+ * which depends on deciding_tokens() and not on the number of ranks, or if is_invariant is set.
+ */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -220,8 +216,8 @@ static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args 
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that divides the tokens into tiles. All products of the gate read the
- * list of tiles. To a product, all tokens are one slab, as if there were one expert. */
+/* Launches the kernel that divides the tokens into tiles, for all products of the gate. All
+ * tokens are one slab. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
@@ -230,8 +226,8 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
-/* Returns true if the forward product reads the list of tiles: unless the kernel for few rows
- * computes it. */
+/* Returns true if the forward product reads the list of tiles. The kernel for few rows does
+ * not. */
 static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
@@ -282,8 +278,8 @@ static float *floats_at(const epic_gate_args *gate, int64_t at)
     return (float *)(void *)((uint8_t *)gate->workspace + at);
 }
 
-/* Returns a grouped product that computes `count` gradients of w_gate. Each comes from one slab
- * (range of rows): a block of tokens or a slice of a block. */
+/* Returns a grouped product that computes `count` gradients of w_gate, each from one slab: a
+ * block of tokens, or a slice of a block. */
 static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *gate,
                                  slab_range *slabs, int64_t count, int64_t sums)
 {
@@ -383,8 +379,9 @@ static epic_result bias_gradient_of_blocks(const epic_group *g, const p2p_slabs 
 }
 
 /* Computes the gradients of w_gate and b_gate for each of several blocks of tokens, and adds
- * them in a tree. The results have the bits of as many calls with one block each, because
- * has_components(), the number of slices and the order of all sums are the same. */
+ * them in a tree. has_components(), the number of slices and the order of all sums do not
+ * depend on how many blocks a call has. So the results have the bits of as many calls with one
+ * block each. */
 static epic_result gradients_of_blocks(const epic_group *g, const p2p_gemm *weight,
                                        const epic_gate_args *gate)
 {
@@ -457,9 +454,9 @@ epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t
             "graph cannot contain it; set moe.capacity (epic_capacity_bound)");
     if (!count) return EPIC_OK;
     const size_t bytes = (size_t)count * sizeof *to;
-    /* Wait before the copy: a copy to pageable memory holds a lock of the CUDA context until the
-     * stream reaches it. A peer that is a thread of this process needs the lock to launch the
-     * kernel for which the stream waits. */
+    /* Wait before the copy. A copy to pageable memory holds a lock of the CUDA context until
+     * the stream reaches it. A peer in another thread of this process needs that lock to launch
+     * the kernel for which the stream waits. */
     cudaError_t error = cudaStreamSynchronize(s);
     if (error == cudaSuccess)
         error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);

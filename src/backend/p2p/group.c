@@ -13,10 +13,10 @@
 #define LEAST_HEAP (4 << 20)
 #define MOST_SMS 65536 /* larger than the number of multiprocessors of any device */
 
-/* Returns the largest top_k for which a heap has room. In backend p2p it is always
- * DEVICE_MAX_TOP_K. In the backend `hosts` it is config.max_top_k rounded up to an even number,
- * or DEVICE_MAX_TOP_K if max_top_k is 0. The number is even because the net copies words of 8
- * bytes, and each word contains the floats of two choices (float_stride() in kernels/cuda). */
+/* Returns the largest top_k for which a heap has room: DEVICE_MAX_TOP_K, or for backend `hosts`
+ * config.max_top_k, if it is set, rounded up to an even number. It is even because the net
+ * copies words of 8 bytes, each with the floats of two choices (float_stride() in
+ * kernels/cuda). */
 int32_t p2p_top_k_for(const epic_config *config)
 {
     const uint32_t most = HOSTS ? config->max_top_k : 0;
@@ -25,8 +25,8 @@ int32_t p2p_top_k_for(const epic_config *config)
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
-    /* EPIC_LEAST_STAGING asks for the smallest staging. p2p_heap_of() always provides space for
-     * at least two rows, even if staging_bytes is 1 */
+    /* EPIC_LEAST_STAGING requests the smallest staging. Even if staging_bytes is 1,
+     * p2p_heap_of() provides space for at least two rows. */
     const bool least = config->staging_bytes == EPIC_LEAST_STAGING;
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
                        least ? 1 : config->staging_bytes, p2p_top_k_for(config));
@@ -168,9 +168,8 @@ bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
     return is_on_device;
 }
 
-/* Allocates memory on the group's device (p2p.h). The calling thread may have another current
- * CUDA device. So this function makes the group's device current, and then restores the device
- * of the thread. */
+/* Allocates memory on the group's device (p2p.h), and restores the current CUDA device of the
+ * calling thread. */
 void *p2p_allocate(epic_group *g, size_t bytes)
 {
     int before;

@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the heap of each rank accessible to the other ranks of its host. Ranks of one process
- * find the address of another rank's heap in a global list of the process. They do not send
- * addresses through the bootstrap, because another program that reaches the bootstrap could
- * send a false address. Ranks of different processes send CUDA IPC handles through the
- * bootstrap. */
+/* Makes the heap of each rank accessible to the other ranks of its host. Ranks of different
+ * processes send CUDA IPC handles through the bootstrap. Ranks of one process find each other's
+ * addresses in a global list. They do not send addresses through the bootstrap, because another
+ * program that reaches it could send a false address. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -160,8 +159,8 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* Sets heap[peer] to the heap of a peer. The processes of both ranks may share a GPU. The GPU
- * then runs their kernels in turns, which is slow but works. */
+/* Sets heap[peer] to the heap of a peer. If the processes of both ranks share a GPU, the GPU
+ * runs their kernels in turns, which is slow but works. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

@@ -66,8 +66,9 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
 
 /* ---------------------------------------------------------------- connections to peers ---- */
 
-/* Checks the handle that a rank has sent. If that rank has failed, returns its error. Any
- * program that reaches the bootstrap may have written the handle, so it is checked first. */
+/* Returns the error of a rank that has failed, according to the handle that it sent. Any
+ * program that reaches the bootstrap may have written the handle, so this function first checks
+ * it. */
 static epic_result check_join_handle(const join_handle *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -122,8 +123,8 @@ static void release_group(epic_group *g)
     p2p_group_free(g);
 }
 
-/* Implements epic_backend.join. A rank that has failed before the gather still takes part in
- * the gather, so that the other ranks return its error instead of waiting. */
+/* Implements epic_backend.join. A rank that has failed still takes part in the gather, so that
+ * the other ranks return its error instead of waiting. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -166,8 +167,8 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-/* Announces to every living peer that this rank has closed: writes this rank's last epoch into
- * this rank's element of the array `gone` in the peer's heap. */
+/* Announces to every living peer that this rank has closed, by writing this rank's last epoch
+ * to its element of the array `gone` in the peer's heap. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
@@ -176,9 +177,9 @@ static void announce_close(epic_group *g)
             write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
-/* Implements epic_backend.leave. Announces to all peers that this rank closes. A peer may write
- * into this rank's heap until the peer has closed too. So this function waits until every peer
- * has closed or died, at most until the timeout, and then frees the heap. */
+/* Implements epic_backend.leave. Announces to all peers that this rank closes. Then waits, at
+ * most until the timeout, until every peer has closed or died, because a peer may write into
+ * this rank's heap until then. At last frees the heap. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;

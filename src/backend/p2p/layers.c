@@ -24,11 +24,10 @@ static uint32_t hash_layer(const epic_layer *layer)
     return (uint32_t)(a.hash >> 32) | 1;
 }
 
-/* Sets the two hashes of which a plan must have one (layers.h). Usually the two hashes are
- * equal. With EPIC_BY_HOSTS the actual sum order is EPIC_BY_RANK or EPIC_TREE, depending on
- * whether the plan was made with rank_of_expert. Only the plan in device memory shows which
- * one. So this function sets a hash for each of the two orders, and the kernels accept
- * either. */
+/* Sets the two hashes of which a plan must have one (layers.h). They differ only with
+ * EPIC_BY_HOSTS. Its plans have the sum order EPIC_BY_RANK or EPIC_TREE, depending on whether
+ * the plan was made with rank_of_expert, and only the plan in device memory shows which one. So
+ * there is a hash for each of the two orders, and the kernels accept either. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

@@ -40,13 +40,13 @@ device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *la
  * compare them with the hash in a plan to check that the plan was made for this layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Returns whether the priority EPIC_BY_K can keep other choices of this layer than the default
- * priority. This is true if the layer can drop choices and top_k is above 1. */
+/* Returns whether EPIC_BY_K can keep other choices of this layer than the default priority: if
+ * the layer can drop choices and top_k is above 1. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
-/* Returns whether combine needs an option that the low-latency kernels do not support. These
- * options are several leaves per rank, a partial_type other than the default, and tree order
- * with more than 8 ranks. */
+/* Returns whether combine needs an option that the low-latency kernels do not support: several
+ * leaves per rank, a partial_type other than the default, or tree order with more than 8 ranks.
+ */
 bool p2p_needs_general_combine(const epic_group *group, const epic_layer *layer);
 
 #endif

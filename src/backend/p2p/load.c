@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads the kernels when a context opens.
  *
- * At the first launch of a kernel, CUDA loads the kernel's code and may allocate local memory
- * on the device. Both actions may wait until the device is idle. But the device is not idle
- * while a kernel of a peer waits for a kernel of this rank. So a first launch during an
- * operation could deadlock. Therefore each kernel is launched once here. Its arguments name
- * EPIC_OP_NONE as the operation, so the kernel returns at once. */
+ * At the first launch of a kernel, CUDA loads its code and may allocate local memory on the
+ * device. Both may wait until the device is idle. The device is not idle while a kernel of a
+ * peer waits for a kernel of this rank, so a first launch during an operation could deadlock.
+ * Therefore this file launches each kernel once, with the operation EPIC_OP_NONE, at which the
+ * kernel returns at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
@@ -61,12 +61,12 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes. The launch functions choose a different kernel for each of these sizes,
- * so launches with all of them load every kernel. */
+/* Row sizes in bytes for which the launch functions choose different kernels. Together they
+ * load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-/* Launches combine with one leaf of the sum tree per rank and with several, and the low-latency
- * combine in both sum orders, EPIC_BY_RANK and EPIC_TREE. */
+/* Launches combine with one and with several leaves of the sum tree per rank, and the
+ * low-latency combine with EPIC_BY_RANK and with EPIC_TREE. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
     cudaError_t error = p2p_launch_combine(&job, 1, stream);
@@ -95,8 +95,8 @@ static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch
     return error;
 }
 
-/* Launches the kernels for rows of `bytes` bytes. These are dispatch with an existing plan and
- * with a new plan, and combine and combine_backward for each type. */
+/* Launches the kernels for rows of `bytes` bytes: dispatch with an existing and with a new
+ * plan, and combine and combine_backward for each type. */
 static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
                                cudaStream_t stream)
 {
@@ -136,9 +136,8 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     return error;
 }
 
-/* Launches the kernels for packed rows, which are rows with scales. There are variants for
- * scales that the caller passes and for scales that the kernel computes (quantize), each with
- * an existing plan and with a new plan. */
+/* Launches the kernels for packed rows (rows with scales): with scales of the caller and of the
+ * kernel itself (quantize), each with an existing and with a new plan. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -190,8 +189,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* The launches use max_tokens = 1: the shared memory of some kernels grows with max_tokens,
-     * and with the group's value it could be too large for a launch. */
+    /* The shared memory of some kernels grows with max_tokens. With the group's value it could
+     * be too large for a launch. */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

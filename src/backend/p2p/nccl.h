@@ -32,11 +32,10 @@ typedef struct nccl_functions {
 /* Finds the copy of NCCL that this process has loaded, and checks its version. Never loads a
  * copy, because a communicator belongs to the copy that created it.
  *
- * The environment variable EPIC_NCCL names the file if the process has loaded several copies.
- * Without the variable, NCCL is the loaded file whose name begins with libnccl.so, or the
- * program itself if it exports NCCL's functions. The library is never closed, so that it
- * remains loaded while a thread of the bootstrap is in one of its functions.
- * Errors: EPIC_ENOTSUP. */
+ * NCCL is the loaded file whose name begins with libnccl.so, or the program itself if it
+ * exports NCCL's functions. If there are several copies, the environment variable EPIC_NCCL
+ * names the file. The library is never closed, because a thread of the bootstrap may still be
+ * in one of its functions. Errors: EPIC_ENOTSUP. */
 epic_result nccl_find(nccl_functions *out);
 
 #endif

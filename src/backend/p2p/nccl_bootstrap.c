@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a bootstrap from an NCCL communicator that the caller owns.
  *
- * A gather sends its bytes in chunks of a fixed size, one ncclAllGather for each chunk. The
- * size is fixed because NCCL's behaviour is undefined if ranks pass different sizes. Each chunk
- * begins with a header. Its fields show if the ranks passed different numbers of bytes, or if
- * NCCL matched the call with another all-gather of the caller.
+ * A gather sends its bytes in chunks, one ncclAllGather for each. The chunks have a fixed size,
+ * because NCCL's behaviour is undefined if ranks pass different sizes. The header of a chunk
+ * shows if the ranks passed different numbers of bytes, or if NCCL matched the call with
+ * another all-gather of the caller.
  *
- * ncclAllGather itself may wait for a rank that is late, because NCCL opens connections at the
- * first collective. The wait for the stream has no deadline either. So a thread makes these
- * calls, while the caller's thread waits for the result within its time limit and polls
- * ncclCommGetAsyncError. If the limit passes, the thread continues to wait. It frees the state
- * of the bootstrap when NCCL returns, for example because the caller aborts the communicator.
+ * ncclAllGather itself may wait for a late rank, because NCCL opens connections at the first
+ * collective. The wait for the stream has no deadline either. So a thread makes these calls.
+ * The caller's thread waits for the result within its time limit and polls
+ * ncclCommGetAsyncError. After the limit the thread continues to wait, and frees the state of
+ * the bootstrap when NCCL returns, for example because the caller aborts the communicator.
  *
- * Chunks pass through pinned host memory, because a copy to other memory would make the thread
- * wait inside CUDA. */
+ * Chunks are in pinned host memory, because a copy to other memory would make the thread wait
+ * inside CUDA. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -83,8 +83,8 @@ static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *ca
                      b->nccl.get_error_string(result));
 }
 
-/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing. So the error sentence
- * contains the number of gathers that all ranks have finished, and the call that waits. */
+/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing, so the error sentence
+ * has the number of gathers that all ranks have finished, and the call that waits. */
 static epic_result fail_late(const nccl_bootstrap *b, const char *phase)
 {
     return epic_fail(EPIC_ETIMEOUT,

@@ -11,15 +11,14 @@
 
 /* how many bytes NVLink can send in the time in which a kernel makes the plan */
 #define EARLY_BYTES (5 << 20)
-/* how many tokens a combine kernel sends before it receives the first one; measured in
- * docs/lab/cuda.md */
+/* number of tokens that a combine kernel sends before it receives the first one (measured in
+ * docs/lab/cuda.md) */
 #define COMBINE_LAG 48
 
 /* ------------------------------------------------------ common parts of all operations ---- */
 
-/* Fills in `self`, the first member of every job. (A job is the struct of a kernel's
- * arguments.) Sets the operation, its signature and its time limit. In the backend `hosts`,
- * also wakes the proxy thread. */
+/* Fills in `self`, the first member of every job (the arguments of a kernel): the operation,
+ * its signature and its time limit. In the backend `hosts`, also wakes the proxy thread. */
 static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
                       epic_operation operation, signature a)
 {
@@ -33,8 +32,6 @@ static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call
     p2p_beats_expect(g->beats, timeout_ms);
 }
 
-/* Returns the number of SMs for a call: the smaller one of call->max_sms and g->num_sms, or
- * g->num_sms if max_sms is 0. */
 static int sms_of(const epic_group *g, const epic_call *call)
 {
     return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
@@ -79,18 +76,18 @@ static epic_result check_row(const epic_group *g, const char *name, int64_t row_
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* Returns whether this group may use low-latency kernels. The libraries for many ranks have no
- * such kernels. In the backend `hosts` those kernels send the expert ids to every rank. So there
- * max_tokens must be small enough, and relays must be off. */
+/* Returns whether this group may use low-latency kernels. The libraries for many ranks have
+ * none. In the backend `hosts` these kernels send the expert ids to every rank, so max_tokens
+ * must be small and relays must be off. */
 static bool can_use_lowlat(const epic_group *g)
 {
     if (MANY_RANKS) return false;
     return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
 }
 
-/* Returns whether an operation uses a low-latency kernel. num_tokens is the number of tokens of
- * this rank, and `most` the largest number for such a kernel. Ranks may decide differently,
- * because all kernels send and receive rows in the same format. */
+/* Returns whether an operation uses a low-latency kernel, which takes at most `most` tokens.
+ * num_tokens is the number of tokens of this rank. Ranks may decide differently, because all
+ * kernels send and receive rows in the same format. */
 static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
                         int32_t most, int64_t row_bytes)
 {
@@ -107,9 +104,9 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* Fills in *job, the struct of arguments of the plan kernel. Mixes the arguments that must be
- * equal on all ranks into the signature *a. max_lowlat_tokens is the largest number of tokens
- * per rank for the low-latency planner. */
+/* Fills in *job, the arguments of the plan kernel. Mixes those that must be equal on all ranks
+ * into the signature *a. max_lowlat_tokens is the largest number of tokens per rank for the
+ * low-latency planner. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              int32_t max_lowlat_tokens, signature *a)
 {
@@ -167,8 +164,8 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 
 /* ---------------------------------------------------------------------------- dispatch ---- */
 
-/* Fills in the arguments for the scales that are sent with the rows. The caller passes the
- * scales, or dispatch computes them (quantize). Does nothing if the rows have no scales. */
+/* Fills in the arguments for scales, which the caller passes or dispatch computes (quantize).
+ * Does nothing if the rows have no scales. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -199,9 +196,9 @@ static bool fits_staging(const epic_group *g, int64_t row_bytes)
     return g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
-/* Returns whether dispatch stores rows into windows, if all ranks have them. This needs a layer in
- * which a token has at most one slot on each rank. With top-1 it is faster than staging. With
- * other FLAT layers it is not, so dispatch does it only to avoid rounds (docs/lab/cuda.md). */
+/* Returns whether dispatch stores rows into windows, if all ranks have them. A token must have
+ * at most one slot on each rank. With top-1 this is faster than staging. With other FLAT layers
+ * it is not, so dispatch does it only to avoid rounds (docs/lab/cuda.md). */
 static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 {
     const epic_layer *layer = &job->plan.layer;
@@ -210,8 +207,8 @@ static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
            (layer->layout == EPIC_FLAT && !fits_staging(g, job->row_bytes));
 }
 
-/* Fills in *job, the struct of arguments of a dispatch kernel. Mixes the arguments that must be
- * equal on all ranks into the signature *a. The caller has set job->plan.layer. */
+/* Fills in *job, the arguments of a dispatch kernel. Mixes those that must be equal on all
+ * ranks into the signature *a. The caller has set job->plan.layer. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -239,10 +236,9 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-/* Returns the function that launches the dispatch kernel with the arguments *job. Rows with
- * scales (packed rows) and rows that the GPU can send with bulk stores have kernels of their
- * own. So have rows that may be stored into windows. If is_lowlat is set, chooses a low-latency
- * kernel. */
+/* Returns the function that launches the dispatch kernel for *job. There are separate kernels
+ * for packed rows (rows with scales), for rows that the GPU can send with bulk stores, for rows
+ * that may go into windows, and for low latency. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
     const bool is_packed = job->scale_bytes != 0;
@@ -256,10 +252,9 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return WITH_WINDOWS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
 }
 
-/* Returns whether a dispatch with the arguments *job needs the kernel for layout EPIC_FLAT. A
- * dispatch that only sends rows with an existing plan does not need this kernel. An EPIC_FLAT
- * plan contains, for each choice, the slot of the token's row, in the place where other plans
- * contain the choice's slot. So the usual kernel can send rows with an EPIC_FLAT plan. */
+/* Returns whether a dispatch with the arguments *job needs the kernel for layout EPIC_FLAT. The
+ * usual kernel can send rows with an existing EPIC_FLAT plan: where other plans have the slot
+ * of a choice, such a plan has the slot of the token's row. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
@@ -305,9 +300,9 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether one kernel may make the plan and send rows before the plan is complete. This
- * requires that no choice is dropped, that the expert id alone determines the rank, and that
- * all rows fit into the staging memory. */
+/* Returns whether one kernel may make the plan and send rows before the plan is complete. Then
+ * no choice may be dropped, the expert id alone must determine the rank, and all rows must fit
+ * into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
@@ -319,10 +314,10 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made. With uniform routing, their rows are
- * as many bytes as NVLink can send in that time (EARLY_BYTES). But the number is at most a
- * fifth of the tokens. Receiving starts only when the plan is complete, and this limit lets it
- * catch up with sending. */
+/* Returns how many tokens to send while the plan is made. With uniform routing, NVLink can send
+ * the bytes of their rows (EARLY_BYTES) in that time. The number is at most a fifth of the
+ * tokens, because receiving starts only when the plan is complete and must catch up with
+ * sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -362,9 +357,8 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------- combine and gradients ---- */
 
-/* If a caller's array has too few rows, kernels read its row 0 in place of the missing ones
- * (kernels/cuda/combine/slots.cuh). So row 0 must exist. Returns memory that can be passed to
- * kernels if the caller's array has no row at all. */
+/* Kernels read row 0 of a caller's array in place of rows that it lacks
+ * (kernels/cuda/combine/slots.cuh). If the array has no row at all, this memory replaces it. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -376,8 +370,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Combine has a fast kernel for several leaves of the sum tree on each rank. If combine can use
- * it, returns the number of leaves on each rank. Otherwise returns 0. */
+/* Returns the number of leaves of the sum tree on each rank if it is above one and the fast
+ * kernel for that supports the layer. Otherwise returns 0. */
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
     const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
@@ -387,8 +381,8 @@ static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
     return streams ? (int32_t)leaves : 0;
 }
 
-/* Checks the plan of a call, and writes its layer with all defaults to *layer. Fills in the
- * kernel arguments (*job) that depend on the plan. */
+/* Checks the plan of a call, writes its layer with all defaults to *layer, and fills in the
+ * members of *job that depend on the plan. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {
@@ -405,8 +399,7 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Fills in *job, the struct of arguments of a combine kernel, and launches the kernel.
- * p2p_dispatch_backward() also calls this function. */
+/* Fills in *job, the arguments of a combine kernel, and launches the kernel. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,
@@ -483,7 +476,7 @@ static epic_result launch_flat_floats(const epic_group *g,
 }
 
 /* Implements epic_ops.dispatch_backward with a combine without weights, which also sends the
- * gradients of the weights back. With EPIC_FLAT a second operation sends these gradients. */
+ * gradients of the weights. With EPIC_FLAT a second operation sends these. */
 static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -580,9 +573,8 @@ static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backwa
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* Implements epic_ops.allreduce_sum: adds the arrays of floats of all ranks. One launch sums as
- * many floats as fit into the staging memory, so a large array takes several launches. All
- * ranks pass the same count. */
+/* Implements epic_ops.allreduce_sum: adds the arrays of floats of all ranks, which all have
+ * `count` floats. Each launch sums as many as fit into the staging memory. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -606,8 +598,8 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* Implements epic_ops.sum_replicas. One launch computes the sums of all logical experts. The
- * plan lists the replicas of each logical expert. */
+/* Implements epic_ops.sum_replicas. One launch computes the sums of all logical experts, whose
+ * replicas the plan lists. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");

@@ -37,12 +37,12 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
-/* One rank's state in a group. Read-only after join, except `windows` and what *status, *beats
- * and *word point to. */
+/* One rank's state in a group. After join it is read-only, except `windows` and the memory of
+ * *status, *beats and *word. */
 struct epic_group {
     const p2p_hooks *hooks;
-    p2p_self self;      /* copied into the arguments of every kernel, and completed there by
-                           fill_self() */
+    /* copied into the arguments of every kernel; fill_self() completes the copy */
+    p2p_self self;
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
     epic_peer peers[DEVICE_MAX_RANKS];
@@ -71,9 +71,7 @@ struct epic_group {
  * clears the CUDA error, and returns EPIC_ENOMEM or EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
-/* Launches every kernel once. CUDA loads a kernel at its first launch, and may then wait until
- * the device is idle. That would be a deadlock if a running kernel waited for a peer
- * (load.c). */
+/* Launches every kernel once, so that no operation loads one (load.c). */
 epic_result p2p_load(epic_group *group);
 
 /* Returns whether this process can use a CUDA device. If not, writes the reason to `why` (256
@@ -109,9 +107,9 @@ epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 /* Returns the number (epoch) of the last operation that began on this rank's device. Waits for
  * the copy of the number from the device, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
-/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. The word of a rank is P2P_GONE()
- * if the rank has closed, 0 if not. Returns the copy in pinned host memory, valid until the
- * next call, or NULL if the copy failed. */
+/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. A word is P2P_GONE() if its rank
+ * has closed, otherwise 0. Returns pinned host memory that is valid until the next call, or
+ * NULL if the copy failed. */
 const uint64_t *p2p_gone(epic_group *group);
 
 /* Returns the memory of this rank into which its peers write with p2p_hooks.write. */
@@ -120,8 +118,7 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
     return HOSTS ? g->self.net->inbox : g->self.heap[g->rank];
 }
 
-/* Implements epic_backend.fetch: copies bytes from device memory to the host. Returns false if
- * `from` is host memory. *good is set to whether the copy succeeded. */
+/* Implements epic_backend.fetch. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
 /* Allocates memory of the group's GPU. Returns NULL if memory is short. p2p_release() frees the
  * memory. */
@@ -132,12 +129,11 @@ void p2p_describe(char *to, size_t size);
 
 /* Returns the number of SMs of a device that contexts of this process use. */
 int p2p_budget_taken(int device);
-/* Sets group->num_sms and takes this many SMs from the GPU's budget (budget.c). `gpus`
- * [num_ranks] are the facts that all ranks have sent. Ranks that share a GPU get equal numbers.
- * Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
+/* Sets group->num_sms and reserves this many SMs in the GPU's budget (budget.c). `gpus`
+ * [num_ranks] is the data of all ranks. Ranks that share a GPU get equal numbers. Errors:
+ * EPIC_EINVAL, EPIC_ENOTSUP. */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
-/* Gives the SMs of this context back to the budget of its GPU, so that other contexts can use
- * them. */
+/* Returns the SMs of this context to the budget of its GPU. */
 void p2p_budget_give_back(epic_group *group);
 
 /* p2p_watch_open() starts the watcher thread (watch.c), and p2p_watch_close() ends it. */
@@ -184,10 +180,10 @@ epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle
 /* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
 void p2p_heap_disconnect(const epic_group *group);
 
-/* Windows, in windows.c. p2p_add_window() implements epic_window_alloc and
- * epic_window_register: args->data is NULL if EPIC allocates the memory. All ranks call it.
- * Errors that do not break the group: EPIC_ENOMEM, EPIC_ENOTSUP; all ranks return the error of
- * one rank. p2p_free_windows() unmaps and frees all windows when no peer stores any more. */
+/* Windows, in windows.c. p2p_add_window() implements epic_window_alloc (args->data is NULL) and
+ * epic_window_register. All ranks call it and return the same error: EPIC_ENOMEM or
+ * EPIC_ENOTSUP, which do not break the group. p2p_free_windows() frees all windows when no peer
+ * stores any more. */
 epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
                            epic_window_info *out);
 void p2p_free_windows(epic_group *group);
@@ -201,19 +197,19 @@ uint64_t p2p_window_place(const epic_group *group, epic_rows output);
  * of heaps. If not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 
-/* Maps memory of another process. Opens one handle after the other, because CUDA returns
- * cudaErrorAlreadyMapped if two threads of a process open the same handle at the same time. */
+/* Maps memory of another process. Only one thread at a time does so, because CUDA returns
+ * cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
 cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
 
 /* Returns the heap of a rank that runs in this process, or NULL if the rank does not. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
-/* Returns EPIC_OK, or the result of the failure that a kernel has reported. Writes the failure
- * to *out, or zeros if there is none. */
+/* Returns EPIC_OK, or the result of the failure that a kernel has reported, and writes the
+ * failure or zeros to *out. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* Returns EPIC_OK, or the result of the failure that a kernel has reported, and sets the error
- * sentence. Every operation calls this function first. */
+/* Returns EPIC_OK, or the result of the failure that a kernel has reported, with its sentence.
+ * Every operation calls this function first. */
 epic_result p2p_check_group(epic_group *group);
 
 /* Returns the oldest data error that no call has returned yet, and sets its error sentence.
@@ -245,55 +241,33 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The functions that each rank runs for its own tokens: the gate, the shared expert's gate,
- * zero-experts and small sums. In gate.c and tokens.c. Errors: EPIC_EDEVICE. */
+/* The functions that each rank runs for its own tokens, in gate.c and tokens.c. backend/ops.h
+ * describes them. Errors: EPIC_EDEVICE. */
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);
 /* Computes the gradients of w_gate, b_gate and x. The gradient of x is added to d_x. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
-/* Adds the array `from` to the array `to`, or copies it if replace is set. Both arrays have
- * `count` numbers of type `type`. `from` NULL stands for zeros. */
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);
-/* Copies `count` numbers from device memory to `to`, after all work that is already on the
- * stream. Returns EPIC_ENOTSUP if the stream is being captured. With count 0, only checks
- * whether it is. */
 epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t *from,
                             int64_t count, int32_t *to);
-/* Copies topk_idx to `to`, with -1 in place of each zero-expert (an expert whose output is its
- * input), because no rows are sent to them. */
 epic_result p2p_mask_zero_experts(epic_group *group, epic_stream stream,
                                   const layer_tokens *tokens, int32_t *to);
-/* Computes layer_tokens.shared_weights: for each token a sigmoid, by which the shared expert's
- * output is multiplied. */
 epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Computes the gradient
- * [hidden] of w_shared_gate, unless gradient is NULL. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace);
-/* Computes the gradients of the weights of those choices that are zero-experts (experts whose
- * output is their input). */
 epic_result p2p_zero_weights(epic_group *group, epic_stream stream, const layer_tokens *tokens);
-/* Adds the outputs of the shared expert and of the zero-experts (whose output is their input)
- * to the rows that combine has written. The sums are the rows of the layer's output. */
 epic_result p2p_add_local_rows(epic_group *group, epic_stream stream,
                                const layer_tokens *tokens, const layer_rows *rows);
-/* Launches a kernel that checks that the plan has at most num_local local experts on each rank.
- * If one has more, the kernel reports a data error. */
 epic_result p2p_check_plan_fits(epic_group *group, const epic_plan_args *args,
                                 uint32_t num_local);
-/* Sums each of the two rows of values [2, n] in the order of a binary tree; n is a power of
- * two. Writes the two sums to values[0] and values[1]. */
 epic_result p2p_sum_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
-/* Writes losses [2] (balance loss, z-loss) and their sum to the caller's arguments that are not
- * NULL. `losses` NULL stands for zeros. */
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
-/* Computes the gradients of the two losses from the caller's gradients: d_losses [2] =
- * {d_balance_loss + d_loss, d_z_loss + d_loss}. d_loss is the gradient of the sum of both
- * losses. A NULL pointer stands for 1 if it is d_loss, otherwise for 0. */
+/* d_losses [2] = {d_balance_loss + d_loss, d_z_loss + d_loss}, where d_loss is the gradient of
+ * the sum of both losses. A NULL pointer stands for 1 if it is d_loss, otherwise for 0. */
 epic_result p2p_read_d_losses(epic_group *group, epic_stream stream, float *d_losses,
                               const epic_moe_backward_args *args);
 

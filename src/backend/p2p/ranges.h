@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* NVTX ranges. Each public call that launches kernels records a time range of the CPU thread,
- * under the name of the call. Tools such as Nsight Systems then show which call launched a
- * kernel. NVTX is a header of the CUDA toolkit. If no such tool runs, a range costs only a load
- * and a branch. */
+/* NVTX ranges. Each public call that launches kernels records a time range of the CPU thread
+ * under its name, so that tools such as Nsight Systems show which call launched a kernel. NVTX
+ * is a header of the CUDA toolkit. Without such a tool, a range costs a load and a branch. */
 #ifndef EPIC_P2P_RANGES_H
 #define EPIC_P2P_RANGES_H
 

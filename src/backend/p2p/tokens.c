@@ -27,9 +27,9 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
                     "launching the shared expert's gate");
 }
 
-/* Runs the backward of the shared expert's gate (p2p.h). The gradient of w_shared_gate is the
- * sum of the rows of x, each multiplied by its d_shared_weights. The kernel for the gradient of
- * a bias computes such a sum. */
+/* Implements the backward of the shared expert's gate (p2p.h). The gradient of w_shared_gate is
+ * the sum of the rows of x, each times its d_shared_weights. The kernel for the gradient of a
+ * bias computes such a sum. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that detects when the process of a peer ends. It then sets the peer's
- * bit in host memory, which running kernels read. The thread also writes the beats (beats.h).
- * It makes no CUDA call. */
+/* The watcher: a thread that detects the end of a peer's process. It then sets the peer's bit
+ * in host memory, which running kernels read. It also writes the beats (beats.h), and makes no
+ * CUDA call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -20,11 +20,10 @@ struct p2p_watch {
     p2p_beats *beats;
     int end; /* an eventfd; a write to it makes the thread end; -1: there is no thread */
     int num_ranks;
-    /* for each peer, a pidfd (Linux descriptor) of its process; -1: the system has no pidfds,
-     * so the thread checks the pid */
+    /* for each peer, a pidfd (Linux descriptor) of its process; -1 if the system has none: the
+     * thread then checks the pid */
     int processes[DEVICE_MAX_RANKS];
-    /* for each peer, the pid of its process; 0: it is not watched, because the peer is in this
-     * process or dead */
+    /* for each peer, the pid of its process; 0 if the peer is dead or in this process */
     int64_t pids[DEVICE_MAX_RANKS];
 };
 
@@ -35,9 +34,9 @@ static void mark_dead(p2p_watch *w, int rank)
     w->pids[rank] = 0;
 }
 
-/* The main function of the watcher thread. Waits in poll() until a peer's process ends, the
- * next beat is due, or p2p_watch_close() writes to the eventfd `end`. In the last case the
- * thread ends. */
+/* The main function of the watcher thread. Waits in poll() for the end of a peer's process, for
+ * the next beat, or for the eventfd `end`, to which p2p_watch_close() writes to end the thread.
+ */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;

@@ -80,9 +80,9 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
     return missing;
 }
 
-/* Breaks the group, because the ranks in `missing` (bit mask) have not sent their messages.
- * are_gone: true if these ranks have closed their contexts or died. The other ranks then find
- * this out themselves, and need no report. Returns the error. */
+/* Breaks the group, because the ranks in `missing` (bit mask) have not sent their messages, and
+ * returns the error. If they have closed or died (are_gone), the other ranks find this out
+ * themselves and need no report. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
 {
@@ -128,8 +128,8 @@ static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
         TRY(p2p_check_group(g));
         TRY(read_messages(g, sequence, all));
         const uint32_t missing = find_missing(g, sequence, all);
-        /* Read the messages once more. The copy that found the sequence number of a message may
-         * have read the message's other fields before they had arrived. */
+        /* Read the messages again. The copy that found a message's sequence number may have
+         * read its other fields before they arrived. */
         if (!missing) return read_messages(g, sequence, all);
         const uint32_t gone = missing & find_gone(g);
         if (gone) return report_missing(g, gone, true, timeout_ms);
@@ -158,8 +158,8 @@ static epic_result first_error(const epic_group *g, const p2p_window_message *al
 
 /* ------------------------------------------------------------------------------ memory ---- */
 
-/* Sets *base to the beginning of the allocation that contains `data`. The CUDA runtime has no
- * call for this, so the function calls the driver, whose function it looks up by name. */
+/* Sets *base to the beginning of the allocation that contains `data`. Only the CUDA driver has
+ * a function for this, which is looked up by name. */
 static epic_result find_base(const void *data, uint8_t **base)
 {
     typedef int range_getter(unsigned long long *base, size_t *bytes, unsigned long long at);
@@ -277,8 +277,8 @@ static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
                      cudaGetErrorString(error));
 }
 
-/* Enters the memory of all peers in row `number` of the table that kernels read. If `mapped` is
- * NULL, removes the row's contents. */
+/* Enters the memory of all peers in row `number` of the table that kernels read. `mapped` NULL
+ * clears the row. */
 static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
                               const p2p_mapped_window *mapped)
 {
@@ -398,7 +398,7 @@ epic_result p2p_add_window(epic_group *g, const epic_window_args *args, epic_win
             (void)fill_table(g, w, number, NULL);
             release_window(g, window);
         } else {
-            /* From now on a peer may store into the window, so it stays mapped until the
+            /* From here on a peer may store into the window, so it stays mapped until the
              * context closes. */
             atomic_store(&w->num, number + 1);
         }

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend self: a group of one rank, and the smallest complete backend. There are no peers,
- * so the functions for op headers and rings do nothing. The group stores only which op slots
- * are in use, and the failure of the group. */
+/* The backend self: a group of one rank, and the smallest complete backend. Without peers, the
+ * functions for op headers and rings do nothing. The group stores only its failure and which op
+ * slots are in use. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -83,8 +83,7 @@ static void self_finish(epic_group *g, int op_slot)
 }
 
 /* Waits until an op slot is free, until the group has failed, or for `ms` milliseconds. op_slot
- * is always -1, which means "any free op slot". A group of one rank has no other wait, because
- * there are no peers to wait for. */
+ * is always -1, because there are no peers for which an op slot could wait. */
 static void self_wait(epic_group *g, int op_slot, uint32_t phase, const uint64_t *waits_for,
                       uint32_t ms)
 {

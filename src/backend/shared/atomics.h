@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Atomic operations whose names contain their memory order. "ordered" means sequentially
  * consistent: if two ranks each store one word and then load the other's word, at least one of
- * them loads the new value. The sleep and wake protocol of wait.c needs this, so that no
- * wake-up is lost. */
+ * them loads the new value. Without this, the protocol of wait.c could lose a wake-up. */
 #ifndef EPIC_SHARED_ATOMICS_H
 #define EPIC_SHARED_ATOMICS_H
 

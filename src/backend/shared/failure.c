@@ -23,9 +23,9 @@ bool shared_is_gone(epic_group *g, int peer)
     return shared_is_known_gone(g, peer) || (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Implements epic_transport.any_gone. The load is sequentially consistent, like the stores of
- * any_gone: they come before the loads of the futexes (wait.c). So no rank sleeps through the
- * end of a peer. */
+/* Implements epic_transport.any_gone. The stores of any_gone come before the loads of the
+ * futexes (wait.c), and all are sequentially consistent. So no rank sleeps through the end of a
+ * peer. */
 bool shared_any_gone(const epic_group *g)
 {
     return load_ordered(&g->header->any_gone) != 0;
@@ -39,10 +39,9 @@ void shared_report_end(epic_group *g, int peer)
     shared_wake_all(g);
 }
 
-/* Claims failure_state, so that this rank may write the failure. If another rank is writing a
- * failure, waits until that failure is complete. If the writing rank has ended, claims
- * failure_state in its place. Returns false if the group has a failure already, or after
- * PATIENCE_NS. */
+/* Claims failure_state, so that this rank may write the failure. Waits while another rank
+ * writes one, and replaces that rank if it has ended. Returns false if the group has a failure
+ * already, or after PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;
@@ -57,9 +56,9 @@ static bool become_writer(epic_group *g)
     }
 }
 
-/* Stores a failure in the shared memory of the group, unless the group already has a failure.
- * Wakes all ranks. The failure's fields are written before the ordered store of GROUP_BROKEN,
- * so a rank that loads GROUP_BROKEN can read them. */
+/* Stores the first failure of the group in shared memory, and wakes all ranks. The ordered
+ * store of GROUP_BROKEN comes after the failure's fields, so a rank that loads GROUP_BROKEN can
+ * read them. */
 void shared_break_group(epic_group *g, const epic_failure_info *failure)
 {
     if (!become_writer(g)) return;

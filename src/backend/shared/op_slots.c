@@ -15,8 +15,6 @@ static bool is_released(const epic_group *g, const shared_exchange *x)
     return true;
 }
 
-/* Returns whether no thread has claimed the op slot and all peers have finished its last
- * exchange. */
 bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
 {
     return !load_ordered(&x->claimed) && is_released(g, x);
@@ -25,9 +23,8 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
 /* Claims a free op slot and returns its index, or -1 if no slot is free.
  *
  * Between the test and the claim, another thread may have claimed, used and released the slot.
- * So this thread tests again after its claim, and undoes the claim if peers still read the
- * slot. Another thread may have found the slot claimed meanwhile and may sleep now, so this
- * thread wakes it. */
+ * So this function tests again after its claim, and undoes the claim if peers still read the
+ * slot. A thread that found the slot claimed meanwhile may sleep now, so it is woken. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -47,8 +44,8 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
 }
 
 /* Writes tag, sequence, operation and op header into this rank's op slot. The version is odd
- * while the members are inconsistent. Tag and sequence are stored with release order. So a peer
- * that loads one of the new values with acquire order also loads the odd version. */
+ * meanwhile. Tag and sequence are stored with release order, so a peer that loads a new one
+ * with acquire order also loads the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
@@ -73,10 +70,10 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_ordered(&slot->version, version + 2);
 }
 
-/* Publishes this rank's op header in its op slot, and wakes the peers that have already
- * announced the same exchange. A peer that announces later finds this slot in its own search.
- * Each rank first stores the version of its slot and then searches, in sequentially consistent
- * order. So of two ranks, at least one finds the other's slot. */
+/* Publishes this rank's op header in its op slot, and wakes the peers that have announced the
+ * same exchange. Peers that announce later find the slot themselves. Each rank first stores the
+ * version of its slot and then searches, in sequentially consistent order. So of two ranks, at
+ * least one finds the other's slot. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
@@ -95,9 +92,9 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
 }
 
 /* Returns whether a peer's op slot holds the exchange (tag, sequence). The peer may be writing
- * another exchange into the slot at the same time. So the function returns true only if the
- * version is even, and has the same value before and after the comparison. If this rank also
- * takes part in the exchange, the slot keeps the exchange until this rank has finished it. */
+ * another exchange into the slot. So the version must be even, and equal before and after the
+ * comparison. If this rank takes part in the exchange too, the slot keeps it until this rank
+ * has finished. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -107,9 +104,9 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
     return same && load_relaxed(&slot->version) == version;
 }
 
-/* Returns the peer's op slot for the exchange (tag, sequence), and its index in *index. Returns
- * NULL if the peer has no such slot. The search begins at index `first`. Callers usually pass
- * the index of this rank's own slot, because the peer's slot often has the same index. */
+/* Returns the peer's op slot for the exchange (tag, sequence), with its index in *index, or
+ * NULL. The search begins at index `first`. Callers usually pass the index of this rank's own
+ * slot, because the peer's slot often has the same index. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                                  int first, int *index)
 {
@@ -123,8 +120,8 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
-/* Finds the peer's op slot for this exchange and stores it in x->links, unless an earlier call
- * has found it. Returns whether it was found. */
+/* Finds the peer's op slot for this exchange, unless x->links already has it. Returns whether
+ * it was found. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -142,8 +139,8 @@ const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
     return shared_match_peer(g, x, peer) ? &x->links[peer].slot->op_header : NULL;
 }
 
-/* Ends the exchange on this rank. Stores in each peer's op slot that this rank no longer uses
- * that slot, and wakes the peers' threads that wait for a free slot. */
+/* Ends the exchange on this rank: stores in each peer's op slot that this rank no longer uses
+ * it, and wakes the peers' threads that wait for a free slot. */
 void shared_finish(epic_group *g, int index)
 {
     shared_exchange *x = &g->exchanges[index];

@@ -9,10 +9,9 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether the heartbeat in `wait` is recent. A waiting rank renews its heartbeat at
- * least every slice_ns, so a recent heartbeat means that the rank is still waiting. Recent
- * means younger than 2.5 slice_ns, and at least GRACE_NS, because a busy machine may run the
- * rank late. */
+/* Returns whether the heartbeat in `wait` is recent, which means that the rank still waits. A
+ * waiting rank renews its heartbeat at least every slice_ns. Recent means younger than 2.5
+ * slice_ns, and at least GRACE_NS, because a busy machine may run the rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -44,8 +43,8 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 }
 
 /* Reads the last operation that the peer announced. The peer may overwrite the op slot
- * meanwhile. So this function repeats its loads until the slot's version is even, and is the
- * same before and after the loads. It gives up after 100 attempts. */
+ * meanwhile, so the loads repeat until the slot's version is even and equal before and after
+ * them, at most 100 times. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -67,9 +66,8 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
                          epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer first sets `closed` and then ends. This function first checks whether the peer has
-     * ended and then loads `closed`. So if it finds that the peer has ended, it also finds
-     * `closed` set. In the other order, a peer that does both between the two checks would seem
+    /* A peer first sets `closed` and then ends. So check first whether it has ended, and then
+     * load `closed`. In the other order, a peer that closes and ends between the two would seem
      * to have died without closing. */
     out->is_gone = shared_is_gone(g, peer);
     out->has_closed = load_acquire(&shared_rank_state_of(g, peer)->closed);

@@ -66,17 +66,16 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
 }
 
 /* Returns whether the ring has room for entry `index` of this flow, according to
- * end->seen_count. Entries of different flows may have different sizes. So the first entry of a
- * flow must wait until the reader has dropped all entries of the previous flow. */
+ * end->seen_count. Flows may have entries of different sizes, so the first entry of a flow
+ * waits until the reader has dropped all entries of the previous flow. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries of the broadcast ring all peers have dropped, that is, have finished
- * reading. This is the smallest counter of all peers. To save loads, first loads only the
- * counter of the peer that was slowest last time. If this counter leaves no room for entry
- * `index`, returns it, because a smaller counter would leave no room either. */
+/* Returns how many entries of the broadcast ring all peers have dropped (finished reading): the
+ * smallest of their counters. To save loads, first loads only the counter that was smallest
+ * last time, and returns it if it leaves no room for entry `index`. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -145,7 +144,7 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
 }
 
 /* Implements epic_transport.entry. Loads the peer's counter only if its last known value does
- * not include the entry, because the load may fetch a cache line from another core. */
+ * not include the entry, because a load may fetch a cache line from another core. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];

@@ -23,8 +23,8 @@ static int64_t at_least(int64_t bytes, int64_t least)
     return bytes < least ? least : bytes;
 }
 
-/* Sets the ring sizes for full speed. A ring is not larger than all rows of one operation,
- * because the additional memory would never be used. */
+/* Sets the ring sizes for full speed. A ring never needs to be larger than all rows of one
+ * operation. */
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
@@ -37,9 +37,8 @@ static void size_full_rings(const epic_config *config, shared_layout *l)
     l->peer_ring_bytes = at_least(l->broadcast_ring_bytes / peers / 64 * 64, GOOD_RING);
 }
 
-/* Sets the ring sizes of an op slot that has only `bytes` bytes of staging memory. The
- * broadcast ring gets half of the memory, or less if the peer rings would otherwise be smaller
- * than MIN_RING. */
+/* Divides `bytes` bytes of staging memory of an op slot. The broadcast ring gets half, or less
+ * if the peer rings would be smaller than MIN_RING. */
 static void split_staging(shared_layout *l, int64_t bytes)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);
@@ -47,8 +46,8 @@ static void split_staging(shared_layout *l, int64_t bytes)
     l->broadcast_ring_bytes = (bytes - l->peer_ring_bytes * peers) / 64 * 64;
 }
 
-/* Chooses ring sizes for full speed, or smaller ones if config.staging_bytes does not suffice
- * for them. Returns EPIC_EINVAL if staging_bytes is too small for the smallest rings. */
+/* Chooses ring sizes for full speed, or smaller ones if config.staging_bytes is smaller.
+ * Returns EPIC_EINVAL if even the smallest rings do not fit. */
 static epic_result choose_ring_sizes(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

@@ -52,8 +52,8 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t sent;
 } shared_peer_counters;
 
-/* The op slot of one rank for one exchange. Only its owner writes it, except that peers also
- * write `futex` and the first three members of shared_peer_counters. */
+/* The op slot of one rank for one exchange. Only its owner writes it, except `futex` and the
+ * first three members of shared_peer_counters. */
 typedef struct shared_op_slot {
     /* Even: the members from `tag` to `op_header` are complete. Odd: the owner is writing
      * them. */

@@ -1,46 +1,42 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The transport (backend/transport.h) of ranks that share memory. The backends threads and shm
- * allocate the shared memory, the segment (segment.h). In this folder, a slot is an op slot:
- * the memory of one rank, its owner, for one exchange. Each slot has one *broadcast ring*, the
+/* The transport (backend/transport.h) of ranks that share memory, for the backends threads and
+ * shm. They allocate the shared memory, the segment (segment.h). Here a slot is an op slot: the
+ * memory of one rank, its owner, for one exchange. Each slot has one *broadcast ring*, the
  * owner's ring to EVERYONE, and one *peer ring* to each peer. A ring moves entries, and a
  * *flow* is a sequence of entries of one size (transport.h). A reader *drops* an entry to
  * return its memory to the writer.
  *
- * Finding peers: announce() writes this rank's slot. Then announce() searches the peers' slots
- * for the same tag and sequence number, and wakes the owners of the slots that it finds. The
- * rank that announces last finds the slots of all peers. Each use of a slot has a version
- * number. When a peer has finished the exchange, it stores this number in the owner's slot
- * (shared_peer_counters.done). The owner reuses the slot only after every peer has stored the
- * number.
+ * Finding peers: announce() writes this rank's slot. Then it searches the peers' slots for the
+ * same tag and sequence number, and wakes their owners. The rank that announces last finds the
+ * slots of all peers. Each use of a slot has a version number. A peer that has finished the
+ * exchange stores this number in the owner's slot (shared_peer_counters.done). The owner reuses
+ * the slot when every peer has done so.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A new flow begins
  * at the start of the ring's memory, after the readers have dropped all entries of the previous
  * flow.
  *
- * Sleeping: each slot has a futex, a word on which the slot's owner sleeps. The owner sets the
- * futex to armed, checks once more for changes, and only then sets it to asleep and sleeps. A
- * peer that has changed something loads the futex. If the futex is armed or asleep, the peer
- * sets it to idle. If it was asleep, the peer also wakes the owner. */
+ * Sleeping: each slot has a futex, a word on which its owner sleeps. wait.c describes the
+ * protocol. */
 #ifndef EPIC_SHARED_H
 #define EPIC_SHARED_H
 
 #include "backend/shared/segment.h"
 #include "base/patience.h"
 
-/* This rank's position at its end of a ring, as writer or as reader. All counts are numbers of
+/* The position of this rank at its end of a ring, as writer or reader. Counts are numbers of
  * entries over all flows of the exchange. */
 typedef struct ring_end {
     int64_t base; /* number of entries of all earlier flows */
     /* number of entries of all flows, including the current one; `base` of the next flow */
     int64_t next;
-    /* The other side's counter, as this rank last loaded it. At the writer's end: number of
-     * entries that the reader has dropped. At the reader's end: number of entries that the
-     * writer has sent. */
+    /* The other side's counter as this rank last loaded it: entries that the reader has dropped
+     * (at the writer's end), or that the writer has sent (at the reader's end). */
     int64_t seen_count;
     char *ring; /* the memory of the ring */
 } ring_end;
 
-/* What this rank stores about one peer during one exchange (one operation). */
+/* The state that this rank keeps about one peer during one exchange. */
 typedef struct peer_link {
     shared_op_slot *slot; /* the peer's op slot for this exchange; NULL: not found yet */
     int index;            /* index of that op slot */
@@ -68,7 +64,7 @@ typedef struct shared_exchange {
     peer_link *links;       /* [num_ranks]: one peer_link for each peer */
 } shared_exchange;
 
-/* What one rank stores privately about the group, outside of the shared segment. */
+/* The private data of one rank about the group, outside of the shared segment. */
 struct epic_group {
     char *segment;
     shared_segment_header *header;
@@ -105,9 +101,9 @@ struct epic_group {
         .failure = shared_failure, .bytes_sent = shared_bytes_sent                         \
     }
 
-/* Creates what this rank stores about a group (epic_group). `segment` is the shared memory,
- * which the backend unmaps later. is_shared_by_processes: true if the ranks are processes, so
- * that futexes must work between processes. Errors: EPIC_ENOMEM. */
+/* Creates this rank's epic_group. `segment` is the shared memory, which the backend unmaps
+ * later. is_shared_by_processes: true if the ranks are processes, so that futexes must work
+ * between processes. Errors: EPIC_ENOMEM. */
 epic_result shared_group_new(epic_group **out, const epic_join *join,
                              const shared_layout *layout, char *segment,
                              bool is_shared_by_processes);

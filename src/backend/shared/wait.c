@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sleep and wake protocol of op slots.
  *
- * The futex of a slot is idle, armed or asleep. A caller checks for changes, and calls wait()
- * if it finds none. If wait() finds the futex idle, it sets the futex to armed and returns, so
- * that the caller checks once more. A peer that changes something sets the futex back to idle.
- * If the next wait() finds the futex still armed, nothing has changed, and the thread sleeps.
+ * The futex of a slot is idle, armed or asleep. The owner checks for changes, and calls wait()
+ * if it finds none. If the futex is idle, wait() sets it to armed and returns, and the owner
+ * checks once more. A peer that changes something sets the futex back to idle. If the next
+ * wait() finds the futex still armed, nothing has changed, and the thread sleeps.
  *
- * No wake-up is lost, because these four accesses are sequentially consistent: a peer first
- * stores its change and then loads the futex; the owner first sets the futex to armed and then
- * loads what may have changed. So either the peer sees the armed futex and wakes the owner, or
- * the owner's check finds the change. */
+ * No wake-up is lost, because four accesses are sequentially consistent. The peer first stores
+ * its change and then loads the futex. The owner first sets the futex to armed and then loads
+ * what may have changed. So the peer sees the armed futex and wakes the owner, or the owner
+ * finds the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -34,8 +34,7 @@ static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t se
 }
 
 /* Publishes in which phase this rank waits and for which ranks. The heartbeat is stored last,
- * with release order. So a peer that loads the new heartbeat also loads the new phase and
- * ranks. */
+ * with release order, so a peer that loads it also loads the new phase and ranks. */
 static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
                          const uint64_t *waits_for)
 {
@@ -52,9 +51,9 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep; a slice is at most slice_ns long. Returns
- * whether the thread should sleep another slice. Returns false after the deadline, after a
- * failure of the group, or if a peer that this rank waits for is gone. */
+/* Renews the heartbeat between two slices of sleep, each at most slice_ns long. Returns false
+ * if the thread should not sleep another slice: after the deadline, after a failure of the
+ * group, or if a peer that this rank waits for is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -74,8 +73,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether all ranks together may run on at least as many cores as there are ranks. All
- * ranks must have published their cores (group.c). */
+/* Returns whether all ranks together may run on at least one core per rank. All ranks must have
+ * published their cores (group.c). */
 static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};
@@ -85,8 +84,6 @@ static bool find_core_per_rank(const epic_group *g)
     return cores_count(&any) >= g->num_ranks;
 }
 
-/* Returns whether there are at least as many cores as ranks. Computes the result only once,
- * with find_core_per_rank(). */
 static bool has_core_per_rank(epic_group *g)
 {
     int core_per_rank = load_relaxed(&g->core_per_rank);
@@ -97,11 +94,10 @@ static bool has_core_per_rank(epic_group *g)
     return core_per_rank == 2;
 }
 
-/* Polls the futex for up to SPIN_NS before the thread sleeps. Returns true if a peer has set
- * the futex to idle. If there is a core for each rank, the thread keeps its core while it
- * polls. Otherwise the thread yields the core between polls, because the peer that will wake it
- * may need the core. If yielding was slow before, the thread does not poll at all
- * (base/patience.h). */
+/* Polls the futex for up to SPIN_NS before the thread sleeps. Returns true if a peer has set it
+ * to idle. With fewer cores than ranks the thread yields its core between polls, because the
+ * peer that will wake it may need the core. If yielding was slow before, the thread does not
+ * poll at all (base/patience.h). */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
 {
     const bool spins = has_core_per_rank(g);
@@ -139,9 +135,9 @@ static bool any_slot_is_free(epic_group *g)
 }
 
 /* Waits until an op slot may be free. Several threads of a rank may wait at once. A waiting
- * thread first increments num_sleepers and then checks for a free slot. A rank that finishes an
- * exchange first frees the slot and then loads num_sleepers. So the waiting thread finds the
- * free slot, or the finishing rank finds the sleeper and wakes it. */
+ * thread first increments num_sleepers and then looks for a free slot. A rank that finishes an
+ * exchange first frees the slot and then loads num_sleepers. So one of them notices the other.
+ */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);
@@ -154,9 +150,7 @@ static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_
     add_ordered(&head->num_sleepers, (uint32_t)-1);
 }
 
-/* Implements epic_transport.wait. Sets the futex to armed before it returns. The caller then
- * checks for changes and calls wait() again, as the protocol at the top of this file
- * requires. */
+/* Implements epic_transport.wait with the protocol at the top of this file. */
 void shared_wait_for_change(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
                             uint32_t ms)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Keeps a rank's windows alive until no peer stores into them.
  *
- * Before a rank stores into a window, it increments its num_storing. Then it loads the flag
- * `closed` of the window's owner. When the owner closes its context, it sets its flag `closed`
- * and then loads num_storing of each peer. These four accesses are sequentially consistent. So
- * the storing rank finds that the owner is closed and does not store, or the owner finds that a
- * peer is storing and waits. */
+ * A rank that stores into a window first increments its num_storing and then loads the flag
+ * `closed` of the window's owner. An owner that closes its context first sets `closed` and then
+ * loads num_storing of each peer. These accesses are sequentially consistent. So the storing
+ * rank finds that the owner is closed and does not store, or the owner finds that a peer is
+ * storing and waits. */
 #include <time.h>
 
 #include "backend/shared/shared.h"

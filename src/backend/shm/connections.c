@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connects every two ranks of a group, which are processes of one host.
  *
- * Each rank listens on an abstract UNIX address with a random name. It publishes the address
+ * Each rank listens on an abstract UNIX address with a random name, and publishes the address
  * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
  * connections from all higher ranks. The first message of the connecting rank contains the
  * secret of the accepting rank, and the answer contains the secret of the connecting rank. So
- * each rank proves that it took part in the bootstrap.
+ * both prove that they took part in the bootstrap.
  *
- * A rank first sends its messages to all lower ranks without waiting for answers. Then it
- * accepts and answers all higher ranks. Only then it waits for the answers of the lower ranks.
- * In this order no two ranks wait for each other. */
+ * A rank first sends its messages to all lower ranks. Then it accepts and answers all higher
+ * ranks. Only then it waits for the answers of the lower ranks. In this order no two ranks wait
+ * for each other. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -31,8 +31,8 @@
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
 /* how many connections without a handshake can be pending in addition to one per rank */
 #define EXTRA_PENDING 16
-/* How often to check whether the listeners of missing ranks are still open; a closed one shows
- * that its rank has ended. */
+/* time between two checks whether the listeners of missing ranks are still open; a rank that
+ * ends closes its listener */
 #define CHECK_MS 200
 
 /* The data that a rank publishes through the bootstrap. */
@@ -47,9 +47,8 @@ typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
     handle *handles; /* [num_ranks]: the handles of all ranks */
-    /* [2 * num_polls]. First half: the listener, then the pending connections [num_pending],
-     * then the connections to ranks [num_ranks]. poll_open() uses the second half to copy the
-     * entries to poll. */
+    /* The sockets to poll: the listener, then pending [num_pending], then the connections to
+     * all ranks [num_ranks]. A second half of equal size is scratch memory of poll_open(). */
     struct pollfd *polls;
     int *pending; /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
@@ -99,8 +98,8 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* ----------------------------------------------------------------------------- waiting ---- */
 
-/* Polls the open sockets in o->polls. Does not pass entries whose fd is -1 to poll(), because
- * poll() fails if the number of its entries is larger than the limit on open files. */
+/* Polls the open sockets in o->polls. Leaves out entries whose fd is -1, because poll() fails
+ * if there are more entries than the limit on open files. */
 static int poll_open(connect_state *o, int ms)
 {
     struct pollfd *some = o->polls + o->num_polls;
@@ -113,10 +112,10 @@ static int poll_open(connect_state *o, int ms)
     return got;
 }
 
-/* Waits until a socket is ready, but at most CHECK_MS, so that the caller can check from time
- * to time whether missing ranks have died. Returns EPIC_ETIMEOUT at the deadline, and
- * EPIC_EPEER if a connected peer has closed its connection. `what` is the beginning of the
- * error sentence at the deadline, for example "rank 1 did not connect". */
+/* Waits until a socket is ready, but at most CHECK_MS, so that the caller can check whether
+ * missing ranks have died. Returns EPIC_ETIMEOUT at the deadline, with an error sentence that
+ * begins with `what`, for example "rank 1 did not connect". Returns EPIC_EPEER if a peer has
+ * closed its connection. */
 static epic_result poll_once(connect_state *o, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
@@ -134,8 +133,8 @@ static epic_result poll_once(connect_state *o, const char *what)
     return EPIC_OK;
 }
 
-/* Fills o->polls. Includes the listener only while ranks are missing and an entry of `pending`
- * is free. awaited_rank is the lower rank whose answer this rank waits for, or -1. */
+/* Fills o->polls. The listener is included only while ranks are missing and `pending` has a
+ * free entry. awaited_rank is the lower rank whose answer this rank waits for, or -1. */
 static void set_polls(connect_state *o, int awaited_rank)
 {
     bool listen = false;
@@ -172,8 +171,8 @@ static epic_result open_listener(connect_state *o, handle *mine)
     return EPIC_OK;
 }
 
-/* Connects to a lower rank and sends the handshake. Does not wait until the peer accepts. Waits
- * only while the peer's queue of pending connections is full. */
+/* Connects to a lower rank and sends the handshake. Waits only while the peer's queue of
+ * pending connections is full, not until the peer accepts. */
 static epic_result connect_to_rank(connect_state *o, int peer)
 {
     int *socket_fd = &o->connections->sockets[peer];
@@ -199,9 +198,9 @@ static bool out_of_room(int error)
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
-/* Accepts new connections into the free entries of `pending`. If the system has no descriptor
- * or memory for a new connection, returns an error, and joining fails at once. Without this
- * error the connecting peer would wait for an answer until its deadline. */
+/* Accepts new connections into the free entries of `pending`. If the system lacks a descriptor
+ * or memory for one, joining fails at once, because the connecting peer would otherwise wait
+ * until its deadline. */
 static epic_result accept_pending(connect_state *o)
 {
     for (int i = 0; i < o->num_pending; i++) {
@@ -214,8 +213,8 @@ static epic_result accept_pending(connect_state *o)
     return EPIC_OK;
 }
 
-/* Reads the handshake of a pending connection. Keeps and answers the connection if the sender
- * is a higher rank that is not connected yet. Closes it otherwise. */
+/* Reads the handshake of a pending connection. Answers it if the sender is a higher rank that
+ * is not connected yet, otherwise closes it. */
 static epic_result identify_pending(connect_state *o, int *pending_fd)
 {
     shm_connections *connections = o->connections;
@@ -275,10 +274,10 @@ static bool handle_incoming(connect_state *o, epic_result *result)
     return any;
 }
 
-/* Accepts connections from all higher ranks. If a rank dies before it connects, there is no
+/* Accepts connections from all higher ranks. A rank that dies before it connects has no
  * connection whose end this rank could notice. So find_gone() looks for a missing rank whose
- * listener is closed. That rank may have connected just before its listener closed. Therefore
- * the loop accepts connections once more before it reports that the rank is gone. */
+ * listener is closed. That rank may have connected just before, so the loop accepts connections
+ * once more before it reports that the rank is gone. */
 static epic_result accept_all(connect_state *o)
 {
     int gone = -1;
@@ -334,10 +333,9 @@ static epic_result connect_to_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Makes the other ranks notice that this rank failed. Closes this rank's connections, so that
- * each rank at the other end sees a closed connection. A lower rank may still wait for a
- * connection from this rank. So this function also connects to each lower rank again and closes
- * the new connection. Returns `result` and keeps its error sentence. */
+/* Makes the other ranks notice that this rank failed: closes its connections. A lower rank may
+ * still wait for a connection from this rank, so this function also connects to each lower rank
+ * once more and closes that connection. Returns `result` and keeps its error sentence. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -353,9 +351,8 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Opens a pidfd for every peer. The operating system reports the pid of the process at the
- * other end of each socket. If the system has no pidfds, only the sockets show the end of a
- * peer. */
+/* Opens a pidfd for every peer, whose pid the system reports for each socket. Without pidfds,
+ * only the sockets show the end of a peer. */
 static epic_result watch_processes(shm_connections *connections)
 {
     for (int r = 0; r < connections->num_ranks; r++) {
@@ -372,8 +369,8 @@ static epic_result watch_processes(shm_connections *connections)
     return EPIC_OK;
 }
 
-/* Allocates the tables of *o. If `ready` is false, this rank has failed before. Then the
- * function only returns an error and keeps the earlier error sentence. */
+/* Allocates the tables of *o. If `ready` is false, this rank has failed before: then only
+ * returns an error, and keeps the earlier error sentence. */
 static epic_result allocate_state(connect_state *o, bool ready)
 {
     if (!ready) return EPIC_EDEVICE;
@@ -396,17 +393,16 @@ static void release_state(connect_state *o)
     free(o->pending);
 }
 
-/* Returns whether the name has the form of the names that open_listener() creates. The name
- * comes from another process, so it is checked before this rank connects to it. */
+/* Returns whether the name has the form of those that open_listener() creates. It comes from
+ * another process, so this rank checks it before it connects. */
 static bool is_socket_name(const char name[NAME_LENGTH + 1])
 {
     return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&
            strspn(name + 5, "0123456789abcdef") == NAME_LENGTH - 5;
 }
 
-/* Exchanges the handles of all ranks. Every rank calls this function, because the gather waits
- * for all ranks. A rank that has failed passes its error in `result`. The function then returns
- * this error with its sentence. It returns EPIC_EPEER if another rank failed or sent an invalid
+/* Exchanges the handles of all ranks. A rank that has failed passes its error in `result`, and
+ * gets it back after the gather. Returns EPIC_EPEER if another rank failed or sent an invalid
  * name. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
                                   handle *mine)

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections: one UNIX socket between every two ranks. When the group opens, rank 0 sends the
- * descriptor of the shared memory over its connections. Later the ranks use the connections
- * only to send descriptors of windows (windows.c). If a connection closes, the peer's process
- * has ended. But a forked child of the peer may keep the socket open. Therefore each rank also
- * watches the peer's process with a pidfd, a Linux descriptor that becomes readable when the
- * process ends. */
+ * descriptor of the shared memory over them. Later they only carry descriptors of windows
+ * (windows.c). A closed connection shows that the peer's process has ended. A forked child of
+ * the peer may keep it open, so each rank also watches the process with a pidfd, a Linux
+ * descriptor that becomes readable when the process ends. */
 #ifndef EPIC_SHM_CONNECTIONS_H
 #define EPIC_SHM_CONNECTIONS_H
 
@@ -24,11 +23,10 @@ typedef struct shm_connections {
 /* Allocates the tables. On an error connections_close() frees what was allocated. */
 epic_result connections_alloc(shm_connections *connections, int rank, int num_ranks);
 
-/* Connects to all ranks. Collective: a rank that has already failed calls it too, with `ready`
- * false, so that its peers return an error instead of waiting. Rank 0 passes the descriptor of
- * the shared memory in *memory. The other ranks pass -1 in *memory and receive the descriptor
- * there. The caller closes the descriptor. Errors: EPIC_EPEER, EPIC_ETIMEOUT, EPIC_EDEVICE,
- * EPIC_ENOMEM. */
+/* Connects to all ranks. Collective: a rank that has failed calls it with `ready` false, so
+ * that its peers return an error instead of waiting. Rank 0 passes the descriptor of the shared
+ * memory in *memory. The other ranks pass -1 and receive it there. The caller closes the
+ * descriptor. Errors: EPIC_EPEER, EPIC_ETIMEOUT, EPIC_EDEVICE, EPIC_ENOMEM. */
 epic_result connections_open(shm_connections *connections, const epic_join *join, bool ready,
                              int *memory);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The handshake: the first message that each side sends on a connection of two ranks
  * (connections.h). Also functions for messages of any kind. A message may carry a file
- * descriptor, which is called `memory` here because it refers to shared memory. */
+ * descriptor, here called `memory`. */
 #ifndef EPIC_SHM_HANDSHAKE_H
 #define EPIC_SHM_HANDSHAKE_H
 

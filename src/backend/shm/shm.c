@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend shm: ranks are processes of one host. Rank 0 creates anonymous memory (a memfd)
- * and sends its descriptor to the other ranks over the connections (connections.h). The memory
- * has no name, so no file stays behind after a crash.
+ * and sends its descriptor to the other ranks over the connections (connections.h). No file
+ * stays behind after a crash, because the memory has no name.
  *
- * If a rank forks a child without exec, the child keeps the rank's sockets open. Then peers
- * notice the end of the rank only with a pidfd (connections.h). Pidfds need Linux 5.3 and one
- * PID namespace for all ranks. Without pidfds, peers notice the end of the rank when the child
- * ends, or at their deadline. */
+ * A child that a rank forks without exec keeps the rank's sockets open. Then only a pidfd shows
+ * the end of the rank. Pidfds need Linux 5.3 and one PID namespace for all ranks. Without them,
+ * peers notice the end of the rank when the child ends, or at their deadline. */
 #include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
@@ -71,8 +70,8 @@ static epic_result map_segment(const shared_layout *l, int memory, char **segmen
     return EPIC_OK;
 }
 
-/* Creates the shared memory and maps it. Seals its size: otherwise a rank could shrink it, and
- * its peers would crash at their next access. */
+/* Creates the shared memory and maps it. Its size is sealed, because peers would crash if a
+ * rank could shrink it. */
 static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
                                   char **segment)
 {

@@ -3,12 +3,11 @@
  * the segment and wakes all ranks, so that ranks that wait for the peer return an error at
  * once.
  *
- * A watcher watches only NUM_WATCHED peers: the next higher ranks that are not gone, where
- * rank 0 follows the highest rank. So the end of a process wakes NUM_WATCHED watchers and
- * not all of them. With 64 ranks on few cores, the other 60 watchers would delay the ranks
- * that they wake. Each rank has several watchers, because some of them may be stopped or
- * end together with it. If all of them are stopped, waiting ranks find the end themselves,
- * but later (wait.c). */
+ * A watcher watches only NUM_WATCHED peers: the next higher ranks that are not gone, where rank
+ * 0 follows the highest rank. So the end of a process wakes NUM_WATCHED watchers. If it woke
+ * all of them, they would delay the waiting ranks on a host with few cores. Several watchers
+ * watch each rank, because some may be stopped or end together with it. If all of them are
+ * stopped, waiting ranks find the end themselves, but later (wait.c). */
 #include "backend/shm/watch.h"
 
 #include <errno.h>
@@ -57,8 +56,8 @@ static bool wait_for_event(const shm_watch *w, const int *ranks, int count)
     return !polls[0].revents && (got >= 0 || errno == EINTR);
 }
 
-/* The main function of the watcher. A rank that has closed its context is not watched any more:
- * its connections close, which wakes the watcher, and choose_ranks() then skips the rank. */
+/* The main function of the watcher. A rank that closes its context closes its connections,
+ * which wakes the watcher. choose_ranks() then leaves the rank out. */
 static void *watch_ranks(void *self)
 {
     const shm_watch *w = self;

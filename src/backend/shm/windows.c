@@ -2,10 +2,9 @@
 /* Windows for ranks that are processes.
  *
  * A rank sends the descriptor of its memory to every peer before it announces its op header. So
- * when a peer has read the op header, the message with the descriptor has arrived, and the peer
- * need not wait for this message. If a call has failed, some ranks may have left messages of
- * that call unread. Every message contains the number of the call (`attempt`), so the next call
- * skips messages of earlier calls. */
+ * when a peer has the op header, it also has the message with the descriptor. A failed call may
+ * leave messages unread. Every message contains the number of its call (`attempt`), so the next
+ * call skips them. */
 #include "backend/shm/windows.h"
 
 #include <errno.h>
@@ -37,8 +36,8 @@ static epic_result fail_with_bytes(int64_t bytes)
                      (long long)bytes, strerror(errno), epic_remedy(errno));
 }
 
-/* Creates shared memory, maps it, and seals its size. Otherwise a rank could shrink the memory,
- * and its peers would crash at their next access. */
+/* Creates shared memory, maps it, and seals its size, because peers would crash if a rank could
+ * shrink it. */
 static epic_result create_memory(epic_window_memory *memory, int *fd)
 {
     errno = EFBIG;
@@ -73,10 +72,9 @@ static void unmap_file(void *at, int64_t bytes)
     munmap((char *)at - before, (size_t)(before + bytes));
 }
 
-/* Returns whether two addresses are the same byte of a file: `data` in the caller's memory, and
- * `mapped` in EPIC's mapping of the file. For this test it changes *data for a moment and
- * compares *mapped. If the caller's memory is a private mapping, the change does not reach the
- * file, and *mapped does not change. */
+/* Returns whether `data` in the caller's memory and `mapped` in EPIC's mapping are the same
+ * byte of a file. Changes *data for a moment and compares *mapped. If the caller's memory is a
+ * private mapping, the change does not reach the file. */
 static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *mapped)
 {
     const unsigned char old = *data, other = old ^ 0xff;
@@ -113,8 +111,8 @@ static epic_result check_memory(const epic_window_memory *memory)
                      memory->fd, (long long)memory->fd_offset);
 }
 
-/* Sends the descriptor to all peers. Ignores a peer that has closed its connection: the later
- * wait for the op header of this peer returns the error. */
+/* Sends the descriptor to all peers. Ignores a peer that has closed its connection, because the
+ * later wait for its op header returns the error. */
 static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 {
     const shm_connections *c = g->backend_data;
@@ -147,9 +145,8 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     return result;
 }
 
-/* Receives all descriptors that a peer has sent, and closes those of other attempts. If the
- * peer has sent several in this attempt, keeps the last one. Returns the descriptor, -1 if
- * there is none, or HANDSHAKE_NO_ROOM. */
+/* Receives all descriptors that a peer has sent, and closes those of other attempts. Returns
+ * the last one of this attempt, -1 if there is none, or HANDSHAKE_NO_ROOM. */
 static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
 {
     const shm_connections *c = g->backend_data;

@@ -2,9 +2,9 @@
 /* The backend threads: ranks are threads of one process.
  *
  * The first rank that joins maps the segment (backend/shared), and the last one that leaves
- * unmaps it. A global list contains the groups of this process. A rank finds its group in the
- * list by the group's id. The ranks do not send the segment's address through the bootstrap,
- * because another program that reaches the bootstrap could send a false address. */
+ * unmaps it. A rank finds its group by id in a global list of this process. Ranks do not send
+ * the segment's address through the bootstrap, because another program that reaches it could
+ * send a false address. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -118,8 +118,8 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
     return result;
 }
 
-/* Removes one rank from its group. Each rank calls this once, after its last access to the
- * segment. Other ranks may still read the segment, so only the last one unmaps it. */
+/* Removes one rank from its group, after the rank's last access to the segment. The last rank
+ * unmaps the segment. */
 static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -133,8 +133,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. `entered` is the result of this rank. If it is an
- * error, the function returns it. Returns EPIC_EPEER if another rank failed to join. */
+/* Waits until every rank has tried to join. Returns `entered`, the result of this rank, if it
+ * is an error, and EPIC_EPEER if another rank failed. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -187,9 +187,8 @@ static void threads_leave(epic_group *group)
 
 /* ---------------------------------------------------------------------------- windows ---- */
 
-/* Implements epic_window_transport.offer. The handle is the memory's address, because the peers
- * are threads of this process. The op header that carries the handle is in memory of this
- * process only. */
+/* Implements epic_window_transport.offer. The peers are threads of this process, so the handle
+ * is the memory's address. The op header that carries it never leaves this process. */
 static epic_result threads_offer(epic_group *group, epic_window_memory *memory,
                                  unsigned char *handle)
 {

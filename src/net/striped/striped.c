@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A net made of several nets of one engine, its stripes (striped.h).
  *
- * The caller is the thread that uses the striped net. It alone calls the net of the first
- * stripe. The words of put_word() and small puts use this stripe, so they never wait behind
- * large puts. Each other stripe has its own thread, which alone calls the net of that stripe.
- * Large puts are given to these threads in rotation. The *driver* of a stripe is the thread
- * that calls its net: the caller or the stripe's own thread. Words of put_word() count as
- * puts. */
+ * The *caller* is the thread that uses the striped net. It alone calls the net of the first
+ * stripe, which sends the words of put_word() and small puts, so they never wait behind large
+ * puts. Each other stripe has its own thread, which alone calls the net of that stripe. These
+ * threads send the large puts, in rotation. The *driver* of a stripe is the thread that calls
+ * its net. Words of put_word() count as puts. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -27,12 +26,11 @@
 #define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this long */
 
 /* The thread of a stripe calls progress() of its net again and again. After IDLE_ROUNDS calls
- * without an event the thread naps between the calls. Each nap is twice as long as the nap
- * before.
+ * without an event it naps between the calls, each time twice as long as before.
  *
- * While the caller calls striped_progress() at least every POLL_OFTEN_US, naps last at most
- * MAX_NAP_BUSY_US. If the caller calls it less often, no operation runs. Then a nap lasts at
- * most MAX_NAP_IDLE_US, and ends at the caller's next put. */
+ * Naps last at most MAX_NAP_BUSY_US while the caller calls striped_progress() at least every
+ * POLL_OFTEN_US. Otherwise no operation runs: a nap then lasts at most MAX_NAP_IDLE_US, and
+ * ends at the caller's next put. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
@@ -47,20 +45,20 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Only its driver, the thread that calls its net, accesses `posted`. Members that
- * both the driver and the caller access are read and written atomically. */
+/* One stripe. Only its driver accesses `posted`. Members that the driver and the caller access
+ * are read and written atomically. */
 typedef struct stripe {
     net *net;                       /* this stripe's net, opened by striped_over.engine */
     net *owner;                     /* the striped net that the stripe belongs to */
     uint64_t posted[NET_MAX_HOSTS]; /* for each host, the number of puts passed to `net` */
-    /* For each host, the number of puts that are known to have completed. Puts to a host
-     * complete in any order. This counts the puts before the first one that has not. */
+    /* For each host, the number of puts before the first one that has not completed. Puts to a
+     * host complete in any order. */
     uint64_t completed[NET_MAX_HOSTS];
     bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
     bool has_thread; /* true: the thread was started; it closes `net` before it ends */
-    /* queued: number of jobs that the caller has queued. started: number of jobs that the
-     * thread has passed to `net`. */
+    /* queued: number of jobs that the caller has queued. started: number of them that were
+     * passed to `net`. */
     uint64_t queued, started;
     job jobs[MAX_JOBS];
     int64_t nap_us; /* length of the current nap; 0: the thread is awake */
@@ -75,8 +73,7 @@ typedef struct peer {
     uint64_t posted, finished;
     /* stripe_of[i % MAX_IN_FLIGHT]: number of the stripe that sends put number i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
-    /* How many completed puts each stripe has sent. Counts only puts with numbers below
-     * `finished`. */
+    /* number of completed puts of each stripe, among the puts with numbers below `finished` */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
@@ -172,8 +169,8 @@ static void stripe_wake(stripe *s, int64_t us)
         sem_post(&s->awake);
 }
 
-/* Returns the longest duration of the next nap, in microseconds. The caller has called
- * striped_progress() `num_polls` times during the last nap of `us` microseconds. */
+/* Returns the longest duration of the next nap, in microseconds. During the last nap, of `us`
+ * microseconds, the caller has called striped_progress() `num_polls` times. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
@@ -254,9 +251,8 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
-/* Opens the first stripe. If more stripes would be faster (can_gain), opens up to
- * n->setup.threads more. If a stripe cannot be opened because its handle does not fit, opens no
- * more stripes and returns EPIC_OK. */
+/* Opens the first stripe and, if that would be faster (can_gain), up to n->setup.threads more.
+ * Stops at the first stripe whose handle does not fit, and returns EPIC_OK. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
     size_t used = 0;
@@ -306,9 +302,8 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
     memcpy(to, from->bytes + at, from->length[stripe]);
 }
 
-/* Closes stripes until this rank has only as many as the peer with the fewest. All ranks read
- * the same handles, so they keep the same number of stripes. Returns EPIC_EMISMATCH if a handle
- * is damaged. */
+/* Closes stripes until this rank has as many as the peer with the fewest. All ranks read the
+ * same handles, so they all keep that number. Returns EPIC_EMISMATCH if a handle is damaged. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -326,8 +321,7 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects those stripes (nets of the same engine, over which puts are spread) that all peers
- * have too. Starts the threads of all stripes except the first. */
+/* Connects the stripes that all peers have too, and starts the threads of all but the first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
@@ -358,9 +352,9 @@ static bool has_room(const net *n, int host)
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
 }
 
-/* Records that a put was given to stripe number `stripe`, and wakes the threads. The thread of
- * that stripe is woken from any nap. The other threads are woken only from long naps: the
- * peer's answer may arrive on any stripe, so all threads must poll soon. Returns true. */
+/* Records that a put was passed to stripe number `stripe`. Wakes the thread of that stripe from
+ * any nap, and the other threads from long naps: the peer's answer may arrive on any stripe, so
+ * all threads must poll soon. Returns true. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];

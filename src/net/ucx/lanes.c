@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens contexts of UCX, and finds out which networks a context and its endpoints use. No
- * function of UCX returns the networks, but UCX can print them. So this file reads the printed
- * text. */
+/* Opens contexts of UCX, and finds out which networks a context and its endpoints use. UCX has
+ * no function for that, but can print it. So this file reads the printed text. */
 #include "net/ucx/lanes.h"
 
 #include <stdio.h>
@@ -70,8 +69,8 @@ static const char *segment_name(void)
 }
 
 /* Returns true if this version of UCX can refuse remote writes on networks that do not support
- * them. Older versions emulate such a write: they send a message, which the peer stores with
- * memcpy. They also warn about the setting that disables this. */
+ * them. Older versions emulate such a write with a message, which the peer stores with memcpy,
+ * and warn about the setting that forbids this. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -135,10 +134,9 @@ static void choose_devices(ucp_context_h context, const char *port, char *device
     free(text);
 }
 
-/* Opens a UCX context (lanes.h). First opens a context with UCX's settings, to find out which
- * devices it has and whether it has TCP. Only if other settings are needed, opens a second one.
- * UCX would warn about TCP settings in a context without TCP, and about devices that do not
- * exist. */
+/* Opens a UCX context (lanes.h). First opens one with UCX's settings, to find out which devices
+ * it has and whether it has TCP, because UCX warns about TCP settings without TCP, and about
+ * devices that do not exist. Opens a second one only if other settings are needed. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
                                 const char *port)
 {

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds out which networks UCX has, and which of them it uses for a peer. An endpoint is UCX's
- * end of the connection to one peer. A lane is a network that an endpoint uses. A key allows
- * remote writes into registered memory of a peer. A packed key is the form of a key that is
- * sent to peers. A memory domain is a device, or a part of UCX, that registers memory. */
+/* Finds out which networks UCX has, and which of them it uses for a peer.
+ *
+ * These are UCX's words. An endpoint is one end of the connection to a peer. A lane is a
+ * network that an endpoint uses. A key allows remote writes into registered memory of a peer,
+ * and a packed key is the form in which it is sent. A memory domain is a device, or a part of
+ * UCX, that registers memory. */
 #ifndef EPIC_NET_UCX_LANES_H
 #define EPIC_NET_UCX_LANES_H
 
@@ -14,23 +16,22 @@
 /* Opens a UCX context, UCX's state of this process.
  *
  * Sets *segment to the size of its TCP segments, such as "256K" (the format of
- * UCX_TCP_RX_SEG_SIZE), or to "" if the context has no TCP. All hosts must use the same size,
- * because UCX ends a process that receives a message larger than its segments. Pass NULL as
- * segment for a context that moves no data.
+ * UCX_TCP_RX_SEG_SIZE), or to "" without TCP. All hosts must use the same size, because UCX
+ * ends a process that receives a message larger than its segments. segment may be NULL for a
+ * context that moves no data.
  *
- * If no_emulation is true and UCX is version 1.22 or later, remote writes fail on networks that
- * do not support them. Otherwise UCX emulates them on these networks by messages.
+ * With no_emulation and UCX 1.22 or later, remote writes fail on networks that do not support
+ * them. Otherwise UCX emulates them there by messages.
  *
- * `port` is the port of an RDMA NIC that the context should use, such as "mlx5_0:1" (nics.h). The
- * context then uses no other port of an RDMA NIC. If UCX does not support the port, or if the
- * user has set UCX_NET_DEVICES, or if `port` is "", the context uses the devices that UCX
- * chooses. */
+ * `port` is the port of an RDMA NIC, such as "mlx5_0:1" (nics.h); the context uses no other
+ * RDMA NIC. UCX chooses the devices if `port` is "" or not supported, or if the user has set
+ * UCX_NET_DEVICES. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
                                 const char *port);
 
-/* Returns true if UCX supports GPU memory and has a network whose devices may read and write
- * GPU memory. Without such a network UCX prints errors when GPU memory is registered.
- * ucx_can_reach() checks whether the GPU memory of a certain peer can be reached. */
+/* Returns true if UCX supports GPU memory and has a network whose devices may access it.
+ * Without such a network UCX prints errors when GPU memory is registered. ucx_can_reach()
+ * checks a certain peer. */
 bool ucx_can_reach_gpus(ucp_context_h context);
 
 /* Returns true if the context has a network whose devices move the bytes (RDMA). */
@@ -40,9 +41,9 @@ bool ucx_has_rdma(ucp_context_h context);
  * of 8 bytes whole. The context must have been opened with no_emulation. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
-/* Returns true if the network device that makes remote writes to this peer can access the
- * registered memory of both ranks. Otherwise UCX would send messages. `own` and `theirs` are
- * the results of ucx_domains() for the packed keys of this rank and of the peer. */
+/* Returns true if the network device for remote writes to this peer can access the registered
+ * memory of both ranks. Otherwise UCX would send messages. `own` and `theirs` are the results
+ * of ucx_domains() for the packed keys of both ranks. */
 bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 
 /* Returns the memory domains of a packed key, one bit for each domain. 0: unknown. */

@@ -36,7 +36,7 @@ static inline bool lanes_have_port(const char *text, const char *port)
     return false;
 }
 
-/* Writes to `to` the devices that UCX may use if it may use only this port of the RDMA NICs: the
+/* Writes to `to` the devices that UCX may use if `port` is the only port of an RDMA NIC: the
  * port and all devices for TCP, separated by commas. `text` is as in lanes_have_port(). Returns
  * false if they do not fit into `size` bytes. */
 static inline bool lanes_list_devices(const char *text, const char *port, char *to, size_t size)
@@ -72,14 +72,13 @@ static inline bool lanes_is_for_memory(const char *at)
     return found && found < at + strcspn(at, "\n");
 }
 
-/* Returns true if remote writes over these lanes (networks) keep words of 8 bytes whole. For
- * that, every lane must be RDMA, and at least one of them must be used for remote access to
- * memory.
+/* Returns true if remote writes over these lanes (networks) keep words of 8 bytes whole. Every
+ * lane must be RDMA, and at least one of them must be for remote access to memory.
  *
- * Without such a lane UCX sends remote writes as messages. The receiver stores them with
- * memcpy, which may write a word twice or in parts. For the network EFA (srd), UCX prints such
- * a lane even if the devices can only read. So an EFA lane is accepted only if no_emulation is
- * true: the context refuses to send remote writes as messages. */
+ * Without such a lane UCX sends remote writes as messages, which the receiver stores with
+ * memcpy. That may write a word twice or in parts. For the network EFA (srd), UCX prints such a
+ * lane even if the devices can only read. So an EFA lane also needs no_emulation, with which
+ * the context refuses to send remote writes as messages. */
 static inline bool lanes_keep_words(const char *text, bool no_emulation)
 {
     char lane[64];
@@ -94,9 +93,8 @@ static inline bool lanes_keep_words(const char *text, bool no_emulation)
 }
 
 /* Returns true if a lane (network) for remote access reaches the registered memory of both
- * ranks. `own` and `theirs` are bit masks: bit n is set if the key of this rank, or of the
- * peer, is valid in the memory domain md[n]. A key is not valid in the domain of a device that
- * cannot access the registered memory. */
+ * ranks. Bit n of `own` (`theirs`) is set if the key of this rank (the peer) is valid in the
+ * memory domain md[n], that is, if its device can access the memory. */
 static inline bool lanes_reach(const char *text, uint64_t own, uint64_t theirs)
 {
     char lane[64];

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the GPUs and NICs of this host in sysfs, and chooses one NIC for each GPU. The choice
- * depends only on sysfs, so all ranks of a host make the same one without communication. Only
- * NICs that Linux lists under class/infiniband (InfiniBand, RoCE, EFA) are considered. */
+/* Finds the GPUs and NICs of this host in sysfs, and chooses one NIC for each GPU. All ranks of
+ * a host make the same choice without communication, because it depends only on sysfs. Only
+ * NICs under class/infiniband (InfiniBand, RoCE, EFA) are considered. */
 #ifndef EPIC_NET_UCX_NICS_H
 #define EPIC_NET_UCX_NICS_H
 
@@ -54,11 +54,11 @@ const char *nics_distance_name(nics_distance distance);
 
 /* Returns the number of the port that the GPU should use, or -1 if no port is usable.
  *
- * Only active ports are considered. If one of them is InfiniBand, only InfiniBand ports are. So
- * all GPUs of a cluster use the same kind of network. Ports that have less than a quarter of the
- * speed of the fastest port are left out. Among the others the GPU uses the nearest. If several
- * are nearest, it uses one of the fastest of them. GPUs with the same nearest ports use these
- * ports in turn. */
+ * Only active ports are considered and, if one of them is InfiniBand, only InfiniBand ports, so
+ * that all GPUs of a cluster use the same kind of network. Ports with less than a quarter of
+ * the speed of the fastest one are left out. Of the others the GPU uses the nearest, and of
+ * several nearest ones one of the fastest. GPUs with the same nearest ports use these ports in
+ * turn. */
 int nics_choose(const nics_host *host, int gpu);
 
 /* Returns the number of the GPU with this PCI address, or -1. Ignores upper and lower case. */

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One stripe (striped.h) of the engine ucx: a net over the library UCX. UCX chooses the
- * networks. In UCX a *lane* is a network that is used for a peer.
+/* One stripe (striped.h) of the engine ucx: a net over the library UCX, which chooses the
+ * networks. A network that UCX uses for a peer is called a lane.
  *
  * If every lane to a peer is RDMA, puts are remote writes, because RDMA keeps words of 8 bytes
- * whole. Over other networks, such as TCP, puts are active messages of UCX. A thread of the
- * receiver stores such a message into the inbox word by word. A memcpy would not keep words
- * whole: it may write a word in parts or twice. */
+ * whole. Otherwise, for example over TCP, puts are active messages of UCX. A thread of the
+ * receiver stores them into the inbox word by word, because memcpy may write a word in parts or
+ * twice. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -24,8 +24,8 @@
 #define MAX_PROGRESS_CALLS 64
 #define FLUSH_MS 1000 /* closing waits at most this long for puts in flight */
 
-/* The header of an active message. A message for put_word() contains only the header. A message
- * for put() contains the header and the bytes of the put. */
+/* The header of an active message. For put_word() there is only the header. For put() its bytes
+ * follow. */
 typedef struct header {
     uint64_t token; /* the receiver's random token, from its handle */
     uint64_t to;    /* offset in the receiver's inbox */
@@ -45,8 +45,8 @@ typedef struct peer {
     ucp_rkey_h key;
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* posted: number of calls of put() and put_word() for this peer. finished: the first
-     * `finished` of these calls have completed. */
+    /* posted: number of calls of put() and put_word() for this peer. finished: number of them
+     * before the first one that has not completed. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -105,9 +105,9 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* UCX calls this function for each received message. Stores the message into the inbox. Any
- * program that finds the port can send messages. So this function ignores a message if its
- * token is not the token of this net, or if its target is not inside the inbox. */
+/* UCX calls this function for each received message. Stores the message into the inbox. Ignores
+ * a message without the token of this net, because any program may send one, or with a target
+ * outside of the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -313,9 +313,9 @@ static void on_completed(void *request, ucs_status_t status, void *self)
     ucp_request_free(request);
 }
 
-/* Starts a remote write, or a message if there is no key of the peer's inbox. Returns the
- * request of UCX, or a status if the operation has already completed or failed. If `from` is
- * NULL, sends the word in c->header. *c stays valid until the operation has completed. */
+/* Starts a remote write or, without a key of the peer's inbox, a message. Returns the request
+ * of UCX, or a status if the operation has already completed or failed. If `from` is NULL,
+ * sends the word in c->header. *c stays valid until the operation has completed. */
 static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
 {
     const ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
@@ -400,8 +400,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request of UCX has completed, at most FLUSH_MS. Then releases the request. If
- * it has not completed, UCX frees it later, at its completion. */
+/* Waits until the request of UCX has completed, at most FLUSH_MS, and releases it. If it has
+ * not completed, UCX frees it at its completion. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
