@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The collect flow. Each item, usually a token, has one home rank. Other ranks compute a row
- * for the item and send it to the home. When the rows of all contributing ranks have arrived,
- * the home handles the item.
+ * for the item and send it to the home, which handles the item when the rows of all
+ * contributing ranks have arrived.
  *
  * Every rank sends its rows to a home in ascending order of items, through its ring to that
- * home. The home handles its items in the same order. So the row that a home needs next is
- * always the oldest row in its ring. Therefore no ring can be full of rows that the home cannot
- * use yet, and the flow makes progress with rings of any size. */
+ * home, and the home handles its items in this order. So the row that a home needs next is
+ * always the oldest one in its ring. No ring can be full of rows that the home cannot use yet,
+ * so the flow makes progress with rings of any size. */
 #include <string.h>
 
 #include "base/error.h"
@@ -15,8 +15,7 @@
 /* At most this many bytes are sent to one home rank before the next one has its turn. */
 #define BATCH_BYTES (256 * 1024)
 
-/* State of one collect flow, in which rows of all ranks are summed at the home rank of each
- * item. */
+/* State of one collect flow. */
 typedef struct collect_state {
     exchange *x;
     const collect *c;
@@ -64,9 +63,9 @@ static bool collect_send(collect_state *g)
     return moved;
 }
 
-/* Sets x->rows[r] to the entry of each contributing rank r for the next piece of the next item.
- * Returns true if all these entries have arrived. Otherwise returns false, and adds each rank
- * whose entry is missing to x->waits_for, the ranks that this rank waits for. */
+/* Sets x->rows[r] to the entry of each contributing rank r for the next piece of the next item,
+ * and returns true if all of them have arrived. Otherwise adds each rank whose entry is missing
+ * to x->waits_for. */
 static bool collect_find_rows(collect_state *g)
 {
     exchange *x = g->x;
@@ -83,7 +82,7 @@ static bool collect_find_rows(collect_state *g)
 }
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * is the number of entries of rank r that were released before. The function updates it. */
+ * counts the released entries of rank r. */
 static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;
@@ -94,8 +93,8 @@ static void collect_release_rows(collect_state *g, int64_t *dropped)
     }
 }
 
-/* Handles this rank's items in ascending order. Ends after one batch, or at the first item for
- * which a row has not arrived yet. Returns true if it handled any piece. */
+/* Handles this rank's items in ascending order, up to one batch or to the first item for which
+ * a row has not arrived. Returns true if it handled any piece. */
 static bool collect_receive(collect_state *g)
 {
     exchange *x = g->x;
@@ -112,8 +111,8 @@ static bool collect_receive(collect_state *g)
     return count > 0;
 }
 
-/* Returns true if this rank still has entries to send or items to handle. Sets x->waits_for,
- * the ranks that this rank waits for, to the ranks to which it still has entries to send. */
+/* Returns true if this rank still has entries to send or items to handle. Sets x->waits_for to
+ * the ranks to which it still has entries to send. */
 static bool collect_is_unfinished(collect_state *g)
 {
     exchange *x = g->x;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds the culprits of a timeout: the ranks that other ranks wait for, but that do not wait
- * themselves. If the ranks wait for each other in a circle, the culprits are among the ranks
- * that this rank waits for. In this file, x is the exchange of this rank whose deadline has
- * passed. */
+ * themselves. If ranks wait for each other in a circle, the culprits are chosen from the ranks
+ * that this rank waits for. Here x is the exchange of this rank whose deadline has passed. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>
@@ -45,9 +44,8 @@ bool has_peer_finished(const exchange *x, const epic_peer_status *status)
     return status->sequence > x->header_sequence || !status->is_inside;
 }
 
-/* Follows the waits: from the ranks that x waits for to the ranks that those wait for, and so
- * on. Adds to `ends` the ranks at which this search ends: ranks that are gone or do not
- * wait. */
+/* Follows the waits: from the ranks that x waits for to the ranks for which those wait, and so
+ * on. Adds to `ends` the ranks that are gone or do not wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
@@ -69,9 +67,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies to `culprits` those ranks of `from` that are furthest behind. These are the ranks that
- * have not announced this exchange: they have not sent their op headers for it. If all ranks
- * have announced it, they are the ranks in the lowest phase. */
+/* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
+ * sent their op headers for this exchange or, if all have, those in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -130,8 +127,7 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* If `ends` is empty, the ranks wait for each other in a circle. Then the culprits are
-     * chosen from the ranks that x waits for. */
+    /* If `ends` is empty, the ranks wait for each other in a circle. */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

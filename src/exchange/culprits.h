@@ -10,15 +10,14 @@
  * and 5". Names at most 16 of them, then "and N more". */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
-/* Returns true if the peer has finished the operation of exchange x. Then the peer is no
- * culprit, even if it has closed its context. x may still wait for such a peer: a full ring to
- * EVERYONE does not show which peer has not read it. So x waits for all peers. */
+/* Returns true if the peer has finished the operation of exchange x. Then it is no culprit,
+ * even if it has closed its context. x may still wait for it: a full ring to EVERYONE does not
+ * show which peer has not read it, so x waits for all peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
 /* Sets the bits of the culprits in `culprits`, and writes an error sentence with the status of
- * up to four culprits to `sentence`. Starts with the ranks that x waits for, and follows their
- * waits to ranks that do not wait. Of the ranks found, only those that are furthest behind are
- * culprits. */
+ * up to four of them to `sentence`. Follows the waits from the ranks that x waits for to ranks
+ * that do not wait. Of these, the ranks that are furthest behind are the culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes operations, compares their op headers, and waits with a deadline. To *break
- * the group* means to record a failure for all ranks. All calls of all ranks then return this
- * failure. */
+ * the group* is to record a failure for all ranks, which all later calls of all ranks return.
+ */
 #include "exchange/exchange.h"
 
 #include <stdio.h>
@@ -36,8 +36,8 @@ int64_t exchange_bytes(const epic_config *config)
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
-/* Allocates the arrays of an exchange. Returns false if memory is short. Some arrays may then
- * exist, which exchange_close_all() frees. */
+/* Allocates the arrays of an exchange. Returns false if memory is short; exchange_close_all()
+ * then frees those that exist. */
 static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
     const size_t n = (size_t)ctx->num_ranks;
@@ -116,9 +116,8 @@ static epic_result exchange_poll_failure(exchange *x)
     return context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with `result`, an error that this rank has found, and returns it. If another
- * rank broke the group first, returns the error of that rank instead, so that all ranks return
- * the same error. */
+/* Breaks the group with `result`, an error of this rank. Returns it, or the error of another
+ * rank that broke the group first, so that all ranks return the same error. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -137,8 +136,8 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Returns whether to check now if the peers are alive: if the last check saw a peer gone, if it
- * was CHECK_NS ago, or if the backend knows that a peer is gone. */
+/* Returns whether to check the peers now: if the last check saw a peer gone, if it was CHECK_NS
+ * ago, or if the backend knows that a peer is gone. */
 static bool exchange_should_check_peers(const exchange *x, uint64_t now)
 {
     if (x->is_peer_gone || now - x->last_check_ns >= CHECK_NS) return true;
@@ -146,12 +145,12 @@ static bool exchange_should_check_peers(const exchange *x, uint64_t now)
 }
 
 /* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Skips most
- * checks, except if `late` is true: the deadline has passed.
+ * checks, unless the deadline has passed (`late`).
  *
- * A peer may have sent its last data just before its process ended. Therefore two checks must
- * see the peer gone, and no entry may move between the checks. If the processes of some peers
- * ended and other peers closed their contexts, the error names only the peers whose processes
- * ended. The other peers probably closed as a consequence. */
+ * A peer may have sent its last data just before its end. So two checks must see the peer gone,
+ * and no entry may move between them. If some processes ended and other peers closed their
+ * contexts, the error names only the former, because the others probably closed as a
+ * consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !exchange_should_check_peers(x, now)) return EPIC_OK;
@@ -178,9 +177,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. There is one exception:
- * if this process was suspended during the search for culprits, the peers were probably
- * suspended too. Then the function restarts the deadline and returns EPIC_OK. */
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. Exception: if this
+ * process was suspended during the search for culprits, the peers probably were too. Then
+ * restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -190,10 +189,10 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Checks for a failure, for the deadline and for peers that are gone. Then sleeps once in
- * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free op slot.
- * If only one check has seen a peer gone, sleeps only until all data of that peer has arrived,
- * so that the second check comes soon. */
+/* Checks for a failure, for the deadline and for peers that are gone, then sleeps once in
+ * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free one. If
+ * one check has seen a peer gone, sleeps only until all its data has arrived, so that the
+ * second check comes soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -230,9 +229,8 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its number in *op_slot. The operations that use the op
- * slots may wait for any peer. Therefore this function adds all peers to waits_for, the ranks
- * that this rank waits for. */
+/* Waits for a free op slot and stores its number in *op_slot. Operations of any peer may hold
+ * the op slots, so waits_for contains all peers. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
     exchange waiter = *request;
@@ -266,13 +264,12 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares the op header of rank r with two others: the header of this rank, and the header of
- * rank *healthy. *healthy is the first rank found whose header reports no error, or -1 if none
- * is found yet. If two headers differ, breaks the group with EPIC_EMISMATCH.
+/* Compares the op header of rank r with the headers of this rank and of rank *healthy, the
+ * first rank found whose header reports no error (-1: none yet). If two differ, breaks the
+ * group with EPIC_EMISMATCH.
  *
- * In a header that reports an error, most other elements are not filled in. So if this rank's
- * own header reports an error, it does not show whether two other ranks differ. A comparison
- * with the header of rank *healthy shows that. */
+ * A header that reports an error leaves most other elements empty. So if this rank's own header
+ * reports one, only the header of *healthy can show that rank r differs. */
 static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];
@@ -289,8 +286,8 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
     return EPIC_OK;
 }
 
-/* Waits for the op headers of all ranks and compares them. If two headers differ, breaks the
- * group with EPIC_EMISMATCH. `mine` is the header of this rank. */
+/* Waits for the op headers of all ranks and compares them with this rank's header, `mine`. If
+ * two differ, breaks the group with EPIC_EMISMATCH. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
     int healthy = mine->local[LOCAL_ERROR] ? -1 : x->rank;
@@ -315,8 +312,8 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 }
 
 /* Claims an op slot, sends the op header to all ranks, and waits for the headers of all ranks.
- * If the function has claimed an op slot, it sets *out to the exchange, even if it fails
- * afterwards. The caller must close this exchange. */
+ * *out is the exchange if an op slot was claimed, even after an error. The caller must then
+ * close it. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {

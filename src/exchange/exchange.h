@@ -1,23 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* An exchange is the object with which a rank carries out one collective operation of a host
- * context. First all ranks send op headers to each other, then rows. A second operation may
- * follow in the same exchange, without new op headers (exchange_reuse).
+ * context. All ranks send op headers to each other, then rows. A second operation may follow in
+ * the same exchange, without new op headers (exchange_reuse).
  *
  * An operation calls exchange_open, runs one or more flows, and calls exchange_close. A flow
  * moves the rows of *items*. An item is usually one token, numbered on its own rank. There are
  * two kinds of flows:
  *
- * scatter: each source rank sends its own items in ascending order, and each rank reads the
- * items that it needs. Sources do not wait for one another. Dispatch uses a scatter for rows. A
- * plan uses one for expert ids.
+ *   scatter   each source rank sends its own items in ascending order, and each rank reads the
+ *             items that it needs. Sources do not wait for one another. Dispatch scatters rows,
+ *             and a plan scatters expert ids.
+ *   collect   each item has a home rank. Other ranks compute a row for the item and send it to
+ *             the home, which handles the item when the rows of all contributing ranks have
+ *             arrived. Combine collects: the home sums the rows of a token.
  *
- * collect: each item has a home rank. Other ranks compute a row for the item and send the row
- * to its home. When the rows of all contributing ranks have arrived, the home handles the item.
- * Combine uses a collect: the home sums the rows of a token.
- *
- * Rows are sent as entries of rings (backend/transport.h). There is one ring from each rank to
- * each peer, or one from each rank to EVERYONE, whose entries all peers read. A row that is
- * larger than an entry is split into pieces. */
+ * Rows are sent as entries of rings (backend/transport.h): one ring from each rank to each
+ * peer, or one from each rank to EVERYONE. A row that is larger than an entry is split into
+ * pieces. */
 #ifndef EPIC_EXCHANGE_H
 #define EPIC_EXCHANGE_H
 
@@ -26,13 +25,13 @@
 #include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
-/* Size of a piece in bytes: a multiple of PIECE_UNIT, at most PIECE_MAX. Only the last piece of
- * a row may have another size. PIECE_UNIT is the size of 1024 float64 elements, because dot
- * products are computed in blocks of 1024 elements. */
+/* Size in bytes of a piece: a multiple of PIECE_UNIT, at most PIECE_MAX; only the last piece of
+ * a row may differ. PIECE_UNIT is 1024 float64 elements, because dot products are computed in
+ * blocks of 1024 elements. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
-/* Largest size of a trailer in bytes. A trailer is one float for each choice of a token. It
- * follows a row in the row's ring entry. */
+/* Largest size in bytes of a trailer: the floats, one for each choice of a token, that follow a
+ * row in its ring entry. */
 #define TRAILER_MAX 256
 #define TREE_LEVELS 18 /* a binary tree with 65536 leaves has 17 levels; one more is spare */
 
@@ -41,8 +40,8 @@ typedef struct ring_write_time {
     /* average time of writing one cache line (moving average), in picoseconds */
     int32_t line_ps;
     uint32_t rows; /* rows written so far */
-    /* write_row_timed() writes this field with an atomic exchange, which returns only after all
-     * earlier stores. The value is never used. */
+    /* write_row_timed() writes this field, which is never read, with an atomic exchange,
+     * because that returns only after all earlier stores. */
     _Atomic bool settled;
 } ring_write_time;
 
@@ -71,8 +70,8 @@ typedef struct exchange {
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
     /* how far this rank is in the exchange (PHASE_* in exchange.c); peers can read it */
     uint32_t phase;
-    /* true: the last check found that a peer is gone, and no entry was sent or read since then.
-     * A second such check breaks the group. */
+    /* true: the last check found that a peer is gone, and no entry was sent or read since then
+     */
     bool is_peer_gone;
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */
     uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
@@ -93,13 +92,12 @@ typedef struct exchange {
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
-    /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
-     * it stored them into windows, or no peer needs them. The flow sets the number to 0 before
-     * each entry. */
+    /* Bytes of the last entry that fill_entry() did not write into the ring, because it stored
+     * them into windows or no peer needs them. The flow sets it to 0 before each entry. */
     int64_t left_out_bytes;
     /* [num_ranks, 64] Unfinished dot products of combine_backward. Row r is for the token of
-     * rank r whose pieces are arriving. For each choice k it has one dot product of the token's
-     * gradient row with the expert's output row. */
+     * rank r whose pieces are arriving: for each choice k, its gradient row times the expert's
+     * output row. */
     double *sums;
     unsigned char *row;          /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
@@ -116,41 +114,39 @@ int64_t exchange_bytes(const epic_config *config);
 /* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
  * compares all headers. `bytes` is the size of the operation that epic-info shows.
  *
- * After an error *out is NULL, and the caller closes nothing. There is one exception: if a
- * header reports an error in the data of its rank, the function returns this error on all
- * ranks, and *out is open. The caller then clears its outputs and calls exchange_close(). */
+ * After an error *out is NULL, with one exception: if a header reports an error in the data of
+ * its rank, all ranks return this error, and *out is open. The caller then clears its outputs
+ * and calls exchange_close(). */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
-/* Ends the operation of x, which has succeeded, and begins the next operation of its tag in x.
- * The ranks send no new op headers. So the headers of the first operation must contain
- * everything that the ranks must agree on in the second one. */
+/* Ends the operation of x, which has succeeded, and begins the next operation of its tag in x,
+ * without new op headers. So the first headers must contain everything that the ranks must
+ * agree on. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation and its exchange, and returns `result`. The caller must not use x
  * afterwards. */
 epic_result exchange_close(exchange *x, epic_result result);
 
-/* Sleeps until entries may have arrived or rings may have room. A flow calls it when it can
- * neither send nor read an entry. If an awaited peer is gone or the deadline has passed, the
- * group fails, and the function returns the error. All later calls of all ranks then return
- * this error. */
+/* Sleeps until entries may have arrived or rings may have room. If an awaited peer is gone or
+ * the deadline has passed, the group fails, and this call and all later ones of all ranks
+ * return the error. */
 epic_result exchange_wait(exchange *x);
 
-/* Gives the next wait the full timeout again. A flow calls it after it has sent or read
- * entries, so that only a wait without any progress ends in EPIC_ETIMEOUT. */
+/* Restarts the timeout of the next wait. A flow calls it after it has sent or read entries, so
+ * that only a wait without any progress ends in EPIC_ETIMEOUT. */
 void exchange_report_progress(exchange *x);
 
-/* Adds `bytes` to the number of bytes that this rank has written into rings. Tests read that
- * number. Call it once for many rows: the atomic addition is slow, because it waits for all
- * earlier stores. */
+/* Adds `bytes` to the number of bytes that this rank has written into rings, which tests read.
+ * Call it once for many rows, because the atomic addition waits for all earlier stores. */
 static inline void exchange_count_bytes(exchange *x, int64_t bytes)
 {
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
 }
 
-/* Adds a rank to waits_for, the set of ranks that this rank waits for. If this rank then waits
- * too long, peers read waits_for to find the rank that delays all others. */
+/* Adds a rank to waits_for. If this rank waits too long, peers read waits_for to find the rank
+ * that delays all others. */
 static inline void exchange_mark_awaited(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
@@ -170,10 +166,9 @@ typedef struct row_split {
     int32_t num_pieces; /* at least 1, even for a row without bytes */
 } row_split;
 
-/* Splits rows of row_bytes bytes into pieces. A piece is as large as possible, but it must fit
- * into one ring entry together with `trailer` more bytes. `everyone` selects the ring whose
- * entries limit the size: the ring to EVERYONE if the transport has one, otherwise a ring to
- * one peer. */
+/* Splits rows of row_bytes bytes into pieces. A piece is as large as possible, but fits into
+ * one ring entry together with `trailer` more bytes. `everyone` selects the ring: the one to
+ * EVERYONE if the transport has it, otherwise one to a single peer. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 

@@ -34,8 +34,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* The names of each choice_list, in the order of the enum's values in epic.h. Each list is one
- * string: an array of pointers would need relocations when the library is loaded. */
+/* The names of each choice_list, in the order of the enum's values in epic.h. One string for
+ * each list, because an array of pointers would need relocations when the library is loaded. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -98,9 +98,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* Describes those header words that contain information about the weights of the layer. The
- * first word is a flag, which is 1 if the other words are checksums. Then follows one word for
- * each value of enum layer_weight, in the order of that enum. */
+/* The header words about the weights of the layer: a flag, which is 1 if the other words are
+ * checksums, and a word for each value of enum layer_weight. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -208,9 +207,9 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Writes the options to out->words (layer_options.h). Leaves out the options that may differ
- * between ranks. These are the number of slots, the number of local experts, the caller's GEMM
- * function, and EPIC_RECOMPUTE. */
+/* Writes the options to out->words (layer_options.h), except those that may differ between
+ * ranks: the numbers of slots and of local experts, the caller's GEMM function, and
+ * EPIC_RECOMPUTE. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {

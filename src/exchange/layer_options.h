@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The options of a layer that must be equal on all ranks, as 32-bit words of an op header.
  *
- * If an option differs between ranks, for example the activation of the experts, all shapes
- * still fit but the results are wrong. Therefore the first op header of each pass contains a
- * hash of all options. If two hashes differ, the words in the headers show which option
- * differs. */
+ * If an option differs between ranks, for example the activation, all shapes still fit but the
+ * results are wrong. Therefore the first op header of each pass contains a hash of all options.
+ * If two hashes differ, the words in the headers show which option differs. */
 #ifndef EPIC_LAYER_OPTIONS_H
 #define EPIC_LAYER_OPTIONS_H
 
@@ -20,9 +19,8 @@ typedef struct layer_options {
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* The weights of a layer that either all ranks must pass, or no rank. Each weight has one word
- * in the op header: 0 if the pointer is NULL, otherwise 1. With EPIC_CHECK_WEIGHTS the word is
- * a checksum of the numbers instead of 1. */
+/* The weights of a layer that all ranks must pass, or none. The op header has a word for each:
+ * 0 if the pointer is NULL, otherwise 1 or, with EPIC_CHECK_WEIGHTS, a checksum. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -43,9 +41,9 @@ typedef enum layer_weight {
  * missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
-/* Fills in the options from the caller's structs, of which READ_SIZED (base/sized.h) has made
- * copies of full size. `shared` may be NULL. Does not fill in the words about the weights:
- * layer_options_set_weights() does that. */
+/* Fills in the options from full-size copies (READ_SIZED, base/sized.h) of the caller's
+ * structs. `shared` may be NULL. layer_options_set_weights() fills in the words about the
+ * weights. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 

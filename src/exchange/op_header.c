@@ -116,8 +116,8 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         return false;
     }
     if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
-        /* A rank with an error in its data does not fill in the other fields, so they cannot be
-         * compared. op_header_data_error() reports this error later. */
+        /* A rank with an error in its data leaves the other fields empty, so they cannot be
+         * compared. op_header_data_error() reports the error later. */
         return true;
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
@@ -148,9 +148,9 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* Some fields have defaults that depend on fields before them in this list. If the caller
-     * passes one field differently, such a default differs, too. Because the comparison has
-     * this order, the error names the field that the caller passed. */
+    /* The order of the comparison. The defaults of some fields depend on fields before them, so
+     * they differ if the caller passes one field differently. In this order the error names the
+     * field that the caller passed. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
@@ -189,9 +189,9 @@ static epic_result saved_error(int rank, const int64_t *about)
                      (long long)about[2]);
 }
 
-/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP. The
- * group stays usable after it. The error sentence is the one that the rank sent. Its end may be
- * cut off, and epic_fail() replaces bytes that are not valid text. */
+/* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
+ * which the group stays usable. The sentence is the rank's, perhaps without its end;
+ * epic_fail() replaces bytes that are not valid text. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {
     const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;

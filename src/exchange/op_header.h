@@ -2,8 +2,8 @@
 /* The op header is the first message that every rank sends in an operation. This file names its
  * elements and declares the functions that compare two headers.
  *
- * Every rank reads the headers of all ranks. So all ranks find the same difference between two
- * headers, or the same reported error, and return the same result. */
+ * Every rank reads the headers of all ranks. So all ranks find the same difference or the same
+ * reported error, and return the same result. */
 #ifndef EPIC_OP_HEADER_H
 #define EPIC_OP_HEADER_H
 
@@ -43,8 +43,8 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the array with one row per slot that the caller passed to this call,
-          for example recv of dispatch; for EPIC_OP_WINDOW: size of the window in bytes */
+       /* number of rows of the caller's array with one row per slot, for example recv of
+        * dispatch; for EPIC_OP_WINDOW: size of the window in bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
        /* dispatch_signature() of the dispatch that follows this plan in the same public call;
@@ -52,8 +52,8 @@ enum { /* elements of epic_op_header.local */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
        LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
-       /* for each output of this rank (enum window_output): in which of its windows it lies,
-        * and where (window_place()) */
+       /* for each output of this rank (enum window_output): its place in one of the windows
+        * (window_place()) */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
        NUM_LOCAL = LOCAL_WINDOWS + 3 /* 3 is NUM_WINDOW_OUTPUTS, which is defined below */
 };
@@ -61,8 +61,8 @@ enum { /* elements of epic_op_header.local */
 /* The outputs of one operation that may lie in windows. */
 enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTPUTS };
 
-/* What is wrong in the data of a rank. The comments list the details of each error, which are
- * stored in data_fault.about in this order. */
+/* The errors in the data of a rank. data_fault.about holds the details of an error, in the
+ * order of its comment. */
 enum data_error {
     DATA_OK,
     /* An expert id is out of range. Details: token, k, id, number of valid ids. */
@@ -98,8 +98,8 @@ enum data_error {
 
 enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
 
-/* An error that a rank found in its own data before an operation. The rank still takes part in
- * the operation and reports the error in its op header. So all ranks return this error. */
+/* An error that a rank found in its own data before an operation. The rank still takes part and
+ * reports the error in its op header, so that all ranks return it. */
 typedef struct data_fault {
     int64_t error;    /* an enum data_error; DATA_OK: no error */
     int64_t about[4]; /* the details of the error */
@@ -122,8 +122,8 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 const char *operation_name(uint32_t operation);
 
 /* Returns true if the op headers of two ranks describe the same operation. If not, writes the
- * first difference to `sentence`. If one of the headers reports an error in its rank's data,
- * compares only the operation, because the other fields of such a header are not filled in. */
+ * first difference to `sentence`. If one of them reports an error, compares only the operation,
+ * because its other fields are empty. */
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 
@@ -132,8 +132,8 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error that the headers report, or EPIC_OK. If several ranks report an error,
- * returns that of the lowest rank. So every rank returns the same result and sentence. */
+/* Returns the error that the headers report, or EPIC_OK. That of the lowest rank counts, so
+ * every rank returns the same result and sentence. */
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

@@ -9,12 +9,12 @@
 #define LINE 64
 #define MIN_TIMED_BYTES 1024 /* shorter rows are not timed, because their times vary too much */
 #define TIMED_EVERY 64 /* one row of this many is timed, because timing a row slows it down */
-/* Limit in picoseconds. If writing one cache line takes longer on average, rows are written
- * past the caches. The limit lies between the measured times for cores that share a cache and
- * for cores that do not. */
+/* Rows are written past the caches if writing one cache line takes longer than this on average.
+ * The limit, in picoseconds, lies between the times for cores that share a cache and for cores
+ * that do not. */
 #define STREAM_ABOVE_PS 11000
-/* Largest measured time that counts, in picoseconds per cache line. A longer time is reduced to
- * this one, because the thread was probably preempted. */
+/* A longer time per cache line, in picoseconds, counts as this one, because the thread was
+ * probably preempted. */
 #define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)

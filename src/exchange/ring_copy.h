@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses how to copy a row into a ring: through the caches or past them (non-temporal stores).
  *
- * A cache line of a ring is in the cache of the peer that read it last. A normal store must
- * first fetch the line from that cache. If writer and reader share a cache, the fetch costs
- * almost nothing, and the reader then finds the row in the shared cache. If they do not, the
- * fetch costs more than writing past the caches and reading from memory.
+ * A cache line of a ring is in the cache of the peer that read it last, and a normal store must
+ * first fetch it from there. If writer and reader share a cache, this costs almost nothing, and
+ * the reader finds the row in the cache. Otherwise the fetch costs more than writing past the
+ * caches and reading from memory.
  *
- * These costs change at run time, because the scheduler moves ranks and a hypervisor moves
- * virtual cores. Therefore one row in 64 is written through the caches, and the time is
- * measured. A moving average of these times decides how the next rows are copied. */
+ * The costs change at run time, because the scheduler moves ranks and a hypervisor moves
+ * virtual cores. Therefore one row in 64 is written through the caches and timed. A moving
+ * average of these times decides how the next rows are copied. */
 #ifndef EPIC_RING_COPY_H
 #define EPIC_RING_COPY_H
 

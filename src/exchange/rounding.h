@@ -1,10 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sets the floating-point mode of the calling thread for one operation: round to nearest even,
- * and compute with subnormal numbers. A framework may have set the thread to flush subnormal
- * numbers to zero, which would change results.
- *
- * rounding_enter() sets the mode and returns the previous mode. rounding_leave() restores the
- * previous mode. On processors other than x86 and ARM64 both functions do nothing. */
+ * and compute with subnormal numbers. A framework may have set it to flush them to zero, which
+ * would change results. rounding_leave() restores the mode that rounding_enter() returns. On
+ * processors other than x86 and ARM64 both functions do nothing. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H
 

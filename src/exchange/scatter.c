@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The scatter flow. Every rank is a source: it sends its items to all ranks that need them,
- * without waiting for other sources. If the transport has a ring to EVERYONE, which all peers
- * read, the source writes each item once into that ring. Otherwise the source has one ring to
- * each peer, and writes the item into the ring of each peer that needs it.
+ * without waiting for other sources. If the transport has a ring to EVERYONE, the source writes
+ * each item once into that ring. Otherwise it writes the item into the ring of each peer that
+ * needs it.
  *
  * A rank repeats these steps until all entries are sent and read. It sends entries while the
- * rings have room, and reads entries that have arrived. If it could neither send nor read, it
- * handles some of its own items. If no own item is left either, it waits. */
+ * rings have room, and reads entries that have arrived. If it could do neither, it handles some
+ * of its own items. If none is left, it waits. */
 #include <string.h>
 
 #include "base/error.h"
@@ -44,8 +44,8 @@ static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece,
 }
 
 /* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any.
- * Each item has an entry in this ring, even if no peer needs the item. So the reader knows that
- * a piece is entry number item * num_pieces + piece. */
+ * Every item has an entry in this ring, even if no peer needs it, so that a piece is always
+ * entry number item * num_pieces + piece. */
 static bool scatter_send_to_all(scatter_state *g)
 {
     exchange *x = g->x;
@@ -175,9 +175,8 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for to the peers that this rank waits for. These are the peers that still have
- * entries to send to this rank, and the peers to which this rank still has entries to send. If
- * this rank still has to send an entry through a ring to EVERYONE, it waits for all peers. */
+ * Sets x->waits_for to the peers to which this rank has entries to send, or which have entries
+ * for it. A ring to EVERYONE adds all peers. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;

@@ -1,14 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Adds windows to a context, and finds outputs in windows.
  *
- * A window has memory on every rank. Adding a window takes two operations (exchanges of op
- * headers). In the first op header, each rank reports whether its own memory is ready. Then
- * each rank maps the memory of its peers and puts the window into its table. In the second op
- * header, each rank reports whether the mapping succeeded.
+ * A window has memory on every rank. Adding a window takes two operations. In the first one,
+ * each rank's op header reports whether its own memory is ready. Then each rank maps the memory
+ * of its peers and enters the window in its table. The second op header reports whether that
+ * succeeded.
  *
- * A rank places its own outputs in the window only after it has read the second headers of all
- * ranks. So when a later header names the window to a peer, the window is already in the peer's
- * table. */
+ * A rank places its own outputs in the window only after the second headers of all ranks. So
+ * when a later header names the window to a peer, it is already in the peer's table. */
 #include "exchange/windows.h"
 
 #include <errno.h>
@@ -101,9 +100,9 @@ static epic_result allocate_private(epic_window_memory *memory)
     return EPIC_OK;
 }
 
-/* Sets w->data to this rank's memory of the window: the memory that the caller passed or, if it
- * passed none, new memory. If the transport has windows, makes this memory available to peers
- * and writes the handle with which peers map it to `handle`. */
+/* Sets w->data to this rank's memory of the window: the caller's or, without it, new memory. If
+ * the transport has windows, offers this memory to the peers, and writes the handle with which
+ * they map it to `handle`. */
 static epic_result window_get_memory(epic_context *ctx, window *w, const epic_window_args *args,
                                      uint64_t attempt, unsigned char *handle)
 {
@@ -155,8 +154,8 @@ static void window_fill_header(epic_op_header *header, const struct window_table
 }
 
 /* Runs the first of the two operations that add a window: sets this rank's memory, then maps
- * the memory of the peers. Stores the result of the mapping in *mapped. If any rank has no
- * memory, all ranks return that rank's error. */
+ * the memory of the peers, with the result in *mapped. If a rank has no memory, all ranks
+ * return its error. */
 static epic_result window_exchange_memory(epic_context *ctx, struct window_table *table,
                                           window *w, const epic_window_args *args,
                                           epic_result *mapped)
@@ -175,8 +174,8 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
     return exchange_close(x, result);
 }
 
-/* Runs the second of the two operations that add a window: each rank reports whether it has
- * mapped the memory of its peers. If any rank has not, all ranks return its error. */
+/* Runs the second of the two operations that add a window. If a rank has not mapped the memory
+ * of its peers, all ranks return its error. */
 static epic_result window_agree(epic_context *ctx, struct window_table *table,
                                 const epic_window_args *args, epic_result mapped)
 {
@@ -208,10 +207,9 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
     atomic_store(&table->num, number + 1);
     result = window_agree(ctx, table, args, mapped);
     if (result != EPIC_OK) {
-        /* If the group is not broken, all ranks return this error, so no rank uses the window.
-         * Its number in the table stays used up. If the group is broken, a peer may have
-         * succeeded and use the window. Then the window stays mapped until the context
-         * closes. */
+        /* If the group is not broken, all ranks return this error, so none uses the window, and
+         * its number is never used again. If the group is broken, a peer may have succeeded and
+         * use the window. Then it stays mapped until the context closes. */
         if (!atomic_load(&ctx->broken)) window_release(ctx, w, true);
         return result;
     }
@@ -251,8 +249,8 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Finds the memory at `place`, a number that window_place() returned on rank `peer` and that
- * the op header of `peer` contained. Returns an empty target if the number is invalid. */
+/* Finds the memory at `place`, a result of window_place() in the op header of rank `peer`.
+ * Returns an empty target if it is invalid. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

@@ -8,20 +8,18 @@
 
 #define MAX_WINDOWS 256
 
-/* Releases the windows of a context. Called before the backend leaves the group. `ours` is
- * false in a forked child, which releases only its own mappings. If `ours` is true, first waits
- * until no peer stores into the windows. If a peer still stores when the deadline has passed,
- * the memory of the windows is not freed. */
+/* Releases the windows of a context, before the backend leaves the group. With `ours`, first
+ * waits until no peer stores into them. If one still does at the deadline, their memory is not
+ * freed. Without `ours`, in a forked child, releases only its own mappings. */
 void windows_close(epic_context *ctx, bool ours);
 
 /* Adds a window to the context and writes its address and size to *out. All ranks must call it.
  * If args->data is NULL, EPIC allocates the memory. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
-/* Returns the *place* of the bytes [data, data + bytes). A place is one number. It contains the
- * number of a window of this rank and an offset in that window. This rank sends the place of an
- * output to its peers in an op header. Returns 0 if the bytes do not lie completely in one
- * window, or if peers cannot store into the window. */
+/* Returns the *place* of the bytes [data, data + bytes): the number of a window of this rank
+ * and an offset in it, as one number, which this rank sends to its peers in an op header.
+ * Returns 0 if the bytes do not lie in one window, or if peers cannot store into it. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
 /* Stores the window and the offset of output `which` in an op header, as one number
@@ -33,10 +31,9 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
     header->local[LOCAL_WINDOWS + which] = window_place(ctx, data, bytes);
 }
 
-/* Finds the outputs of all peers that lie in windows, and writes their addresses to x->targets.
- * Called before a flow that stores directly. If no peer has an output in a window, returns
- * false. Otherwise returns true, and the caller must call windows_end_stores() after the
- * flow. */
+/* Writes the addresses of the peers' outputs that lie in windows to x->targets, before a flow
+ * that stores directly. Returns false if there are none. After true, the caller must call
+ * windows_end_stores() after the flow. */
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
@@ -48,9 +45,8 @@ static inline bool window_is_direct(const exchange *x, int rank, enum window_out
 }
 
 /* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
- * this rank must not store there: if the peer has closed its context, or if the bytes are
- * outside of the peer's window. Bytes outside of the window occur only with a damaged plan or
- * op header. */
+ * the peer has closed its context, or if the bytes are outside of its window, which happens
+ * only with a damaged plan or op header. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)
 {

@@ -38,8 +38,8 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of in[i * step], for i below n. The numbers in `in` are those
- * of the gate. up_factor() handles the up projection. */
+/* Sets out[i] to the activation of the gate's number in[i * step], for i below n. up_factor()
+ * handles the up projection. */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {

@@ -62,9 +62,8 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
 }
 
 /* Computes job->d_gate_up from d [slots, inner], the gradient of the activations. With
- * EPIC_WEIGHT_EARLY, d is the gradient of the activations after they were multiplied by the
- * slots' weights, and the function also computes the gradients of these weights. Sets the rows
- * of padding to 0. */
+ * EPIC_WEIGHT_EARLY, d is the gradient of the weighted activations, and the gradients of the
+ * slots' weights are computed too. Sets the rows of padding to 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -86,9 +85,8 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* Used with EPIC_WEIGHT_INPUT. `d` is the gradient of w x, the rows of x multiplied by the
- * slots' weights. Computes the gradients of these weights. Then multiplies each row of d by its
- * slot's weight, which makes it the gradient of x. */
+/* For EPIC_WEIGHT_INPUT: computes the gradients of the slots' weights from d, the gradient of w
+ * x. Then multiplies each row of d by its slot's weight, which makes it the gradient of x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->row_scratch;
@@ -103,8 +101,8 @@ static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
     }
 }
 
-/* Computes d_x from job->d_gate_up. With EPIC_WEIGHT_INPUT, also computes the gradients of the
- * slots' weights. May overwrite job->rows, which no later step reads. */
+/* Computes d_x from job->d_gate_up and, with EPIC_WEIGHT_INPUT, the gradients of the slots'
+ * weights. May overwrite job->rows. */
 static void rows_backward(const experts_job *job, const slab *slab)
 {
     const bool input = job->experts.weighting == EPIC_WEIGHT_INPUT;

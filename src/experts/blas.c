@@ -30,8 +30,8 @@ GEMM(dgemm_wide, int64_t, double);
 
 /* Functions of the OpenBLAS that was loaded. If none was found, `loaded` is false. */
 typedef struct blas {
-    /* If the build has 32-bit integers, the first two functions are set. If it has 64-bit
-     * integers, the next two are set. The other two are NULL. */
+    /* the first two are set if the build has 32-bit integers, the last two if it has 64-bit
+     * integers */
     sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
@@ -47,8 +47,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
-/* Builds of OpenBLAS add a prefix and a suffix to the function names. The list has the names in
- * Linux distributions first, then those in the packages of scipy and numpy. */
+/* The prefixes and suffixes of function names in builds of OpenBLAS: those of Linux
+ * distributions first, then those of scipy and numpy. */
 typedef struct naming {
     const char *before, *after;
 } naming;
@@ -79,10 +79,9 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Reads the addresses of all functions of struct blas from `library`. Returns false if one of
- * them is missing. OpenBLAS can be built with 64-bit sizes as arguments. `library` is such a
- * build if its function names have a suffix, or if its configuration string contains
- * USE64BITINT. */
+/* Reads the addresses of all functions of struct blas from `library`. Returns false if one is
+ * missing. A build of OpenBLAS has 64-bit sizes if its names have a suffix, or if its
+ * configuration string contains USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
@@ -99,9 +98,8 @@ static bool read_functions(blas *b, void *library, const naming *n)
     return b->loaded;
 }
 
-/* Loads a library. If it is an OpenBLAS, sets the_blas and returns true. Otherwise unloads it
- * and returns false. An OpenBLAS is never unloaded, because its threads and tables live until
- * the process ends. */
+/* Loads a library. Sets the_blas and returns true if it is an OpenBLAS, otherwise unloads it.
+ * An OpenBLAS is never unloaded, because its threads and tables live until the process ends. */
 static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
@@ -247,8 +245,8 @@ static float number_at(const void *matrix, int64_t index)
     return x;
 }
 
-/* Multiplies bfloat16 matrices by plain loops, which is slow. Runs only if oneDNN reports an
- * error, for example if memory is short. */
+/* Multiplies bfloat16 matrices by plain loops, if oneDNN reports an error, for example if
+ * memory is short. */
 static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)
@@ -266,9 +264,8 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(). num_inside: number of callers that have entered and not left
- * yet. threads_before: OpenBLAS's number of threads before the first caller entered. The mutex
- * guards both numbers. */
+/* State of experts_blas_enter(), guarded by the mutex: the number of callers that are inside,
+ * and OpenBLAS's number of threads before the first one entered. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

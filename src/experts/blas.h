@@ -9,10 +9,9 @@
 
 /* One matrix product: C [m, n] = op(A) op(B). If `add` is set: C += op(A) op(B).
  *
- * op(A) is [m, k]. Without transpose_a it is A itself. With transpose_a, A is stored as [k, m],
- * and op(A) is its transpose. op(B) is [k, n], and transpose_b has the same meaning for B. The
- * elements of a stored row are contiguous. lda, ldb and ldc are the distances in elements from
- * one stored row to the next. m, n and k are above 0 and below 2^31. */
+ * op(A) is [m, k]. With transpose_a, A is stored as [k, m], and op(A) is its transpose. op(B)
+ * is [k, n], and transpose_b has the same meaning for B. lda, ldb and ldc are the distances in
+ * elements from one stored row to the next. m, n and k are above 0 and below 2^31. */
 typedef struct gemm {
     int64_t m, n, k;
     const void *a;
@@ -38,9 +37,9 @@ bool gemm_has_bf16(void);
 void gemm_bf16(const gemm *g);
 
 /* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
- * column of op(B) and k. If the last terms of the sum over k are 0, the bits are the same as
- * without these terms. The float32 function uses host_kernels.product, the float64 function
- * plain loops. `memory` has gemm_invariant_bytes() bytes, which they overwrite. */
+ * column of op(B) and k. Terms of 0 at the end of the sum over k do not change them. The
+ * float32 function uses host_kernels.product, the float64 function plain loops. They overwrite
+ * `memory`, which has gemm_invariant_bytes() bytes. */
 void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);
@@ -53,8 +52,8 @@ void gemm_plain_f64(const gemm *g);
 /* Between experts_blas_enter() and experts_blas_leave(), OpenBLAS and oneDNN use one thread per
  * product. Otherwise the bits of a product would depend on the number of threads.
  *
- * OpenBLAS has one number of threads for the whole process: the first thread that enters sets
- * it to 1, and the last thread that leaves restores it. oneDNN has one for each thread. Any
+ * OpenBLAS has one number of threads for the whole process. The first thread that enters sets
+ * it to 1, and the last one that leaves restores it. oneDNN has a number for each thread. Any
  * thread may call these functions, and pairs of calls may be nested. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);

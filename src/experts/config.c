@@ -9,8 +9,8 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
-/* Largest number of elements in one weight array of all local experts. The size of such an
- * array in bytes then fits into an int64_t. */
+/* Largest number of elements of a weight array of all local experts, so that its size in bytes
+ * fits into an int64_t. */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
 /* Size of a tile in elements: 4 MiB of float32. A tile of this size fits into a core's cache
  * and still has many columns or rows. */
@@ -67,9 +67,9 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-/* Reads and checks the options of the experts, and fills in defaults. The default of
- * weight_type is row_type. That of limit is 7, or 10 for clamped SiLU. That of alpha is 1.702,
- * as in gpt-oss. For clamped SiLU alpha is always 1. */
+/* Reads and checks the options of the experts, and fills in defaults: weight_type is row_type.
+ * limit is 7, or 10 for clamped SiLU. alpha is 1.702, as in gpt-oss, but always 1 for clamped
+ * SiLU. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
@@ -158,9 +158,9 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* Divides the memory at `at` into the parts of the workspace, and sets the workspace pointers
- * of *job to them. If `at` is NULL, the pointers keep their values. Returns the size of all
- * parts as a number of float32 elements, or of float64 elements for F64 rows. */
+/* Divides the memory at `at` into the parts of the workspace, and sets the pointers of *job to
+ * them, unless `at` is NULL. Returns the size of all parts as a number of float32 elements, or
+ * of float64 elements for F64 rows. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

@@ -33,8 +33,8 @@ typedef struct experts_job {
     /* EPIC_RECOMPUTE is set: forward computes only `saved`, which backward reads */
     bool is_recompute;
     bool is_invariant; /* EPIC_INVARIANT is set: products do not depend on the number of rows */
-    /* true: rows and weights are BF16, and oneDNN multiplies them without a conversion. Results
-     * that are inputs of a later product, such as activations, are then rounded to BF16. */
+    /* true: rows and weights are BF16, and oneDNN multiplies them without a conversion; inputs
+     * of later products, such as activations, are rounded to BF16 */
     bool is_bf16;
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; only in backward */
@@ -60,16 +60,15 @@ typedef struct experts_job {
 
     /* The workspace. The slabs are computed one after the other, and all of them use the same
      * memory. */
-    /* [slots, hidden]: input rows after conversion to the type of the sums, or after
-     * multiplication by weights. Empty if the products can read the caller's rows. */
+    /* [slots, hidden]: input rows after conversion to the type of the sums, or times their
+     * weights; empty if products can read the caller's rows */
     void *rows;
     void *activations; /* [slots, inner]: input of the second product */
     void *d_gate_up;   /* [slots, width], used by backward */
     /* one tile (some columns or rows) of a weight matrix, converted to float32 */
     void *weights_tile;
-    /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], holds the row of
-     * results that a product is computing. The second part holds one input row of a product,
-     * converted to float32. */
+    /* Scratch memory in two parts: [2 * max(hidden, inner)] for the row of results that a
+     * product is computing, then one input row of a product, converted to float32. */
     void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;
@@ -84,9 +83,9 @@ typedef struct slab {
     int64_t tokens; /* number of slots before the padding */
 } slab;
 
-/* Checks *type, the caller's type for the gradients of weights and biases. Replaces 0 by the
- * default: float64 for F64 rows, else float32. On a device the type may also be row_type.
- * Returns EPIC_OK or EPIC_EINVAL. */
+/* Checks *type, the caller's type for the gradients of weights and biases, and replaces 0 by
+ * the default: float64 for F64 rows, else float32. On a device it may also be row_type. Returns
+ * EPIC_OK or EPIC_EINVAL. */
 epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool device);
 
 /* Copies the caller's epic_experts of `size` bytes into job->experts, fills in its defaults and
@@ -99,15 +98,14 @@ static inline bool experts_is_clamped(const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Return true if matrix products can read the caller's rows (first function) or weights (second
- * function) without a conversion, because their type is the type of the sums. */
+/* Return true if matrix products can read the caller's rows, or weights, without a conversion
+ * to the type of the sums. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns the size of a tile: how many of the n columns (or rows) of a weight matrix are
- * multiplied at a time. Each column (or row) has k numbers. The bits of a product can depend on
- * the size of its tiles. Therefore the result depends only on k and n: products of the same
- * shape always have the same bits. */
+/* Returns the size of a tile: how many of the n columns (or rows), each with k numbers, of a
+ * weight matrix are multiplied at a time. The bits of a product can depend on it. It depends
+ * only on k and n, so products of one shape always have the same bits. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
 /* Writes to *out the sizes of `saved` and of the workspaces of forward and backward for

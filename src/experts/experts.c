@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_experts_forward and epic_experts_backward: the MLPs of the local experts. Each call
- * checks its arguments first. On a CUDA context it then calls the device backend. On the host
- * it computes the slab of one local expert after the other on the calling thread
- * (pass_template.h). */
+ * checks its arguments. On a CUDA context it then calls the device backend. On the host it
+ * computes the slabs one after the other on the calling thread (pass_template.h). */
 #include <string.h>
 
 #include "api/config.h"
@@ -66,8 +65,8 @@ static int64_t tokens_of(const experts_job *job, uint32_t expert)
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
 }
 
-/* Checks expert_rows and expert_tokens of each local expert, and the sum of expert_rows. Skips
- * the check on a device, because the host cannot read counts in device memory. */
+/* Checks expert_rows and expert_tokens of each local expert, and the sum of expert_rows. Not on
+ * a device, because the host cannot read counts in device memory. */
 static epic_result check_counts(const experts_job *job, int64_t num_slots)
 {
     int64_t sum = 0;
@@ -147,8 +146,8 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP if the weights are E4M3 and the call cannot multiply them: on host
- * contexts, and if the caller passed a function experts.gemm for the products. */
+/* Returns EPIC_ENOTSUP if the weights are E4M3 and cannot be multiplied: on host contexts, and
+ * with the caller's own function for products (experts.gemm). */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;
@@ -218,8 +217,7 @@ typedef struct shapes {
 } shapes;
 
 /* Returns the number of elements of each array for num_slots slots, and the sizes of their
- * elements in bytes. With E4M3 weights, x has E4M3 elements in forward, and elements of
- * row_type in backward. */
+ * elements in bytes. With E4M3 weights, x is E4M3 in forward, and of row_type in backward. */
 static shapes shapes_of(const experts_job *job, int64_t num_slots, bool backward)
 {
     const int64_t local = job->experts.num_local_experts;
@@ -418,8 +416,8 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* Sets the weight and bias gradients of an expert without slots to zero. Backward does not run
- * for such an expert, so no other code writes its gradients. */
+/* Sets the weight and bias gradients of an expert without slots to zero, because backward does
+ * not run for it. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

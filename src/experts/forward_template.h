@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward on one slab. pass_template.h includes this file.
- *
- * Writes the result of the first product (gate_up, config.h) to `saved`, which backward reads.
- * Then computes the activations from gate_up, and the second product from the activations. */
+/* Forward on one slab. pass_template.h includes this file. Writes the result of the first
+ * product (gate_up, config.h) to `saved` for backward. Then computes the activations, and the
+ * second product. */
 
 /* Adds the bias [n] to each of num_rows rows of n numbers. Does nothing if `bias` is NULL. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
@@ -13,8 +12,8 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 }
 
 /* Computes one row of activations, out [inner], from one row of the first product, gate_up
- * [width]. In gate_up, the numbers of the gate come before those of the up projection. If
- * experts.interleaved is set, they alternate. */
+ * [width]: first the gate's numbers, then those of the up projection, or alternating if
+ * experts.interleaved is set. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -25,9 +24,9 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Computes the activations of the slab and returns them. They are the left matrix of the second
- * matrix product (down projection). With EPIC_WEIGHT_EARLY, each row is multiplied by the
- * weight of its slot. The rows of padding are 0. */
+/* Computes the activations of the slab, the left matrix of the second product, and returns
+ * them. With EPIC_WEIGHT_EARLY, each row is multiplied by the weight of its slot. The rows of
+ * padding are 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {
@@ -44,8 +43,8 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds the bias b_down to each row of y that is not padding. With EPIC_WEIGHT_EARLY, first
- * multiplies the bias by the weight of the row's slot. */
+/* Adds the bias b_down, with EPIC_WEIGHT_EARLY times the weight of the row's slot, to each row
+ * of y that is not padding. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

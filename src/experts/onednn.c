@@ -3,8 +3,8 @@
  *
  * Bfloat16 products use dnnl_gemm_bf16bf16f32, which accepts any number of rows. oneDNN's
  * matmul primitive would compile a kernel for each shape, and the slabs of each call have new
- * shapes. The libraries oneDNN 2 and 3 export dnnl_gemm_bf16bf16f32, but do not declare it in
- * their headers. A oneDNN without this function is not used. */
+ * shapes. oneDNN 2 and 3 export the function, but do not declare it in their headers. A oneDNN
+ * without it is not used. */
 #include "experts/onednn.h"
 
 #include <dlfcn.h>
@@ -57,9 +57,9 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Reads the functions of a library. Returns false if one is missing. Also returns false if the
- * library runs its threads with something other than OpenMP. EPIC could not limit the products
- * of such a library to one thread, and their bits would depend on the number of threads. */
+/* Reads the functions of a library. Returns false if one is missing, or if the threads of the
+ * library are not OpenMP's: EPIC could not limit its products to one thread, and their bits
+ * would depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products of bfloat16 matrices with oneDNN. The library is loaded at first use. Only
- * blas.c uses this header. Other files include blas.h. */
+/* Matrix products of bfloat16 matrices with oneDNN, which is loaded at first use. Only blas.c
+ * includes this header. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 
@@ -9,8 +9,7 @@
 #include "experts/blas.h"
 
 /* Returns true if oneDNN is loaded. The first call loads the library that the build found, if
- * the processor has bfloat16 instructions. Without these instructions oneDNN is no faster than
- * OpenBLAS. */
+ * the processor has bfloat16 instructions. Without them oneDNN is no faster than OpenBLAS. */
 bool onednn_is_ready(void);
 /* Returns the name and version, for example "oneDNN 3.1.0", or "" if oneDNN is not loaded. */
 const char *onednn_name(void);
@@ -19,9 +18,9 @@ const char *onednn_name(void);
  * before all other functions. */
 bool onednn_load_file(const char *file);
 
-/* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Returns false and leaves C
- * unchanged if oneDNN reports an error, for example if memory is short. Call it only if
- * onednn_is_ready() returns true. */
+/* Multiplies bfloat16 matrices A and B into a float32 matrix C. Returns false and leaves C
+ * unchanged if oneDNN reports an error, for example if memory is short. Only after
+ * onednn_is_ready() has returned true. */
 bool onednn_multiply(const gemm *g);
 
 /* Between onednn_enter() and onednn_leave(), the products of the calling thread use one OpenMP

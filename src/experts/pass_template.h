@@ -1,15 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward and backward of the experts on one slab. pass_f32.c and pass_f64.c include this file,
- * with REAL defined as float or double. OF(name) appends the suffix _f32 or _f64 to a name that
- * other files use.
+ * with REAL defined as float or double. OF(name) appends _f32 or _f64 to a name that other
+ * files use.
  *
- * Each matrix product is one call over all rows of the slab, including its padding. If weights
- * are converted, it is one such call for each tile of weights. So the bits of a row do not
- * depend on other slabs.
+ * Each matrix product is one call over all rows of the slab, including its padding, or one call
+ * for each tile of converted weights. So the bits of a row do not depend on other slabs.
  *
- * The caller passes zeros in the rows of padding of x and d_y. If a step would write other
- * numbers to rows of padding, for example by adding a bias, these rows are set to zero again
- * before the next product reads them. */
+ * The caller passes zeros in the rows of padding of x and d_y. If a function writes other
+ * numbers there, for example by adding a bias, these rows are set to zero again before the next
+ * product. */
 #include <math.h>
 #include <string.h>
 

@@ -2,13 +2,10 @@
 /* Matrix products of the experts, and the conversion of their operands. pass_template.h
  * includes this file.
  *
- * Products read operands of type REAL. If rows and weights are BF16 and the processor can
- * multiply them (job->is_bf16), products read BF16 operands instead.
- *
- * Weights of other types are converted to REAL in the workspace, one tile at a time
- * (experts_tile_size). Each element of a product is a sum of k terms. A tile contains the
- * weights for all k terms of some elements. So no sum is split between tiles: that would change
- * the order of the additions. */
+ * Products read operands of type REAL, or BF16 operands if the processor can multiply them
+ * (job->is_bf16). Weights of other types are converted to REAL in the workspace, one tile at a
+ * time (experts_tile_size). A tile contains the weights for all k terms of some elements of the
+ * product. So no sum is split between tiles, which would change the order of the additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
@@ -57,17 +54,16 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
         ((float *)job->d_slot_weights)[slot] = (float)gradient;
 }
 
-/* Returns the memory in which the caller of this function computes a row of an operand. If
- * job->is_bf16 is set, this is scratch memory in job->row_scratch, and store_operand_row()
- * later converts the row to BF16. Otherwise it is the row in the operand itself. */
+/* Returns the memory in which the caller computes a row of an operand: the row itself or, with
+ * job->is_bf16, scratch memory, from which store_operand_row() later converts the row. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
     return job->is_bf16 ? (REAL *)job->row_scratch + 2 * most : (REAL *)operand + row * n;
 }
 
-/* Writes the row that was computed in the memory of operand_row() to the operand, as BF16. Does
- * nothing unless job->is_bf16, because the row is then already in the operand. */
+/* Writes the row in the memory of operand_row() to the operand as BF16. Without job->is_bf16 it
+ * is already there. */
 static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     if (job->is_bf16)
@@ -211,8 +207,8 @@ static void multiply_weights_transposed(const experts_job *job, const slab *slab
 }
 
 /* Computes the gradient of a weight matrix [m, n] of the slab's expert: a^T d, with a [rows, m]
- * and d [rows, n]. Adds it to d_weights if job->accumulate is true, else overwrites d_weights.
- * Does nothing if d_weights is NULL. */
+ * and d [rows, n]. Writes it to d_weights, or adds it if job->accumulate is true. Does nothing
+ * if d_weights is NULL. */
 static void weight_gradient(const experts_job *job, const slab *slab, void *d_weights,
                             const void *a, int64_t m, const void *d, int64_t n)
 {
@@ -232,9 +228,9 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
 }
 
 /* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d without
- * padding, in ascending order. If `weighted` is true and the layer has EPIC_WEIGHT_EARLY,
- * multiplies each row by the weight of its slot. Adds the gradient to d_biases if
- * job->accumulate is true, else overwrites d_biases. Does nothing if d_biases is NULL. */
+ * padding, in ascending order, and with `weighted` and EPIC_WEIGHT_EARLY times their slots'
+ * weights. Writes it to d_biases, or adds it if job->accumulate is true. Does nothing if
+ * d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {

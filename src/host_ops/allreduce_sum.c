@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_allreduce_sum on the host.
  *
- * A long array is split into blocks. Block b is owned by rank b % num_ranks. First every rank
+ * A long array is split into blocks, and rank b % num_ranks owns block b. First every rank
  * sends its numbers of each block to the block's owner, which adds them (a collect flow,
  * exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks get
  * the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
- * This takes one message delay instead of three. The order of the additions is the same for
- * short and for long arrays, so the sums have the same bits. */
+ * This takes one message delay instead of three. The order of the additions is that of long
+ * arrays, so the sums have the same bits. */
 #include <string.h>
 
 #include "base/error.h"
@@ -23,8 +23,8 @@ typedef struct sum_call {
     exchange *x;
 } sum_call;
 
-/* Returns the number of a block: the block that the flows send as item number `item` of rank
- * `owner`. Blocks are numbered in the order of the array. */
+/* Returns the number, in the order of the array, of the block that the flows send as item
+ * number `item` of rank `owner`. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     return item * s->x->num_ranks + owner;
@@ -51,19 +51,18 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* The sum has two halves: each rank first adds some blocks of the array, which it owns, and
- * then sends their sums to all. This function belongs to the first half. It copies this rank's
- * block to a ring entry, for the rank that owns the block. It is the callback
- * collect.fill_entry (exchange.h). A block fits into one entry, so `piece` is always 0. */
+/* First half of the sum, callback collect.fill_entry (exchange.h): copies a block of this
+ * rank's array to a ring entry for the block's owner. A block fits into one entry, so `piece`
+ * is 0. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows of ranks [first, first + count) in a binary tree. Each row has n floats. count
- * is a power of two. Returns the address of the sum: the only row if count is 1, otherwise row
- * number `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+/* Adds the rows [n] of ranks [first, first + count) in a binary tree; count is a power of two.
+ * Returns the address of the sum: the only row if count is 1, otherwise row number `level` of
+ * x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -76,8 +75,8 @@ static const void *sum_join_ranks(const sum_call *s, const void *const *rows, in
     return out;
 }
 
-/* Adds rows[r] of all ranks r and writes the sum to `out`. The order of the additions is the
- * one that the caller of epic_allreduce_sum chose. `out` may be one of the rows. */
+/* Adds rows[r] of all ranks r in the order that the caller of epic_allreduce_sum chose, and
+ * writes the sum to `out`, which may be one of the rows. */
 static void sum_add_rows(const sum_call *s, float *out, const void *const *rows, int64_t n)
 {
     const int num_ranks = s->x->num_ranks;
@@ -100,8 +99,8 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both halves of the sum, which ask whether a rank
- * sends (receives) an item. Returns true, because every rank sends and receives every item. */
+/* The callbacks is_sent and is_received of both halves of the sum. Every rank sends and
+ * receives every item. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -128,8 +127,8 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-/* Second half of the sum, callback scatter.read_own_item, for this rank's own blocks. Does
- * nothing, because their sums are already in the array. */
+/* Second half of the sum, callback scatter.read_own_item. Does nothing, because the sums of
+ * this rank's own blocks are already in the array. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

@@ -6,9 +6,9 @@
  * partials of all ranks in the layer's sum order and rounds the result once. A partial is sent
  * in pieces, each of which fits into one ring entry.
  *
- * dispatch_backward adds gradient rows in the same way. After the partial, each rank also sends
- * a *trailer*: one float for each choice k, the gradient of the weight of that choice. The home
- * rank stores these floats in d_weights without adding them. */
+ * dispatch_backward adds gradient rows in this way too. After the partial, each rank also sends
+ * a *trailer*: the gradient of the weight of each choice, as floats. The home rank stores them
+ * in d_weights without adding them. */
 #include <string.h>
 
 #include "base/error.h"
@@ -34,8 +34,8 @@ typedef struct combine_call {
     /* size in bytes of the trailer, the weight gradients that follow a partial; 0 in combine */
     int64_t trailer;
     bool has_windows; /* true: an output of this rank lies in a window */
-    /* Position of the current piece in its row: the number of its first element, and its number
-     * of elements. */
+    /* position of the current piece in its row: number of its first element, and number of its
+     * elements */
     int64_t first, count;
 } combine_call;
 
@@ -86,8 +86,8 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the number of the leaf to which the expert of a slot belongs. The experts of the
- * layer form layer->leaves blocks of equal size, the leaves. */
+/* Returns the number of the leaf that contains the expert of a slot. The leaves are
+ * layer->leaves blocks of equal size of the layer's experts. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -95,8 +95,8 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Writes to *g this rank's slots for one token of rank `home`. In a FLAT layer *g contains the
- * token's only row on this rank, which the caller of combine has already summed. */
+/* Writes to *g this rank's slots for one token of rank `home`. In a FLAT layer these are only
+ * the token's row on this rank, which the caller of combine has already summed. */
 static void gather_slots(const combine_call *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -117,9 +117,9 @@ static void gather_slots(const combine_call *c, int home, int64_t token, gathere
 }
 
 /* Adds the rows of those slots in g whose leaves are in [first, first + count), and writes the
- * sum to `out`. First adds the rows of each leaf by ascending k. Then adds the sums of the
- * leaves in a binary tree. A leaf without slots adds nothing. Returns false and writes nothing
- * if no slot has one of these leaves. May overwrite the scratch rows from `level` on. */
+ * sum to `out`: the rows of each leaf by ascending k, then the sums of the leaves in a binary
+ * tree. A leaf without slots adds nothing. Returns false and writes nothing if there is no such
+ * slot. May overwrite the scratch rows from `level` on. */
 static bool reduce_subtree(const combine_call *c, const gathered *g, int32_t first,
                            int32_t count, int level, void *out)
 {
@@ -156,8 +156,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
         const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
         if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        /* The plan is damaged: it places the token's slots on this rank, but their experts
-         * belong to leaves of other ranks. Add no rows, so that the partial is 0. */
+        /* The plan is damaged: it places the token's slots on this rank, but their experts in
+         * leaves of other ranks. Add no rows, so that the partial is 0. */
         g.n = 0;
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
@@ -165,9 +165,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
 }
 
 /* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
- * this rank has no slot for that choice. In a FLAT layer a row of d_slot_weights has top_k
- * floats. The first of them are those of the choices on this rank, by ascending k. The others
- * are unused. */
+ * this rank has no slot for it. In a FLAT layer a row of d_slot_weights begins with the
+ * gradients of the choices on this rank, by ascending k. */
 static void write_trailer(const combine_call *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -203,9 +202,8 @@ static void store_in_out(combine_call *c, int home, int64_t token)
     c->kernels->add(to, c->type, &partial, 1, c->partial_type, c->count);
 }
 
-/* Stores the gradients of a token's weights into d_weights of its home rank, which lies in a
- * window. All choices of the token are on this rank, so its trailer is the complete row of
- * d_weights. */
+/* Stores a token's trailer into d_weights of its home rank, which lies in a window. The trailer
+ * is complete, because all choices of the token are on this rank. */
 static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 {
     unsigned char *to =
@@ -213,9 +211,9 @@ static void store_in_d_weights(const combine_call *c, int home, int64_t token)
     if (to) write_trailer(c, home, token, to);
 }
 
-/* Stores the current piece of a token's only partial, and its trailer, into the outputs of the
- * home rank that lie in windows. Sets *partial or *trailer to false if the ring entry need not
- * contain it. */
+/* Stores the current piece of a token's only partial, and its trailer, into those outputs of
+ * the home rank that lie in windows. Sets *partial or *trailer to false if the ring entry need
+ * not contain it. */
 static void combine_store_directly(combine_call *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {
@@ -231,10 +229,9 @@ static void combine_store_directly(combine_call *c, int home, int64_t token, int
     }
 }
 
-/* Callback collect.fill_entry (exchange.h): writes one piece of a partial (the sum of this
- * rank's rows of a token) into a ring entry, for the token's home rank. If the entry is written
- * through the caches, computes the piece in the entry. Otherwise computes the piece in a
- * scratch row and copies it to the entry. The trailer follows the first piece. */
+/* Callback collect.fill_entry (exchange.h): writes one piece of this rank's partial for a token
+ * into a ring entry, followed by the trailer if it is the first piece. Computes the piece in
+ * the entry or, if the entry is written past the caches, in a scratch row, and copies it. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combine_call *c = self;
@@ -255,8 +252,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Copies floats from the trailer (weight gradients) of rank `from` to d_weights: those of the
- * choices that have slots on that rank. */
+/* Copies the weight gradients of the choices with slots on rank `from` from that rank's trailer
+ * to d_weights. */
 static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -268,8 +265,8 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
             c->d_weights[first + k] = values[k];
 }
 
-/* If all choices of a token of this rank have slots on one and the same other rank, returns
- * that rank. Otherwise returns -1. That rank finds the same tokens with has_all_choices(). */
+/* Returns the other rank that has slots of all choices of a token of this rank, or -1. That
+ * rank finds the same tokens with has_all_choices(). */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -298,9 +295,10 @@ static void read_trailers(const combine_call *c, int64_t token, const void **row
     }
 }
 
-/* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL stands for no
- * partial. Returns the address of the sum: NULL if all are NULL, the only partial if there is
- * one, otherwise scratch row number `level`. May overwrite the scratch rows from `level` on. */
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree; NULL stands for no
+ * partial. Returns the address of the sum: NULL if there is no partial, the only partial if
+ * there is one, otherwise scratch row number `level`. May overwrite the scratch rows from
+ * `level` on. */
 static const void *join_subtrees(const combine_call *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -314,9 +312,8 @@ static const void *join_subtrees(const combine_call *c, const void *const *at, i
     return out;
 }
 
-/* Writes to `out` the sum of the partials of all ranks, added in a binary tree. The partial of
- * rank r is leaf number plan.position_of[r] of the tree. rows[r] is the partial of rank r, or
- * NULL. */
+/* Writes to `out` the sum of the partials rows[r] of all ranks r (NULL: none), added in a
+ * binary tree in which rank r is leaf number plan.position_of[r]. */
 static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
@@ -329,8 +326,8 @@ static void add_partials_as_tree(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Writes to `out` the sum of the partials of all ranks, added by ascending rank. rows[r] is the
- * partial of rank r, or NULL. */
+/* Writes to `out` the sum of the partials rows[r] of all ranks r (NULL: none), added by
+ * ascending rank. */
 static void add_partials_by_rank(const combine_call *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -340,8 +337,8 @@ static void add_partials_by_rank(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, list, n, c->partial_type, c->count);
 }
 
-/* Callback collect.read_rows, called when all partials have arrived: writes one piece of a
- * token's output row: the sum of the partials of all ranks, including this rank's own. */
+/* Callback collect.read_rows: writes one piece of a token's output row, the sum of the partials
+ * of all ranks, including this rank's own. */
 static void combine_read_rows(void *self, int64_t token, int32_t piece, const void **rows)
 {
     combine_call *c = self;
@@ -357,7 +354,7 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
         /* The only rank with slots of this token has already stored the row in this rank's
-         * window, so there is nothing to add. */
+         * window. */
         ;
     else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);
@@ -368,15 +365,13 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     rows[rank] = NULL;
 }
 
-/* Callback collect.is_sent: returns true if this rank has a slot of the token of rank `home`,
- * so that it sends a partial. */
+/* Callback collect.is_sent: returns true if this rank has a slot of the token. */
 static bool combine_is_sent(void *self, int home, int64_t token)
 {
     return plan_receives_token(&((combine_call *)self)->plan, home, token);
 }
 
-/* Callback collect.is_received: returns true if rank `from` has a slot of this rank's token, so
- * that its partial arrives here. */
+/* Callback collect.is_received: returns true if rank `from` has a slot of this rank's token. */
 static bool combine_is_received(void *self, int from, int64_t token)
 {
     return plan_sends_token(&((combine_call *)self)->plan, from, token);

@@ -30,7 +30,7 @@ static const unsigned char *row_of_own_token(const combine_backward_call *s, int
 }
 
 /* Writes w * piece to n elements of d_rows[slot], from element `first` on. If the call asks for
- * quantized rows, quantizes the products, and also writes their scales. */
+ * quantized rows, writes quantized products and their scales. */
 static void write_scaled_row(const combine_backward_call *s, int64_t slot, float w,
                              const void *piece, int64_t first, int64_t n)
 {
@@ -49,9 +49,9 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds the part of one piece to the dot product of a slot. Multiplies the elements of the piece
- * by those of rows[slot], and adds the products to *sum, which contains the parts of the
- * earlier pieces. After the last piece, writes the sum to d_slot_weights. */
+/* Adds the part of one piece, which begins at element `first` of its row, to *sum, the dot
+ * product of the gradient row and rows[slot]. After the last piece, writes the sum to
+ * d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
                     const void *piece, int64_t first, int64_t n)
 {
@@ -64,12 +64,11 @@ static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Handles one piece of a token's gradient row: n elements from element `first` on. Writes these
- * elements to each slot of the token on this rank, multiplied by the weight of the slot, and
- * updates the dot product of the slot. In a FLAT layer, only writes the elements unchanged to
- * the token's row on this rank. All pieces of a token of rank `from` arrive before the next
- * token of that rank. So x->sums needs only one unfinished dot product for each source rank and
- * k. */
+/* Handles one piece of a token's gradient row: n elements from element `first` on. Writes them,
+ * times the weight of the slot, to each slot of the token on this rank, and updates the dot
+ * product of the slot. In a FLAT layer, only copies them to the token's row. All pieces of a
+ * token of rank `from` arrive before the next token of that rank, so x->sums needs one
+ * unfinished dot product for each source rank and k. */
 static void scatter_piece(const combine_backward_call *s, int from, int64_t token,
                           const void *piece, int64_t first, int64_t n)
 {
@@ -88,12 +87,11 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
     }
 }
 
-/* Stores one piece of a gradient row directly into d_rows of those peers that need the piece
- * and allow it. A peer allows it if its d_rows lies in a window and the token has only one slot
- * there. A peer that multiplies the rows by weights never allows it: its op header contains no
- * place of d_rows. Copies with the function that write_scaled_row() uses, so that the bits are
- * the same as without windows, even those of a NaN. Returns true if some peer has to read the
- * piece from the ring. */
+/* Stores one piece of a gradient row directly into d_rows of peers: those that need it, whose
+ * d_rows lies in a window, and on which the token has only one slot. The op header of a peer
+ * that multiplies the rows by weights has no place of d_rows, so such a peer is left out.
+ * Copies with the function that write_scaled_row() uses, so that even a NaN has the same bits
+ * as without windows. Returns true if some peer has to read the piece from the ring. */
 static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;
@@ -115,7 +113,7 @@ static bool store_for_peers(const combine_backward_call *s, int64_t token, int32
 }
 
 /* Callback scatter.fill_entry (exchange.h): copies one piece of a gradient row into a ring
- * entry, unless store_for_peers() has stored the piece for all peers that need it. */
+ * entry, unless store_for_peers() has stored it for all peers that need it. */
 static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     combine_backward_call *s = self;
@@ -145,7 +143,7 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
 }
 
 /* Callback scatter.read_own_item: handles the whole gradient row of one of this rank's own
- * tokens that has slots on this rank itself. */
+ * tokens that has slots on this rank. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     combine_backward_call *s = self;
@@ -153,15 +151,14 @@ static void combine_backward_read_own(void *self, int64_t token)
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
-/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`, so
- * that its gradient row must be sent there. */
+/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((combine_backward_call *)self)->plan, peer, token);
 }
 
-/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank,
- * so that its gradient row arrives here. */
+/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank.
+ */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);

@@ -2,10 +2,10 @@
 /* epic_dispatch on the host.
  *
  * A rank sends each token once to each rank that holds at least one slot of the token. The
- * bytes that it sends are called the *message* in this file: the row, its scales, and one
- * weight for each choice k. The message is split into pieces, each of which fits into one ring
- * entry. The receiver copies the row and the scales to each slot of the token, and to each slot
- * the weight of its choice. */
+ * bytes that it sends are called the *message* here: the row, its scales, and one weight for
+ * each choice k. They are split into pieces, each of which fits into one ring entry. The
+ * receiver copies the row and the scales to each slot of the token, and to each slot the weight
+ * of its choice. */
 #include <string.h>
 
 #include "base/error.h"
@@ -14,8 +14,8 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* A receive buffer smaller than this many bytes is written through the caches, because it then
- * stays in the caches until the experts read it. */
+/* A receive buffer of fewer bytes than this is written through the caches, where it stays until
+ * the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
 /* State of one call of dispatch. */
@@ -58,8 +58,8 @@ static void quantize_token(dispatch_call *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Return the address of one part of a token's message: of its row, its scales or its weights.
- * Row and scales are computed first if the call asks for quantized rows. */
+/* Return the address of one part of a token's message: its row, its scales or its weights.
+ * Quantized rows and their scales are computed first. */
 static const unsigned char *row_part(dispatch_call *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -79,9 +79,8 @@ static const float *weights_part(const dispatch_call *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies from `from` to `to` those bytes of a message that are in both of two ranges. The
- * memory at `to` is for bytes [at, at + size) of the message. The memory at `from` holds bytes
- * [begin, end) of the message. */
+/* Copies from `from`, which holds bytes [begin, end) of a message, to `to`, which is for bytes
+ * [at, at + size) of it: the bytes that are in both ranges. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -92,8 +91,8 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches. Used for slots that the experts soon read, and for ring entries
- * whose reader shares a cache with this core. */
+/* Copies through the caches, for slots that the experts soon read, and for ring entries whose
+ * reader shares a cache with this core. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -105,8 +104,8 @@ static void copy_cached(void *to, const void *from, size_t n)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
 #define ALL_PARTS (ROW_BIT | SCALES_BIT | WEIGHTS_BIT)
 
-/* Copies one piece of a token's message into `entry`, with the function `copy`. Leaves out the
- * parts that are not in the mask `wanted`. */
+/* Copies the parts in the mask `wanted` of one piece of a token's message into `entry`, with
+ * the function `copy`. */
 static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void *entry,
                             uint32_t wanted, copy_function *copy)
 {
@@ -120,10 +119,9 @@ static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Stores bytes of one part of a message into an output of a peer: those that are also in the
- * current piece. The piece is bytes [begin, end) of the message. The part is bytes [low, high)
- * of the message, and is at `from` on this rank. In the peer's output the part begins at byte
- * `at`. */
+/* Stores bytes of one part of a message into an output of a peer. The part is bytes [low, high)
+ * of the message, is at `from` on this rank, and begins at byte `at` of the peer's output. Only
+ * its bytes in the current piece, bytes [begin, end) of the message, are stored. */
 static void store_part(const dispatch_call *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
@@ -133,9 +131,9 @@ static void store_part(const dispatch_call *d, int peer, enum window_output whic
     if (to) d->copy(to, (const unsigned char *)from + (first - low), (size_t)(last - first));
 }
 
-/* Stores one piece of a token's message into those outputs of a peer that lie in windows.
- * `slot` is the token's only slot on the peer. Returns the mask of the other parts, which the
- * peer has to read from the ring. */
+/* Stores one piece of a token's message into those outputs of a peer that lie in windows;
+ * `slot` is the token's only slot there. Returns the mask of the other parts, which the peer
+ * reads from the ring. */
 static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64_t token,
                                  int32_t piece)
 {
@@ -164,9 +162,9 @@ static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64
     return staged;
 }
 
-/* Stores one piece of a token's message directly into the outputs of the peers that need it.
- * This is possible if an output lies in a window and the token has only one slot on the peer.
- * Returns the mask of the parts that some peer has to read from the ring. */
+/* Stores one piece of a token's message directly into the outputs of peers: those that lie in
+ * windows, and only if the token has one slot on the peer. Returns the mask of the parts that
+ * some peer has to read from the ring. */
 static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
 {
     uint32_t staged = 0;
@@ -193,11 +191,10 @@ static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wa
     return bytes;
 }
 
-/* Callback scatter.fill_entry (exchange.h): copies one piece of a token's message (row, scales
- * and weights) into a ring entry. Leaves out the parts that it has stored into windows for all
- * peers that need them. ring_choose_path() decides whether the copy goes through the caches or
- * past them, and whether it is timed. Before a timed copy, the parts of the piece are first
- * joined in x->scratch_rows. So the measured time is that of one copy. */
+/* Callback scatter.fill_entry (exchange.h): copies one piece of a token's message into a ring
+ * entry, except the parts that are stored in windows of all peers that need them.
+ * ring_choose_path() decides whether the copy goes through the caches and whether it is timed.
+ * Before a timed copy, the parts are joined in x->scratch_rows, so that one copy is timed. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatch_call *d = self;
@@ -219,21 +216,21 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Some bytes of a token's row, of its scales or of its weights: bytes [at, at + size), which
- * are stored at `from`. If size is 0 or less, there are no such bytes. */
+/* Some bytes, [at, at + size), of a token's row, scales or weights, which are stored at `from`;
+ * none if size is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
 } part;
 
-/* The part of one token's message that can be written to the token's slots now. It is one piece
- * of the message, or the whole message. */
+/* The parts of one piece of a token's message, or of the whole message, that can be written to
+ * the token's slots now. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the bytes of a message that are in both ranges [begin, end) and [low, high). `piece`
- * points to the bytes [begin, end). result.at is the offset from byte `low`. */
+/* Returns the bytes of a message that are in both ranges [begin, end), to which `piece` points,
+ * and [low, high). result.at is the offset from byte `low`. */
 static part message_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                             int64_t high)
 {
@@ -252,9 +249,8 @@ static void write_row(const dispatch_call *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Writes the weight of choice k to slot_weights[index], or only those of its bytes that are in
- * *weights: a piece may end inside the weight. Does not use d->copy, because a weight is
- * small. */
+/* Writes the weight of choice k to slot_weights[index], or only its bytes in *weights, because
+ * a piece may end inside the weight. Does not use d->copy, because a weight is small. */
 static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
@@ -265,9 +261,8 @@ static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, cons
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* Called only for FLAT layers. Writes the bytes in *p to the token's only row on this rank.
- * Writes the weights of the token's choices on this rank one after the other, by ascending
- * k. */
+/* For FLAT layers: writes the bytes in *p to the token's only row on this rank, and the weights
+ * of its choices on this rank one after the other, by ascending k. */
 static void write_flat_row(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
@@ -287,7 +282,7 @@ static void write_token(const dispatch_call *d, int from, int64_t token, const p
         return;
     }
     const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
-    /* Lists the choices on this rank. Has no branch on slots[k], which the processor would
+    /* Lists the choices on this rank without a branch on slots[k], which the processor would
      * often mispredict. */
     uint32_t here[MAX_TOP_K], count = 0;
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
@@ -309,9 +304,8 @@ static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
            plan_has_only_slot(&d->plan, from, token);
 }
 
-/* Callback scatter.read_entry: writes one piece of a token that has arrived from rank `from` to
- * the token's slots. Skips the parts that rank `from` has already stored in windows of this
- * rank. */
+/* Callback scatter.read_entry: writes one piece of a token of rank `from` to the token's slots,
+ * except the parts that rank `from` has stored in windows of this rank. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -341,15 +335,14 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
-/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`, so
- * that its row must be sent there. */
+/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
-/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank,
- * so that its row arrives here. */
+/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank.
+ */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);
@@ -357,8 +350,8 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Describes the three output arrays of dispatch that have one row per slot: writes the address,
- * row size and number of rows of each to `out`. A row of slot_weights has `weights` floats. */
+/* Writes to `out` the address, row size and number of rows of the three outputs of dispatch
+ * that have one row per slot. A row of slot_weights has `weights` floats. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
@@ -367,8 +360,8 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
     out[2] = (slot_array){a->slot_weights, 4 * (int64_t)weights, a->recv.num_rows};
 }
 
-/* Called only for FLAT layers. Writes recv_expert. Each row lists the local experts of its
- * token by ascending k. The rest of the row is -1. */
+/* For FLAT layers: writes recv_expert. Each row lists the local experts of its token by
+ * ascending k, and then -1. */
 static void write_recv_expert(const dispatch_call *d)
 {
     const plan_header *h = d->plan.header;
@@ -432,8 +425,8 @@ void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
     op_header_set_window(header, ctx, WINDOW_ROWS, a->recv.data, rows * a->recv.row_bytes);
     op_header_set_window(header, ctx, WINDOW_SCALES, a->recv_scales.data,
                          a->recv_scales.num_rows * a->recv_scales.row_bytes);
-    /* In a FLAT layer, a row of slot_weights contains only the weights of the choices on its
-     * rank. The receiver selects them, so peers cannot store them directly. */
+    /* In a FLAT layer the receiver selects the weights of the choices on its rank, so peers
+     * cannot store them directly. */
     if (!is_flat)
         op_header_set_window(header, ctx, WINDOW_WEIGHTS, a->slot_weights,
                              rows * (int64_t)sizeof(float));
@@ -476,8 +469,7 @@ int64_t dispatch_signature(const epic_dispatch_args *args)
     return (int64_t)(hash_bytes(common, sizeof common) | 1);
 }
 
-/* Returns the size of the rows of all tokens of this rank in bytes. The flight recorder shows
- * this number. */
+/* Returns the bytes of the rows of all tokens of this rank, for the flight recorder. */
 static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 {
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
@@ -520,9 +512,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* Runs the dispatch of epic_plan_dispatch (host_ops.h). Does not check that the receive buffer
- * has enough rows. The caller has checked that it has at least `capacity` rows, and a plan
- * never has more slots than its capacity. */
+/* Runs the dispatch of epic_plan_dispatch (host_ops.h). The receive buffer has enough rows: the
+ * caller has checked that there are at least `capacity`, and a plan never has more slots. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatch_call d = {

@@ -5,9 +5,8 @@
  * defaults of args->layer. The functions here make the checks that depend on the plan.
  *
  * Every operation is collective and blocks until its rows have arrived. If the data of one rank
- * contains an error, all ranks return this error. The parameter `extra` may contain an error
- * that src/moe found in this rank's data, and the options of the layer. The op header then
- * contains them too. `extra` may be NULL. */
+ * contains an error, all ranks return it. `extra`, which may be NULL, adds to the op header an
+ * error that src/moe found in this rank's data, and the options of the layer. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
 
@@ -21,19 +20,19 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch,
                                const op_header_extra *extra);
-/* Implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of the plan. It
- * is called if the same public call has just made the plan. */
+/* Implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of the plan,
+ * which the same public call has just made. */
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
 /* The second half of epic_plan_dispatch: sends the rows in x, the exchange in which the plan
- * was made. The op headers of the plan also contain what the ranks must compare for the
- * dispatch, so the ranks send no new op headers. Closes x and returns the result. */
+ * was made. The op headers of the plan also contain the data that ranks compare for the
+ * dispatch, so there are no new ones. Closes x and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
-/* Returns a hash of those arguments of a dispatch that must be equal on all ranks. The hash is
- * never 0. epic_plan_dispatch sends it in the plan's op header, as LOCAL_NEXT_DISPATCH. */
+/* Returns a hash, never 0, of those arguments of a dispatch that must be equal on all ranks.
+ * The op header of the plan contains it as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
 
 /* Stores in an op header where the outputs of a dispatch lie in this rank's windows. */
@@ -48,8 +47,8 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Like host_allreduce_sum(), but the op header is a copy of `about` in which the elements for
- * the sum are set. So the ranks also compare the elements that the caller has set in
+/* Like host_allreduce_sum(), but with a copy of `about` as the op header, in which only the
+ * elements for the sum are replaced. So the ranks also compare the other elements of
  * about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
@@ -57,8 +56,7 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
 /* The plan and the op header of an operation that has a plan as argument.
  *
  * plan_op_begin() checks that the bytes are a plan of this context, and prepares the op header.
- * If the plan is damaged, or if `extra` holds an error, the op header reports the error. Then
- * all ranks return it. */
+ * The header reports the error of a damaged plan or in `extra`, which all ranks then return. */
 typedef struct plan_op {
     plan_view plan; /* valid unless `damaged` is true */
     /* true: the plan is damaged or `extra` holds an error; `plan` must not be used */
@@ -74,24 +72,22 @@ void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 /* Copies to an op header the fields of a layer that must be equal on all ranks. */
 void op_header_set_layer(epic_op_header *header, const epic_layer *layer);
 
-/* Returns EPIC_EINVAL if `layer` differs from the layer of the plan. The defaults of `layer`
- * must be filled in. Returns EPIC_OK for a damaged plan, because the op header reports that
- * error. */
+/* Returns EPIC_EINVAL if `layer`, whose defaults are filled in, differs from the layer of the
+ * plan. Returns EPIC_OK for a damaged plan, because the op header reports that error. */
 epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
 
-/* Returns EPIC_EINVAL if num_rows is not the number of tokens in the plan. num_rows is the
- * number of rows of the caller's array `name`. Returns EPIC_OK for a damaged plan, because the
- * op header reports that error. */
+/* Returns EPIC_EINVAL if num_rows, the number of rows of the caller's array `name`, is not the
+ * number of tokens in the plan. Returns EPIC_OK for a damaged plan, because the op header
+ * reports that error. */
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
 /* Returns EPIC_EOVERFLOW if the slot buffer of any rank has fewer rows than that rank's plan
- * has slots. Reads the op headers of all ranks, so all ranks return the same result. `name` is
- * the name of the buffer in the error sentence. */
+ * has slots. Reads all op headers, so all ranks return the same result. `name` is the name of
+ * the buffer in the error sentence. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
-/* Returns an array [top_k] for one token of rank `from`. Element k is the slot of choice k on
- * this rank, or -1 if the choice has no slot here. In a FLAT layer it is the local expert of
- * choice k, or -1. */
+/* Returns an array [top_k] for one token of rank `from`. Element k is the slot (FLAT: the local
+ * expert) of choice k on this rank, or -1 if the choice has none here. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
     return v->slot_or_expert + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
@@ -146,8 +142,8 @@ static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t toke
     return slot;
 }
 
-/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. For
- * such a token, plan_only_slot_on() on rank `from` returns this slot. */
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank: the
+ * one that plan_only_slot_on() returns on rank `from`. */
 static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;

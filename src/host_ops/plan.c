@@ -53,8 +53,8 @@ static bool is_duplicate(const epic_plan_args *args, int64_t i, int64_t top_k)
     return false;
 }
 
-/* Checks the expert ids, and stores the first error in the op header: an id that is out of
- * range, or a duplicate if the layer has EPIC_DISTINCT. */
+/* Checks the expert ids, and stores the first error in the op header: an id out of range, or a
+ * duplicate in a layer with EPIC_DISTINCT. */
 static void op_header_check_ids(epic_op_header *header, const epic_plan_args *args,
                                 const epic_layer *layer)
 {
@@ -74,9 +74,8 @@ static void op_header_check_ids(epic_op_header *header, const epic_plan_args *ar
     }
 }
 
-/* Checks the tables rank_of_expert and logical_of_expert. Stores hashes of the tables in the op
- * header, for the ranks to compare. If a table is invalid, also stores its first error there
- * and returns false. */
+/* Stores hashes of rank_of_expert and logical_of_expert in the op header, for the ranks to
+ * compare. If a table is invalid, also stores its first error there and returns false. */
 static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
                                  const epic_plan_args *args, const epic_layer *layer)
 {
@@ -133,9 +132,8 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* The callbacks scatter.is_sent and scatter.is_received (exchange.h), which ask whether a rank
- * sends (receives) the ids of a token. Returns true, because every rank sends its ids to all
- * ranks. */
+/* The callbacks scatter.is_sent and scatter.is_received (exchange.h). Every rank sends its ids
+ * to all ranks. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -159,17 +157,17 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-/* Callback scatter.read_own_item, for the ids of this rank's own tokens. Does nothing, because
- * they are already in place. */
+/* Callback scatter.read_own_item. Does nothing, because the ids of this rank's own tokens are
+ * already in place. */
 static void skip_own_ids(void *self, int64_t item)
 {
     /* nothing to do: exchange_ids() has already copied the ids of this rank */
     (void)self, (void)item;
 }
 
-/* Copies the expert ids that ranks sent in their op headers to the planner. Sets the number of
- * items of these ranks to 0, so that the scatter flow skips them. Returns true if other ranks
- * still have to send ids. */
+/* Copies the expert ids in the op headers to the planner. Sets the number of items of their
+ * ranks to 0, so that the scatter flow skips them. Returns true if other ranks still have to
+ * send ids. */
 static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
@@ -186,8 +184,8 @@ static bool read_header_ids(planning *p)
     return more;
 }
 
-/* Copies the expert ids of all tokens of all ranks to the planner. The ids come from the op
- * headers or, if a rank has too many ids for its op header, from a scatter flow. */
+/* Copies the expert ids of all ranks to the planner: from the op headers or, if a rank has too
+ * many ids for its header, from a scatter flow. */
 static epic_result exchange_ids(planning *p)
 {
     const scatter s = {
@@ -225,10 +223,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's output arrays depend on the placement of the experts, so the plan still needs a
- * placement: the one in this rank's rank_of_expert. If the error of this rank is in that table,
- * the plan uses the default placement. */
+/* Makes a plan without slots, after an error in the data of any rank. It still needs a
+ * placement, which determines the lengths of the caller's output arrays: rank_of_expert or, if
+ * the error is in that table, the default. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -276,16 +273,16 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Returns true if a call of plan_run() that returned `result` has written a plan. The plan is
- * valid, or it has no slots and records an error. */
+/* Returns true if plan_run() with this result has written a plan: a valid one, or one without
+ * slots that records an error. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;
 }
 
 /* Runs epic_plan until the plan is written. `next` is the dispatch that follows in the same
- * public call (epic_plan_dispatch), or NULL. Sets p->x to the exchange, which is still open and
- * which the caller must close, or to NULL if there is none. */
+ * public call (epic_plan_dispatch), or NULL. p->x is the exchange, which is open and which the
+ * caller must close, or NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             const epic_dispatch_args *next)
 {
@@ -316,9 +313,9 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
     return p.x ? exchange_close(p.x, result) : result;
 }
 
-/* Returns true if the dispatches of all ranks have the same signature. Then dispatch can run in
- * the exchange of the plan. If not, dispatch runs with op headers of its own: comparing these
- * headers finds the argument that differs. */
+/* Returns true if the dispatches of all ranks have the same signature, so that dispatch can run
+ * in the exchange of the plan. Otherwise it runs with its own op headers, whose comparison
+ * finds the argument that differs. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

@@ -31,8 +31,8 @@ typedef struct replica_sum {
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } replica_sum;
 
-/* Returns true if local expert number `local` is a replica of a->logical and belongs to leaf
- * `leaf`. If `leaf` is -1, any leaf counts. */
+/* Returns true if local expert `local` is a replica of a->logical in leaf `leaf` (-1: in any
+ * leaf). */
 static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -58,9 +58,8 @@ static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
     }
 }
 
-/* Adds the leaves [first, first + count) in a binary tree, and writes the sum to
- * a->levels[level]. count is a power of two. May overwrite the rows of a->levels after row
- * `level`. */
+/* Adds the leaves [first, first + count) in a binary tree; count is a power of two. Writes the
+ * sum to a->levels[level], and may overwrite the rows after it. */
 static void add_leaves(replica_sum *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
@@ -74,8 +73,8 @@ static void add_leaves(replica_sum *a, int64_t first, int64_t count, int level)
     a->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, a->n);
 }
 
-/* Writes the sum of this rank's replicas to the workspace, chunk by chunk. If the sum order of
- * the layer is not EPIC_TREE, treats all experts of the rank as one leaf. */
+/* Writes the sum of this rank's replicas to the workspace, chunk by chunk. Without EPIC_TREE,
+ * all experts of the rank are one leaf. */
 static void add_local_replicas(replica_sum *a)
 {
     const plan_header *h = a->plan->header;
@@ -112,8 +111,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* Implements epic_sum_replicas on the host. First runs a sum of 0 elements. The op headers of
- * this sum contain the plan's id, so the ranks compare their plans before they add anything. */
+/* Implements epic_sum_replicas on the host. First sums 0 elements: the op headers of this sum
+ * contain the plan's id, so the ranks compare their plans before they add anything. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;

@@ -82,9 +82,9 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
         name);
 }
 
-/* Sets j->is_e4m3_backward: if the caller of backward passed scales, the weights are E4M3 in
- * backward too. With such weights, returns EPIC_EINVAL if EPIC_RECOMPUTE is set, because the
- * experts' forward would then be repeated with rows and weights of row_type. */
+/* Sets j->is_e4m3_backward: the caller of backward passed scales, so the weights are E4M3 in
+ * backward too. Returns EPIC_EINVAL if EPIC_RECOMPUTE is then set, because it would repeat the
+ * experts' forward with rows and weights of row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -122,9 +122,8 @@ static epic_result check_sequences(const moe_job *j)
         (long long)j->sequence_unit, (long long)j->tokens);
 }
 
-/* Stores in j->options which weights the caller passed. With EPIC_CHECK_WEIGHTS on the host,
- * also stores a checksum of each weight of which all ranks have a copy. The ranks compare these
- * data in the next collective operation. */
+/* Stores in j->options which weights the caller passed, for the ranks to compare. With
+ * EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that all ranks have. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -172,8 +171,7 @@ static epic_result check_device_support(const moe_job *j)
 }
 
 /* With EPIC_INVARIANT on a device, checks that the address of each array is a multiple of 16
- * bytes. Tensor cores need such addresses. With other addresses, other kernels would run and
- * compute other bits. */
+ * bytes. Other addresses exclude tensor cores, and other kernels would compute other bits. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -213,8 +211,7 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
             (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
     /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf for each rank.
-     * moe_read_config() has already set the number of blocks of this rank to 1, which is then
-     * still correct. */
+     * That agrees with the number of blocks that moe_read_config() has set, which is 1. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -241,9 +238,9 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* Checks that no rank owns more than num_local_experts experts, because expert_rows has only
- * this many elements. Does not check that the entries of rank_of_expert are valid ranks.
- * epic_plan checks them, and all ranks return its error. */
+/* Checks that no rank owns more than num_local_experts experts, the number of elements of
+ * expert_rows. epic_plan later checks the ranks in rank_of_expert, so that all ranks return the
+ * error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -265,8 +262,8 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
 
 /* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Which
  * replica computes a choice depends on other tokens. With replicas in several leaves, the order
- * in which combine adds the rows would depend on other tokens too. Ignores invalid entries,
- * because epic_plan reports them. */
+ * in which combine adds the rows would too. Ignores invalid entries, which epic_plan reports.
+ */
 static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
 {
     uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves that the loop has left */
@@ -294,8 +291,8 @@ static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_ex
     return EPIC_OK;
 }
 
-/* Checks the arguments with which the caller forces a routing. Forced weights need forced ids.
- * The caller may pass either forced ids or a table, but not both. */
+/* Checks a routing that the caller forces: forced weights need forced ids, and forced ids
+ * exclude a table. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)

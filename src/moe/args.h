@@ -6,21 +6,20 @@
 
 #include "moe/moe.h"
 
-/* Reads and checks the arguments of epic_moe_forward, or of epic_moe_plan if `planning` is
- * true, and fills in *j. If the caller left a row_bytes in *a at 0, sets it. Returns
- * EPIC_EINVAL for an invalid argument, and EPIC_ENOTSUP for options that this context does not
- * support. */
+/* Reads and checks the arguments of epic_moe_forward or, if `planning` is true, of
+ * epic_moe_plan, and fills in *j. Replaces a row_bytes of 0 in *a. Returns EPIC_EINVAL for an
+ * invalid argument, and EPIC_ENOTSUP for options that this context does not support. */
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning);
 
-/* Like moe_read_forward_args(), but for epic_moe_backward. *g contains the addresses of the
- * arrays for the caller's gradients. */
+/* Like moe_read_forward_args(), but for epic_moe_backward. *g has the arrays for the caller's
+ * gradients. */
 epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
                                    const epic_moe_gradients *g);
 
 /* Check that every array of a call is aligned, and that no output overlaps another array.
- * Return EPIC_OK or EPIC_EINVAL. The operations inside the layer check their arrays too. But
- * when they run, peers already wait for this rank, so an error would break the group. */
+ * Return EPIC_OK or EPIC_EINVAL. The operations inside the layer check this too, but then peers
+ * already wait for this rank, so an error would break the group. */
 epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a);
 epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);

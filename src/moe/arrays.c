@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks the addresses of all arrays of a call of the layer: their alignment, and that no
- * output overlaps another array. The check is made before the first operation, when no peer
- * waits for this rank yet. */
+ * output overlaps another array. This happens before the first operation, when no peer waits
+ * for this rank yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"

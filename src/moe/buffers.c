@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
  * `workspace`. Offsets and sizes depend only on the configuration and the number of tokens. So
- * the functions of this file compute both the sizes for epic_moe_memory and the addresses for
- * forward and backward. */
+ * these functions compute both the sizes for epic_moe_memory and the addresses for forward and
+ * backward. */
 #include "experts/blas.h"
 #include "moe/moe.h"
 #include "plan/plan.h"
@@ -25,13 +25,12 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 
 /* Lays out `saved`.
  *
- * The buffers that epic_moe_plan writes come first, and their offsets do not depend on the
- * capacity. After epic_moe_plan has counted the slots, the caller sets the capacity and
- * enlarges `saved`. The first buffers then still have the same offsets and contents.
+ * The buffers that epic_moe_plan writes come first, at offsets that do not depend on the
+ * capacity. Only after epic_moe_plan has counted the slots, the caller sets the capacity and
+ * enlarges `saved`, and these buffers keep their contents.
  *
- * On devices expert_rows and expert_tokens have room for all experts. The reason is that the
- * placement table is in device memory, where the host cannot read how many experts a rank
- * has. */
+ * On devices expert_rows and expert_tokens have room for all experts, because the placement
+ * table is in device memory, where the host cannot count the experts of a rank. */
 static void layout_saved(moe_job *j, unsigned char *base)
 {
     int64_t used = 0;

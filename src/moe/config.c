@@ -215,9 +215,8 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
-/* Computes the memory that the experts of an E4M3 layer need. Forward multiplies by E4M3
- * weights. Backward multiplies by E4M3 weights or by weights of row_type, depending on what the
- * caller will pass. So the workspace of backward must suffice for both. */
+/* Computes the memory that the experts of an E4M3 layer need. The weights of forward are E4M3.
+ * Those of backward may be E4M3 or of row_type, so its workspace must suffice for both. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -248,9 +247,9 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
 }
 
 /* Sets the number of tokens of a batch, and the number by which the gate chooses its method. In
- * tree order the latter must not depend on the number of ranks. It is at most the number of
- * tokens of GATE_BLOCKS blocks, because a group with many leaves has many ranks, each of which
- * computes only a few blocks. */
+ * tree order the latter must not depend on the number of ranks. It is at most that of
+ * GATE_BLOCKS blocks, because each rank of a group with many leaves computes only a few blocks.
+ */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;
@@ -262,9 +261,9 @@ static void set_batch(moe_job *j)
     j->deciding_tokens = is_tree ? leaves * j->block : j->block;
 }
 
-/* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
- * EPIC_WEIGHT_EARLY: the experts then multiply by the weights, because combine supports only
- * float32 weights. */
+/* Reads the configuration of a layer (moe.h). In a float64 layer, EPIC_WEIGHT_EARLY replaces
+ * EPIC_WEIGHT_LATE, because combine supports only float32 weights: the experts then multiply by
+ * the weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens)
 {
@@ -284,8 +283,8 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
     j->tokens = tokens;
     TRY(check_options(j));
-    /* The ranks compare the caller's coefficients, even if they are set to 0 here: j->options
-     * already contains them. */
+    /* The ranks compare the caller's coefficients in j->options, even if they are set to 0
+     * here. */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     j->sequence_unit =
         j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;

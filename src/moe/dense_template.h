@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host arithmetic on one block of tokens for the gate, the zero-experts and the gate of the
- * shared expert. dense_f32.c and dense_f64.c include this file. Before, they define four
- * macros: REAL is float or double, GEMM and GEMM_INVARIANT are the functions for matrix
- * products, and OPS is the name of the table of functions.
+ * shared expert. dense_f32.c and dense_f64.c include this file and define four macros before:
+ * REAL (float or double), GEMM and GEMM_INVARIANT (the functions for matrix products), and OPS
+ * (the name of the table of functions).
  *
- * Rows of other types are converted to REAL. The matrix products of the gate convert GATE_TILE
- * columns of all rows at a time. The other functions convert one row at a time. */
+ * Rows of other types are converted to REAL: by the products of the gate GATE_TILE columns of
+ * all rows at a time, elsewhere one row at a time. */
 #include <math.h>
 #include <string.h>
 
@@ -48,9 +48,9 @@ static void *out_row_at(const token_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns the address of columns [first, first + count) of x as REAL numbers. Sets *stride to
- * the number of elements from one row to the next. If the rows have another type, first
- * converts these columns into work.tile. */
+/* Returns the address of columns [first, first + count) of x as REAL numbers, with *stride
+ * elements from one row to the next. Rows of another type are first converted into work.tile.
+ */
 static const REAL *columns_of(const token_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -82,8 +82,8 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Implements dense_ops.gate_forward. Computes logits = x W_gate + b_gate. Multiplies GATE_TILE
- * columns of x at a time by the matching rows of W_gate, and adds up these products. */
+/* Implements dense_ops.gate_forward: logits = x W_gate + b_gate, as the sum of the products of
+ * GATE_TILE columns of x and the matching rows of W_gate. */
 static void gate_forward(const token_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -112,8 +112,7 @@ static bool is_zero_expert(const token_block *b, int64_t choice)
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* Adds the outputs of the zero-experts that the token chose to acc. The output of a zero-expert
- * is its input, so this adds weight * row for each of them. */
+/* Adds the outputs of the zero-experts that the token chose, which are weight * row, to acc. */
 static void add_zero_experts(const token_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -143,9 +142,8 @@ static void add_local_experts(const token_block *b, const epic_rows *out, const 
     }
 }
 
-/* Implements dense_ops.shared_gate_forward. Computes weights[t] = sigmoid(z), with z = dot(row
- * of token t, gate) summed in float64. Computes the sigmoid from e^-|z|, which cannot
- * overflow. */
+/* Implements dense_ops.shared_gate_forward: weights[t] = sigmoid(z), with z = dot(row of token
+ * t, gate) summed in float64. Uses e^-|z|, which cannot overflow. */
 static void shared_gate_forward(const token_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -222,7 +220,7 @@ static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dens
 }
 
 /* Implements dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all
- * rows of d_x. Then the other terms of d_x are added row by row. */
+ * rows of d_x. The other terms of d_x are added row by row. */
 static void gate_backward(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads)

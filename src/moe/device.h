@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on a device: forward (device_forward.c), backward (device_backward.c) and their
  * common parts (device.c). Every function launches kernels on the stream of the call and
- * returns without waiting, except moe_device_plan(). Only this function reads data that the
- * kernels compute. A collective function must be called on all ranks. */
+ * returns without waiting, except moe_device_plan(), which reads results of the kernels. A
+ * collective function must be called on all ranks. */
 #ifndef EPIC_MOE_DEVICE_H
 #define EPIC_MOE_DEVICE_H
 
@@ -10,19 +10,19 @@
 #include "moe/stages.h"
 
 /* Returns the arguments of the gate's kernels for one block of tokens, without the arrays for
- * gradients. `logits` [block, columns] is an output in forward. In backward it is an input: the
- * gradient of the logits. */
+ * gradients. `logits` [block, columns] is an output in forward, and the gradient of the logits
+ * in backward. */
 epic_gate_args moe_device_gate_args(const moe_job *j, const token_block *block, void *logits);
 
-/* Returns the arguments of two sets of kernels for one block: those for zero-experts (whose
- * output is their input), and those for the gate of the shared expert. */
+/* Returns the arguments of the kernels for zero-experts (whose output is their input) and for
+ * the gate of the shared expert, for one block. */
 layer_tokens moe_device_token_args(const moe_job *j, const token_block *block);
 
 /* Computes the gate of the shared expert, sigmoid(x w_shared_gate), for one block. Does nothing
  * if the shared expert has no gate. */
 epic_result moe_device_shared_gate(moe_job *j, const token_block *block);
-/* Computes the gate and the output of the shared expert for block b, and writes the output to
- * work.shared_y. If flags is EPIC_RECOMPUTE, computes only the data that backward reads. */
+/* Computes the gate and the output of the shared expert for block b, in work.shared_y. With
+ * EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, uint32_t flags);
 
 /* Runs the gate and the router on all tokens: writes logits, topk_idx and weights to
@@ -31,8 +31,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 /* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), dispatches the rows and
  * copies the loads to the caller's arrays. Collective. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
-/* Adds to the combined rows `out` what this rank computes without dispatch: the outputs of the
- * zero-experts (whose output is their input) and of the shared expert. */
+/* Adds to the combined rows `out` the rows that this rank computes without dispatch: the
+ * outputs of the zero-experts (whose output is their input) and of the shared expert. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 /* Runs the second half of backward, after the gradient rows have returned to their tokens.
  * Computes the gradients of the router, the losses, the shared expert and the gate. Sums the
@@ -44,20 +44,16 @@ epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *
 /* Implements epic_moe_plan: waits for the plan, and writes the number of slots of this rank to
  * *slots. Collective. */
 epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Implements epic_moe_forward on a device context. The caller has checked the arguments.
- * Collective: all ranks call it. */
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
-/* Implements epic_moe_backward on a device context. The caller has checked the arguments.
- * Collective: all ranks call it. */
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 
 /* Returns the arguments of a loss for one block, without its output and its gradients. */
 epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff);
 
-/* Returns the factor of the balance loss (formula: router/losses.c), but without the division
- * by the number of tokens of all ranks. Only the plan in device memory contains that number, so
- * a kernel divides by it. */
+/* Returns the factor of the balance loss (formula: router/losses.c) without the division by the
+ * number of tokens of all ranks. A kernel divides, because only the plan in device memory
+ * contains that number. */
 double moe_device_balance_factor(const moe_job *j);
 
 #endif

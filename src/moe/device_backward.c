@@ -5,16 +5,16 @@
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses to which kernels write the gradients of the gate and the shared expert. A
- * gradient whose address is NULL is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
+/* Device addresses for the gradients of the gate and the shared expert; those with a NULL
+ * address are not computed. `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct gradient_addresses {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } gradient_addresses;
 
-/* Returns true if the gradients of the gate and the shared expert are first written to
- * work.dense_grads, because they are then summed over blocks or ranks. Otherwise kernels write
- * them directly to the caller's arrays. */
+/* Returns true if the gradients of the gate and the shared expert are summed over blocks or
+ * ranks, and therefore first written to work.dense_grads. Otherwise kernels write them to the
+ * caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->num_dense_levels > 0;
@@ -36,12 +36,12 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* Number of gradients that a row of work.dense_grads contains. The first GATE_PARTS of them
- * belong to the gate and the router, the others to the shared expert. */
+/* Number of gradients in a row of work.dense_grads: first GATE_PARTS of the gate and the
+ * router, then those of the shared expert. */
 enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
 
-/* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. Without
- * EPIC_SUM_DENSE, a gradient that the caller does not want is not computed. With it, other
+/* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
+ * gradient that the caller does not want is only computed with EPIC_SUM_DENSE, because other
  * ranks may want it. */
 static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
                              dense_part parts[DENSE_PARTS])
@@ -63,8 +63,8 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Sets those of the gradients `first` to `end` - 1 in `dense_grads` to zero that no kernel
- * writes. Otherwise the sums over the blocks and ranks would read uninitialized memory. */
+/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes.
+ * Otherwise the sums over the blocks and ranks would read uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                           float *dense_grads, int first, int end)
 {
@@ -90,9 +90,8 @@ static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
 
 /* ---------------------------------------------------------------- one batch of tokens ---- */
 
-/* A batch: `count` blocks, from block `first` on. The gradients of the gate and the shared
- * expert are added over the blocks in a binary tree, whose sum is the node of the batch at
- * level `level` of work.dense_grads. */
+/* A batch: `count` blocks, from block `first` on. Their gradients of the gate and the shared
+ * expert are added in a binary tree, in row `level` of work.dense_grads. */
 typedef struct block_range {
     int64_t first, count, level;
 } block_range;
@@ -125,10 +124,9 @@ static epic_result losses_backward(moe_job *j, const token_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Called instead of router_backward() if the caller forced the weights (topk_weights_in).
- * Forced weights do not depend on the logits. So the function writes zeros to work.d_logits and
- * to the gradient of scale_of_expert. If the caller wants the gradients of the weights, copies
- * them to the caller's array. */
+/* Replaces router_backward() if the caller forced the weights (topk_weights_in). They do not
+ * depend on the logits, so work.d_logits and the gradient of scale_of_expert become zero.
+ * Copies the gradients of the weights to the caller's array, if the caller wants them. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const token_block *block, const layer_tokens *tokens,
                                            const gradient_addresses *to)
@@ -148,11 +146,9 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
                       block->tokens * j->columns, EPIC_F32, true);
 }
 
-/* Runs epic_router_backward for one block. d_logits: output of the block. d_scale: output, the
- * block's gradient of scale_of_expert; NULL: not computed.
- *
- * epic_router_backward must overwrite d_logits. With EPIC_ACCUMULATE it would add to d_logits,
- * so this flag is not passed on. */
+/* Runs epic_router_backward for one block. Outputs: d_logits, and d_scale, the block's gradient
+ * of scale_of_expert (NULL: not computed). EPIC_ACCUMULATE is not passed on, because
+ * epic_router_backward would add to d_logits. */
 static epic_result call_router_backward(moe_job *j, const token_block *block,
                                         const float *d_weights, float *d_logits, float *d_scale)
 {
@@ -173,8 +169,8 @@ static epic_result call_router_backward(moe_job *j, const token_block *block,
 }
 
 /* Computes work.d_logits of a batch block by block, because the caller wants the gradient of
- * scale_of_expert, which is a sum over tokens. Computes this gradient for each block in
- * work.d_scale, and adds the blocks in a binary tree. */
+ * scale_of_expert, a sum over tokens. Its blocks are computed in work.d_scale and added in a
+ * binary tree. */
 static epic_result router_backward_scaled(moe_job *j, const block_range *range,
                                           const gradient_addresses *to)
 {
@@ -208,8 +204,8 @@ static epic_result router_backward(moe_job *j, const block_range *range,
                                 scaled ? to->scale : NULL);
 }
 
-/* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
- * the gradient of x that comes from the shared expert to d_x. */
+/* Runs the backward of the shared expert on one block. Writes its part of the gradient of x to
+ * d_x, unless d_x is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
                                           const layer_tokens *tokens, void *d_x,
                                           const gradient_addresses *to)
@@ -260,8 +256,8 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *r
     return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
-/* Runs the backward of the shared expert on one block of a batch, and adds the block's parts of
- * d_x to its rows of work.shared_y. `begin`: first token of the batch. */
+/* Runs the backward of the shared expert on one block of a batch, whose first token is `begin`,
+ * and adds the block's parts of d_x to its rows of work.shared_y. */
 static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
                                          int64_t begin, const gradient_addresses *to)
 {
@@ -273,9 +269,9 @@ static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_arg
     return wanted ? add_local_d_x(j, &tokens, rows) : EPIC_OK;
 }
 
-/* Computes the gradients of the shared expert for the blocks in `range`, and adds them in a
- * binary tree. Writes the sum to row range->level of work.dense_grads. The rows after it are
- * scratch memory. The other arguments are those of shared_block_backward(). */
+/* Computes the gradients of the shared expert for the blocks in `range`, added in a binary tree
+ * in row range->level of work.dense_grads. The rows after it are scratch memory. The other
+ * arguments are those of shared_block_backward(). */
 static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args *a,
                                         const dense_part parts[DENSE_PARTS],
                                         const block_range *range, int64_t begin)
@@ -297,9 +293,8 @@ static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args
                       numbers, EPIC_F32, false);
 }
 
-/* Computes the gradients of the gate's weights. Also completes d_x of the batch: adds the part
- * that comes from the gate, and work.shared_y. d_x already contains the part that dispatch
- * backward has written. */
+/* Computes the gradients of the gate's weights. Completes d_x of the batch: adds the gate's
+ * part and work.shared_y to the part that dispatch backward has written. */
 static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
                                  void *d_x, const gradient_addresses *to)
 {
@@ -316,11 +311,10 @@ static epic_result gate_backward(moe_job *j, const block_range *range, const tok
 }
 
 /* Runs the stages of backward for a batch. Writes the gradients of the gate to the addresses in
- * `to`. If the batch is one block, also writes the gradients of the shared expert there. Those
- * of several blocks are written to row range->level of work.dense_grads.
+ * `to`. Those of the shared expert also go there if the batch is one block, otherwise to row
+ * range->level of work.dense_grads.
  *
- * The stages whose results belong to one token handle all tokens of the batch in one launch.
- * The gate's kernels handle all blocks in one launch, too. Only the shared expert's backward
+ * One launch handles all tokens, or all blocks of the gate. Only the shared expert's backward
  * runs block by block, because its gradients are large. */
 static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
                                   const dense_part parts[DENSE_PARTS], const block_range *range,
@@ -343,9 +337,9 @@ static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
     return gate_backward(j, range, &batch, d_x ? d_x + batch.first * j->row_bytes : NULL, to);
 }
 
-/* Computes the gradients of the gate and the shared expert for the blocks in `range`, and adds
- * them in a binary tree. Writes the sum to row range->level of work.dense_grads. The rows after
- * it are scratch memory. */
+/* Computes the gradients of the gate and the shared expert for the blocks in `range`, added in
+ * a binary tree in row range->level of work.dense_grads. The rows after it are scratch memory.
+ */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                                    const dense_part parts[DENSE_PARTS],
                                    const block_range *range)
@@ -366,8 +360,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                       j->num_dense_grads, EPIC_F32, false);
 }
 
-/* Copies the summed gradients of the gate and the shared expert to the caller's arrays. With
- * EPIC_ACCUMULATE adds them instead. */
+/* Copies the summed gradients of the gate and the shared expert to the caller's arrays, or adds
+ * them with EPIC_ACCUMULATE. */
 static epic_result store_dense_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                          uint32_t flags)
 {

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_forward and epic_moe_plan on a device. The stages are those of host_forward.c.
- * Each stage launches kernels on the caller's stream. In epic_moe_forward the host never reads
- * their results. If the data of a rank is invalid, the kernels of the plan find it on every
- * rank, and epic_check returns the error. */
+ * Each launches kernels on the caller's stream. In epic_moe_forward the host never reads their
+ * results: the kernels of the plan find invalid data of a rank on every rank, and epic_check
+ * returns the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Copies `count` int32 or float32 numbers, unless `to` is NULL. The kernel does not compute
- * with the numbers, so EPIC_F32 can stand for both types. */
+/* Copies `count` int32 or float32 numbers, unless `to` is NULL. EPIC_F32 stands for both types,
+ * because the kernel only copies. */
 static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t count)
 {
     if (!to || !count) return EPIC_OK;
@@ -30,8 +30,8 @@ static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
     return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-/* Runs the gate and the router on all tokens at once. The blocks need not be separate here,
- * because the logits of a token depend only on that token. */
+/* Runs the gate and the router on all tokens at once, because the logits of a token depend only
+ * on that token. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     token_block all = moe_get_block(j, 0);
@@ -64,9 +64,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Sets the counts of all num_local_experts experts to zero. The plan writes fewer counts if no
- * rank owns num_local_experts experts: it writes as many as the rank with the most experts
- * has. */
+/* Zeroes the counts of all num_local_experts experts, because the plan writes only as many as
+ * the rank with the most experts has. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -86,8 +85,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* Writes the arguments of the plan to *plan. If the plan might not write all elements of
- * expert_rows and expert_tokens, first sets them to zero. */
+/* Fills in *plan, the arguments of the plan. If the plan might not write all of expert_rows and
+ * expert_tokens, first sets them to zero. */
 static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_args *plan)
 {
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -97,9 +96,8 @@ static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_ar
     return EPIC_OK;
 }
 
-/* If the caller passed rank_of_expert, launches a kernel that checks that no rank owns more
- * than num_local_experts experts. Without rank_of_expert, check_placement() has checked that on
- * the host. */
+/* With rank_of_expert, launches a kernel that checks that no rank owns more than
+ * num_local_experts experts. Without it, check_placement() has checked that on the host. */
 static epic_result check_fits(moe_job *j, const epic_moe_args *a, const epic_plan_args *plan)
 {
     if (!a->rank_of_expert) return EPIC_OK;
@@ -143,8 +141,8 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
-/* Computes the losses of each block, and sums them over the blocks in a binary tree. With
- * EPIC_SUM_DENSE, then sums them over the ranks. */
+/* Computes the losses of each block, and sums them over the blocks in a binary tree and, with
+ * EPIC_SUM_DENSE, over the ranks. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     float *both = j->work.losses; /* [2, blocks]: balance loss and z-loss of each block */

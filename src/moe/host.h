@@ -16,9 +16,9 @@ epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
 epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g);
 
-/* Computes the gate and the output of the shared expert for block b, and writes the output to
- * work.shared_y. If flags is EPIC_RECOMPUTE, computes only the data that backward reads.
- * Communicates with no other rank. */
+/* Computes the gate and the output of the shared expert for block b, in work.shared_y. With
+ * EPIC_RECOMPUTE, computes only the data that backward reads. Communicates with no other rank.
+ */
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags);
 
 /* Sets the rows of all tokens of this rank to zero. */

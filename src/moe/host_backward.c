@@ -12,17 +12,17 @@
 #include "base/error.h"
 #include "moe/host.h"
 
-/* One call of backward: the caller's arguments, and an error that was found in `saved`. All
- * ranks must return this error. */
+/* One call of backward: the caller's arguments, and an error in `saved` that all ranks must
+ * return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
     data_fault fault;
 } backward_call;
 
-/* Computes work.d_logits of one block from the gradients of its weights and its losses. Adds
- * the block's gradient of scale_of_expert to `dense_grads`. Forced weights do not depend on the
- * logits, so with is_forced only the losses contribute. */
+/* Computes work.d_logits of one block from the gradients of its weights and its losses, or only
+ * of its losses with is_forced, because forced weights do not depend on the logits. Adds the
+ * block's gradient of scale_of_expert to `dense_grads`. */
 static epic_result router_backward(moe_job *j, const token_block *block, const void *d_weights,
                                    void *dense_grads, bool is_forced)
 {
@@ -48,8 +48,8 @@ static epic_result router_backward(moe_job *j, const token_block *block, const v
     return moe_losses_backward(j, block);
 }
 
-/* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the part of
- * the gradient of x that comes from the shared expert to d_x. */
+/* Runs the backward of the shared expert on one block. Writes its part of the gradient of x to
+ * d_x, unless d_x is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
                                           const epic_const_rows *d_out, void *d_x,
                                           void *dense_grads)
@@ -89,7 +89,7 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
 
 /* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds the
  * gradients of x through the gate, the zero-experts and the shared expert to the block's rows
- * of the caller's d_x. These rows already contain the gradients through the dispatched rows. */
+ * of the caller's d_x, which already contain those through the dispatched rows. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
                                   void *dense_grads)
 {
@@ -110,9 +110,9 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the gradients of the gate and the shared expert for `count` blocks of tokens, from
- * block `first` on, and adds them in a binary tree. Writes the sum to row `level` of
- * work.dense_grads. The rows after row `level` are scratch memory. */
+/* Computes the gradients of the gate and the shared expert for `count` blocks from block
+ * `first` on, added in a binary tree in row `level` of work.dense_grads. The rows after it are
+ * scratch memory. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -127,7 +127,7 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
 }
 
 /* Copies elements [begin, end) of the summed gradients in work.dense_grads to `to`, an array of
- * the caller. With EPIC_ACCUMULATE, adds them instead. Does nothing if `to` is NULL. */
+ * the caller, or adds them with EPIC_ACCUMULATE. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -163,9 +163,8 @@ static void store_d_weights(const moe_job *j, const backward_call *c)
         memcpy(to, j->work.d_weights, (size_t)(j->tokens * j->top_k * j->real_bytes));
 }
 
-/* Sets all gradients to zero, after an error that every rank returns. With EPIC_ACCUMULATE the
- * weight gradients keep their values, and only d_x and the gradients of forced weights become
- * zero. */
+/* Zeroes all gradients, after an error that every rank returns. With EPIC_ACCUMULATE, only d_x
+ * and the gradients of forced weights become zero. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -190,8 +189,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. If combine backward or the repeated dispatch fails, every rank returns the
- * error. A later error may occur on this rank alone. Then this rank aborts the context. */
+/* Runs all stages. Every rank returns an error of combine backward or of the repeated dispatch.
+ * A later error may occur on this rank alone, which then aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);

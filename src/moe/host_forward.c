@@ -2,16 +2,16 @@
 /* Runs epic_moe_forward and epic_moe_plan on the host.
  *
  * The stages of forward:
- * 1. The gate computes logits, and the router chooses experts and weights.
- * 2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
- * 3. The experts run, and combine returns and sums their results.
- * 4. The outputs of the shared expert and the zero-experts are added.
- * 5. The losses are computed.
+ *   1. The gate computes logits, and the router chooses experts and weights.
+ *   2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
+ *   3. The experts run, and combine returns and sums their results.
+ *   4. The outputs of the shared expert and the zero-experts are added.
+ *   5. The losses are computed.
  *
- * If stage 1 fails, this rank has sent nothing yet, and only this rank returns the error.
- * Invalid expert ids or token ids are no failure of stage 1: the plan reports them, and every
- * rank returns the error. From stage 2 on, peers wait for this rank. So an error that only this
- * rank has aborts the context. */
+ * Only this rank returns an error of stage 1, because it has sent nothing yet. Invalid expert
+ * ids or token ids are no error of stage 1: the plan reports them, and every rank returns that.
+ * From stage 2 on, peers wait for this rank, so an error of this rank alone aborts the context.
+ */
 #include <string.h>
 
 #include "api/api.h"
@@ -20,9 +20,9 @@
 #include "plan/plan.h"
 #include "router/config.h"
 
-/* Copies the expert ids and weights of the choices from `saved` to the caller's arrays, if the
- * caller wants them. If is_valid is false (invalid data), writes -1 to all ids and 0 to all
- * weights instead. */
+/* Copies the expert ids and weights of the choices from `saved` to those arrays of the caller
+ * that are not NULL. For invalid data (is_valid is false), writes ids of -1 and weights of 0.
+ */
 static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
 {
     const size_t choices = (size_t)(j->tokens * j->top_k);
@@ -37,8 +37,8 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
 }
 
 /* Runs the gate and the router. If a token id, an entry of the caller's table of experts or a
- * forced id is invalid, chooses no expert and stores the error in *fault. Every rank then
- * returns this error from the plan. */
+ * forced id is invalid, chooses no expert and stores the error in *fault, which every rank then
+ * returns from the plan. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -100,8 +100,8 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
-/* Makes the plan, or with EPIC_PLANNED uses the plan of epic_moe_plan, and dispatches the rows.
- * Copies the loads to the caller's arrays even after an error. */
+/* Makes the plan, or uses that of epic_moe_plan (EPIC_PLANNED), and dispatches the rows. Copies
+ * the loads to the caller's arrays even after an error. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
                                      const op_header_extra *extra)
 {
@@ -153,8 +153,8 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
     return epic_experts_forward(NULL, &how);
 }
 
-/* Adds to the combined rows `out` what this rank computes without dispatch: the outputs of the
- * shared expert and of the zero-experts (whose output is their input). */
+/* Adds to the combined rows `out` the rows that this rank computes without dispatch: the
+ * outputs of the shared expert and of the zero-experts (whose output is their input). */
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -185,8 +185,8 @@ static void store_losses(const epic_moe_args *a, double balance, double z)
     store_loss(a->z_loss, a->loss_type, z);
 }
 
-/* Computes the losses of each block, and sums them over the blocks in a binary tree. With
- * EPIC_SUM_DENSE, then sums them over the ranks. */
+/* Computes the losses of each block, and sums them over the blocks in a binary tree and, with
+ * EPIC_SUM_DENSE, over the ranks. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
     void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
@@ -213,9 +213,9 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Chooses the experts and weights of all tokens. With EPIC_PLANNED, epic_moe_plan has already
- * stored them in `saved`, and this function only checks them. If they are damaged, only this
- * rank returns an error, which is safe because no peer waits for it yet. */
+/* Chooses the experts and weights of all tokens, or with EPIC_PLANNED checks those that
+ * epic_moe_plan has stored in `saved`. If they are damaged, only this rank returns an error,
+ * which is safe because no peer waits for it yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);
@@ -233,8 +233,7 @@ void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    /* If this fails, only this rank returns the error. This is safe, because no peer waits for
-     * this rank yet. */
+    /* Only this rank returns this error, which is safe because no peer waits for it yet. */
     TRY(prepare_routes(j, a, &fault));
     copy_routing(j, a, fault.error == DATA_OK);
     const op_header_extra extra = {&fault, &j->options};

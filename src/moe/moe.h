@@ -4,21 +4,18 @@
  * The layer computes in *blocks* of tokens. With EPIC_TREE the group has layer.leaves blocks,
  * and each rank has an equal number of them. With other sum orders, all tokens of a rank are
  * one block. Some results are sums over tokens, such as a loss or the gradient of a weight that
- * every rank has. Such a sum is first computed for each block. Then the sums of the blocks are
- * added in a binary tree: on each rank, and after that over the ranks by epic_allreduce_sum.
- * The tree depends only on `leaves`.
+ * every rank has. Such a sum is computed for each block, then added over the blocks in a binary
+ * tree, and then over the ranks by epic_allreduce_sum. The tree depends only on `leaves`.
  *
- * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). So the sizes
- * of the blocks differ by at most one token, and some blocks are empty if T < B. Suppose that
- * all ranks have the same number of tokens, and the group has N tokens. Then block b of all
- * `leaves` blocks begins at token floor(b * N / leaves) of the group. This number does not
- * depend on the number of ranks, so the sums have the same bits with any number of ranks. If
- * the balance loss is computed per sequence, blocks consist of whole sequences.
+ * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). If all ranks
+ * have equally many of the group's N tokens, block b of the `leaves` blocks begins at token
+ * floor(b * N / leaves) of the group. This does not depend on the number of ranks, so neither
+ * do the bits of the sums. If the balance loss is computed per sequence, blocks consist of
+ * whole sequences.
  *
- * These files use two terms. A "real" is a float64 if the rows are float64, otherwise a
- * float32. The "dense part" of the layer has the weights of which every rank has a copy: the
- * gate, its bias, scale_of_expert and the shared expert. Names in shapes, such as [block,
- * columns], are fields of moe_job. */
+ * A "real" is a float64 if the rows are float64, otherwise a float32. The "dense part" of the
+ * layer has the weights of which every rank has a copy: the gate, its bias, scale_of_expert and
+ * the shared expert. Names in shapes, such as [block, columns], are fields of moe_job. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -35,20 +32,19 @@ typedef struct moe_saved {
     void *logits;      /* [tokens, columns] real: output of the gate */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real: weights of the choices */
-    /* [capacity, hidden]: the received rows. With EPIC_DISPATCH_AGAIN this buffer is a part of
-     * the workspace. Forward of a layer with E4M3 weights then stores E4M3 rows in it. */
+    /* [capacity, hidden]: the received rows, of E4M3 in forward of a layer with E4M3 weights; a
+     * part of the workspace with EPIC_DISPATCH_AGAIN */
     void *recv;
     void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
-    /* expert_rows and expert_tokens [num_local_experts]: number of slots of each local expert,
-     * the first with padding, the second without. load [num_experts] and logical_load
-     * [num_logical]: number of the group's choices of each expert and of each logical
-     * expert. */
+    /* expert_rows and expert_tokens [num_local_experts]: slots of each local expert with and
+     * without padding. load [num_experts] and logical_load [num_logical]: choices of the whole
+     * group. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
-    /* Data that epic_experts_forward saves: `experts` for the experts, `shared` for each block
-     * of the shared expert. With EPIC_RECOMPUTE both are parts of the workspace, and `shared`
-     * has room for only one block. */
+    /* Data that epic_experts_forward saves for the experts, and for each block of the shared
+     * expert. With EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one
+     * block. */
     void *experts, *shared;
 } moe_saved;
 
@@ -60,19 +56,19 @@ typedef struct moe_work {
     /* [capacity, experts_blocks(hidden)]: scales of the rows in the slots; only in forward of
      * E4M3 layers */
     float *recv_scales;
-    /* [tokens, top_k], only in forward: a copy of topk_idx in which zero-experts (whose output
-     * is their input) are replaced by -1, so that no rows are sent to them. Exists on devices
-     * only if the layer has zero-experts. */
+    /* [tokens, top_k], only in forward: a copy of topk_idx with -1 in place of zero-experts
+     * (whose output is their input), to which no rows are sent. On devices only for layers with
+     * zero-experts. */
     int32_t *plan_idx;
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
     /* memory of the gate's products; only on the host with EPIC_INVARIANT */
     void *product;
-    /* Scratch memory for rows of reals, only on the host. The shape is [2, hidden] in forward
-     * and [block + 1, hidden] in backward. */
+    /* Scratch memory for rows of reals, only on the host: [2, hidden] in forward, [block + 1,
+     * hidden] in backward. */
     void *rows;
     /* In forward [block, hidden]: output of the shared expert. In backward [batch, hidden]: the
-     * part of d_x that comes from the shared expert and, on devices, also the parts that come
-     * from the zero-experts and from the shared expert's gate. */
+     * part of d_x of the shared expert and, on devices, of the zero-experts and the shared
+     * expert's gate. */
     void *shared_y;
     void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
     void *d_shared_weights; /* [block] real: gradient of shared_weights; only in backward */
@@ -83,9 +79,9 @@ typedef struct moe_work {
      * layers */
     double *recv_weights;
     void *y; /* [capacity, hidden]: output of the experts; only in forward */
-    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse the memory: first
-     * for rows that contain the gradients of the weights (f64_weights.c), and then for d_x if
-     * the caller does not want d_x. */
+    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse the memory for
+     * rows with the gradients of the weights (f64_weights.c), and for a d_x that the caller
+     * does not want. */
     void *d_y;
     void *d_recv;         /* [capacity, hidden]: gradient of recv; only in backward */
     void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
@@ -94,10 +90,9 @@ typedef struct moe_work {
     /* [batch, columns] real: gradient of the logits of a batch; only in backward */
     void *d_logits;
     /* [num_dense_levels, num_dense_grads] real, only in backward: gradients of the gate and the
-     * shared expert. The gradients of the blocks are added in a binary tree, with one row of
-     * this array for each level of the tree. On devices the array exists in three cases: with
-     * EPIC_SUM_DENSE, if there are several batches, and if a layer with a shared expert has
-     * several blocks. */
+     * shared expert, with a row for each level of the binary tree over the blocks. On devices
+     * only with EPIC_SUM_DENSE, with several batches, or with a shared expert and several
+     * blocks. */
     unsigned char *dense_grads;
     /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on devices
      */
@@ -124,9 +119,9 @@ typedef struct moe_job {
     /* true: EPIC_INVARIANT is set, so the bits of a token's result must not depend on the
      * number of tokens */
     bool is_invariant;
-    /* true: rows and weights of the experts are E4M3 in forward. Then experts.weight_type is
-     * the type of the biases. It is also the type of the weights in backward, unless
-     * is_e4m3_backward is true. */
+    /* true: rows and weights of the experts are E4M3 in forward. experts.weight_type is then
+     * the type of the biases and, unless is_e4m3_backward is true, of the weights in backward.
+     */
     bool is_e4m3;
     bool is_e4m3_backward; /* weights of the experts are E4M3 in backward too */
     int64_t real_bytes;
@@ -137,14 +132,14 @@ typedef struct moe_job {
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
     /* number of blocks of tokens of this rank, and number of tokens of the largest block */
     int64_t blocks, block;
-    /* On devices, backward handles up to GATE_BLOCKS blocks of tokens at a time, which are
-     * called a batch. This is the largest number of tokens of a batch. */
+    /* Largest number of tokens of a batch: up to GATE_BLOCKS blocks, which backward on devices
+     * handles at a time. */
     int64_t batch;
-    /* On this number of tokens depends by which method the gate multiplies (epic_gate_args in
-     * backend/ops.h). */
+    /* number of tokens by which the gate chooses how to multiply (epic_gate_args in
+     * backend/ops.h) */
     int64_t deciding_tokens;
-    /* Each block of tokens begins at a multiple of this many tokens. It is the length of a
-     * sequence if the balance loss is computed per sequence, otherwise 1. */
+    /* Each block begins at a multiple of this many tokens: the length of a sequence if the
+     * balance loss is computed per sequence, otherwise 1. */
     int64_t sequence_unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
@@ -155,9 +150,9 @@ typedef struct moe_job {
     /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
      * work.dense_grads is not needed */
     int64_t num_dense_levels;
-    /* Only in backward on the host: gradients of the balance loss and of the z-loss. The caller
-     * passes one gradient for each loss, and d_loss for the sum of both losses. Each of these
-     * two fields is the sum of the loss's own gradient and d_loss. */
+    /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
+     * the sum of the caller's gradient of that loss and of d_loss, the gradient of both losses'
+     * sum. */
     double d_balance, d_z;
     uint32_t grad_type; /* epic_type of the experts' weight gradients; only in backward */
     moe_saved saved;
@@ -171,9 +166,9 @@ typedef struct moe_job {
 epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
                             size_t size, int64_t tokens);
 
-/* Sets the pointers in j->saved and j->work to buffers in the memory at `saved` and
- * `workspace`. Also sets j->saved_bytes and j->work_bytes. If the addresses are NULL, only
- * computes these sizes. */
+/* Sets the pointers in j->saved and j->work to buffers at `saved` and `workspace`, and their
+ * sizes in j->saved_bytes and j->work_bytes. If the addresses are NULL, only computes the
+ * sizes. */
 void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward);
 
 /* Returns the address of element `index` of an array of reals. */
@@ -189,9 +184,8 @@ static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
-/* Returns the address of row `row` of the array at `data`. An array without rows may have the
- * address NULL, to which C allows no addition. So for row 0 the function returns `data`
- * itself. */
+/* Returns the address of row `row` of the array at `data`. For row 0 this is `data` itself,
+ * which may be NULL if there are no rows: C allows no addition to NULL. */
 static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
 {
     return row ? (const char *)data + row * j->row_bytes : (const char *)data;
@@ -216,14 +210,13 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
 }
 
 /* Offsets of the gradients of the gate and the shared expert in one buffer, in reals. Biases
- * that the layer does not have get offsets too, so that the buffers of all ranks have the same
- * size. */
+ * that the layer does not have get offsets too, so that all ranks have equal sizes. */
 typedef struct dense_grad_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_grad_offsets;
 
-/* Returns where each gradient of the gate and the shared expert is in a row of such gradients,
- * for the shapes of this layer. */
+/* Returns the offsets of the gradients of the gate and the shared expert for the shapes of this
+ * layer. */
 dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 
 /* One block of tokens: its rows of x, and the addresses of its rows in the arrays of
@@ -242,16 +235,14 @@ token_block moe_get_block(const moe_job *j, int64_t b);
 /* Returns the tokens of `count` blocks, from block `first` on, as one block. */
 token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
 
-/* Functions that compute on the host the parts of the layer that every rank computes for its
- * own tokens: the gate, the zero-experts (whose output is their input) and the shared expert's
- * gate. Each call handles one block of tokens. dense_f32.c and dense_f64.c each define a
- * table. */
+/* Functions that compute on the host, for one block of tokens, the parts of the layer that
+ * every rank computes for its own tokens: the gate, the zero-experts (whose output is their
+ * input) and the shared expert's gate. dense_f32.c and dense_f64.c each define a table. */
 typedef struct dense_ops {
     /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
     void (*gate_forward)(const token_block *b, void *logits);
-    /* Adds to `out` the outputs of experts whose rows are not dispatched. For each zero-expert
-     * that a token has chosen this is weight * x. Unless shared_y is NULL, also adds the
-     * token's row of shared_y. */
+    /* Adds to `out` the rows that are not dispatched: weight * x for each zero-expert that a
+     * token has chosen and, unless shared_y is NULL, the token's row of shared_y. */
     void (*add_local_experts)(const token_block *b, const epic_rows *out, const void *shared_y);
     /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */

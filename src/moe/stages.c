@@ -88,9 +88,9 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
 }
 
 /* Sends d_out to the slots (stages.h), without weights, even if combine multiplied by weights
- * in forward. epic_combine_backward could compute the gradients of the weights too, but it
- * needs the outputs of the experts, which forward does not save. moe_experts_backward()
- * computes these gradients from the activations instead. */
+ * in forward. epic_combine_backward could compute the gradients of the weights, but only from
+ * the outputs of the experts, which forward does not save. moe_experts_backward() computes them
+ * from the activations. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -152,8 +152,7 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
 }
 
 /* Returns the gradient rows to their tokens (stages.h). A rank that does not want d_x takes
- * part too, because its peers wait for its rows. It writes its own unwanted rows of d_x to
- * work.d_y, which no later stage reads. */
+ * part too, because its peers wait for its rows, and writes its d_x to work.d_y. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
@@ -167,8 +166,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
         .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    /* moe_combine_weight_gradients() uses work.d_y, so it must run before
-     * epic_dispatch_backward, which may overwrite work.d_y */
+    /* Must run before epic_dispatch_backward, because both use work.d_y. */
     if (j->is_f64) TRY(moe_combine_weight_gradients(j));
     return epic_dispatch_backward(j->ctx, &how);
 }

@@ -1,19 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stages of the layer that several files use: stages that both forward and backward need, or
- * that are equal on the host and on a device. A function handles all tokens of this rank,
- * unless it has a parameter for a block. A collective function must be called on all ranks and
- * returns the same error on every rank. Other functions communicate with no other rank. */
+/* Stages of the layer that several files use: for forward and backward, or for the host and a
+ * device. A function handles all tokens of this rank, unless it has a parameter for a block. A
+ * collective function must be called on all ranks and returns the same error on all of them.
+ * The others communicate with no rank. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
 #include "exchange/op_header.h"
 #include "moe/moe.h"
 
-/* Checks on the host that `saved` still contains the data that forward wrote. If it does not,
- * stores the first error in *fault and returns EPIC_OK. The caller passes *fault to the next
- * collective operation, so that every rank returns the error. That operation also checks the
- * plan inside `saved`. Returns EPIC_EINVAL only if x has another number of tokens than in
- * forward. */
+/* Checks on the host that `saved` still contains the data that forward wrote. Stores the first
+ * error in *fault and returns EPIC_OK. The caller passes *fault to the next collective
+ * operation, so that every rank returns it. That operation also checks the plan in `saved`.
+ * Returns EPIC_EINVAL only if x has another number of tokens than in forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Returns the memory in which the shared expert saves its data of block b. With EPIC_RECOMPUTE
@@ -35,9 +34,8 @@ static inline bool moe_is_weighted_late(const moe_job *j)
 epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                                   const int32_t *topk_idx);
 
-/* Returns the number of choices of each expert, for the balance loss. In a layer with replicas
- * the array has one element for each logical expert, because the router chooses logical
- * experts. */
+/* Returns the number of choices of each expert, for the balance loss; in a layer with replicas
+ * of each logical expert, because the router chooses among these. */
 static inline const int32_t *moe_router_load(const moe_job *j)
 {
     return j->layer.num_logical ? j->saved.logical_load : j->saved.load;
@@ -46,11 +44,10 @@ static inline const int32_t *moe_router_load(const moe_job *j)
 /* Weights of float64 layers (f64_weights.c).
  *
  * Dispatch sends one float32 with each choice, usually its weight. A float64 weight does not
- * fit into a float32. So a float64 layer sends k instead, the index of the choice among the
- * token's top_k. It sends all top_k float64 weights of the token as the scales of the token's
- * row. Each slot then selects weight number k. For the gradients, each slot makes a row of
- * top_k numbers: its gradient at position k, and zeros elsewhere. Combine adds these rows for
- * each token.
+ * fit, so a float64 layer sends k, the index of the choice among the token's top_k, in its
+ * place. It sends all top_k float64 weights of the token as the scales of the token's row, and
+ * each slot selects weight number k. For the gradients, each slot makes a row of top_k numbers:
+ * its gradient at position k, and zeros elsewhere. Combine adds these rows for each token.
  *
  * moe_attach_f64_weights() sets the arrays for k and for the weights in *how, the arguments of
  * dispatch. */
@@ -81,9 +78,8 @@ epic_result moe_run_experts(moe_job *j);
 /* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
  * Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
-/* Sends each token's row of d_out to the token's slots. The ranks with these slots write the
- * row to work.d_y. *fault is an error that this rank found in its data; all ranks return it.
- * fault may be NULL. Collective. */
+/* Sends each token's row of d_out to its slots, in work.d_y. *fault (may be NULL) is an error
+ * in this rank's data, which all ranks return. Collective. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* With EPIC_DISPATCH_AGAIN, dispatches x again, because forward did not save the received rows.
  * Otherwise does nothing. Collective. */
@@ -96,17 +92,15 @@ epic_result moe_recompute_experts(moe_job *j);
  * the weight gradients in `g`. flags is 0 or EPIC_ACCUMULATE. */
 epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
 /* Returns the rows in work.d_recv to their tokens and writes the sums to d_x [tokens, hidden].
- * Also sends the gradients of the slots' weights to the home ranks, which write them to
- * work.d_weights. Collective: a rank that does not want d_x (d_x->data is NULL) calls it
- * too. */
+ * The gradients of the slots' weights go to work.d_weights of the home ranks. Collective: a
+ * rank that does not want d_x (d_x->data is NULL) calls it too. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 /* With EPIC_SUM_DENSE, sums work.dense_grads over the ranks. Otherwise does nothing.
  * Collective. */
 epic_result moe_sum_dense(moe_job *j);
 
-/* Called after an error that only this rank has, while its peers already wait for this rank.
- * Aborts the context, so that the peers return an error with the same sentence. Returns
- * `result`. */
+/* Called after an error of this rank alone, while its peers already wait for it. Aborts the
+ * context, so that the peers return an error with the same sentence. Returns `result`. */
 epic_result moe_abort_call(moe_job *j, epic_result result);
 
 #endif

@@ -7,18 +7,19 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-/* number of fates (slots of choices, or why they were dropped) that are copied to the host at a
- * time */
+/* number of fates that are copied to the host at a time; a fate is the slot of a choice, or the
+ * reason why the choice was dropped */
 #define CHUNK 1024
 
-/* The header of a plan, of either type. `few.num_ranks` shows which type it is, because both types
- * begin with the same members. */
+/* The header of a plan, of either type. few.num_ranks shows which one, because both begin with
+ * the same members. */
 typedef union header {
     device_few_header few;
     device_many_header many;
 } header;
 
-/* What this file reads of the members whose offsets differ between the two types. */
+/* The members of a header that this file reads, although their offsets differ between the two
+ * types. */
 typedef struct header_view {
     const int32_t *tokens_of, *slots_of;
     const uint8_t *rank_at;
@@ -55,8 +56,7 @@ static bool is_header_valid(const device_few_header *h, const header_view *view)
     return h->bytes == device_plan_end(&at, view->layout, view->num_logical);
 }
 
-/* Counts `count` fates (slots of choices, or the reasons why they were dropped): adds 1 to the
- * count in *out that belongs to each fate. Returns false if a fate is out of range. */
+/* Counts `count` fates in *out. Returns false if a fate is out of range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -69,8 +69,7 @@ static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out
     return true;
 }
 
-/* Copies the fates of all choices (their slots, or why they were dropped) from the plan, chunk
- * by chunk, and counts them in *out. */
+/* Copies the fates of all choices from the plan, chunk by chunk, and counts them in *out. */
 static epic_result read_fates(const unsigned char *from, int64_t choices, device_fetch fetch,
                               epic_plan_info *out)
 {
@@ -87,8 +86,7 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
 }
 
 /* Fills in *out from the header, except the counts of fates. With EPIC_TREE, rank_at lists the
- * ranks in the order of their leaves in the tree, and each rank has the same number of
- * leaves. */
+ * ranks in the order of their leaves, of which each rank has equally many. */
 static void describe_device_plan(const device_few_header *h, const header_view *view,
                                  const device_plan_layout *at, epic_plan_info *out)
 {
@@ -107,8 +105,8 @@ static void describe_device_plan(const device_few_header *h, const header_view *
         if (view->rank_at[i] == h->rank) out->first_leaf = (uint32_t)i * out->num_leaves;
 }
 
-/* Copies the header of the plan to *h. Returns false if the bytes do not begin like a plan, or cannot
- * be copied. If they are too few for the header of many ranks, the rest of *h is zero, and its
+/* Copies the header of the plan to *h. Returns false if the bytes do not begin like a plan, or
+ * cannot be copied. Too few bytes for the header of many ranks leave zeros, so that its
  * checksum is wrong. */
 static bool read_header(const void *plan, int64_t plan_bytes, device_fetch fetch, header *h)
 {

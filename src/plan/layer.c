@@ -89,8 +89,8 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
         if (rank < 0 || rank >= num_ranks) return e;
         if (layer->sum_order != EPIC_TREE) continue;
         /* With EPIC_TREE each rank must own exactly one block of experts. So e must be on the
-         * same rank as the first expert of its block. And no expert of an earlier block may be
-         * on that rank. */
+         * rank of the first expert of its block, and that rank must have no expert of an
+         * earlier block. */
         const uint32_t first = e - e % block;
         if (rank_of_expert[first] != rank) return e;
         for (uint32_t f = e % block ? e : 0; f < first; f += block)

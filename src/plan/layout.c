@@ -96,9 +96,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers of *p into the workspace. The workspace begins where the largest possible
- * plan with these numbers of tokens would end. So its address does not depend on the placement
- * of the experts, which is not known yet. */
+/* Sets the pointers of *p into the workspace. It begins where the largest possible plan with
+ * these numbers of tokens would end, because the placement of the experts is not known yet. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -185,8 +184,8 @@ static uint64_t header_checksum(const plan_header *h)
     return hash_bytes(&copy, sizeof copy);
 }
 
-/* Zeroes the padding after an array: the bytes between its end and offset `end`. The array has
- * `count` int32 numbers and begins at offset `begin`. */
+/* Zeroes the padding between an array of `count` int32 numbers at offset `begin` and offset
+ * `end`. */
 static void clear_padding_after(planner *p, int64_t begin, int64_t count, int64_t end)
 {
     begin += count * (int64_t)sizeof(int32_t);
@@ -244,8 +243,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Checks the numbers of tokens. Element r of base_of must be the number of tokens of all ranks
- * below r. The sums have 64 bits, because a 32-bit sum could overflow and look valid. */
+/* Checks the numbers of tokens: element r of base_of must be their sum over all ranks below r.
+ * Adds with 64 bits, because a 32-bit sum could overflow and look valid. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -291,8 +290,8 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_of, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Returns true if the sizes in the header are in range, and the offsets are those that
- * plan_layout() computes from them. */
+/* Returns true if the sizes in the header are in range, and its offsets are those of
+ * plan_layout(). */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

@@ -48,8 +48,8 @@ typedef struct plan_header {
      * this rank's receive buffer. demand: number of slots that this rank would need if no
      * choice were dropped. */
     int64_t num_slots, capacity, demand;
-    /* How many of this rank's own choices have a slot, have no expert, or were dropped, by the
-     * reason. */
+    /* numbers of this rank's own choices that have a slot, have no expert, or were dropped, by
+     * the reason */
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
     /* The offsets of the arrays in bytes from the header. */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
@@ -68,7 +68,7 @@ typedef struct plan_view { /* the addresses of the arrays of a valid plan */
     const int32_t *fate, *rank_to, *slot_or_expert, *row_of;
 } plan_view;
 
-/* What plan_check() can find wrong with the bytes of a plan. */
+/* The errors that plan_check() finds in the bytes of a plan. */
 enum plan_damage {
     PLAN_OK,
     PLAN_TOO_SHORT,
@@ -83,8 +83,8 @@ enum plan_damage {
 const char *plan_damage_name(int damage);
 
 /* Checks the bytes of a plan. If they are valid, sets *out and returns PLAN_OK. Otherwise
- * returns the damage. If group_id is 0, the plan may be of any group and rank. After PLAN_OK
- * all values in the arrays are in range, and the code that uses them need not check them. */
+ * returns the damage. group_id 0 accepts plans of any group and rank. After PLAN_OK all values
+ * in the arrays are in range, and the code that uses them need not check them. */
 enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
@@ -93,11 +93,10 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_ranks);
 
-/* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. `relayed` is the result of
- * context_relays(): true if the ranks of one host add up their rows before they send the sum to
- * another host. The new order is EPIC_TREE with one leaf per rank if three conditions are true:
- * `relayed` is true, the number of ranks is a power of two, and it divides the number of
- * experts. Otherwise the new order is EPIC_BY_RANK. */
+/* Replaces the sum order EPIC_BY_HOSTS: by EPIC_TREE with one leaf per rank if `relayed` is
+ * true and the number of ranks is a power of two that divides the number of experts, otherwise
+ * by EPIC_BY_RANK. `relayed` is context_relays(): true if the ranks of one host add up their
+ * rows before they send the sum to another host. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
 /* Computes the offsets of the arrays and the size of the plan, from the numbers of tokens,
@@ -135,9 +134,8 @@ typedef struct planner {
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
     int32_t *fate, *rank_to, *row_of;
-    /* [all tokens, top_k] the plan's array slot_or_expert. While the plan is made, it first
-     * contains the expert ids. place_choices() replaces them by slots (FLAT: by local
-     * experts). */
+    /* [all tokens, top_k] the plan's array slot_or_expert. First it contains the expert ids.
+     * place_choices() replaces them by slots (FLAT: by local experts). */
     int32_t *ids;
     /* The arrays from here on are in the planner's workspace. */
     int32_t *count; /* [num_experts] number of choices of each expert in the whole group */
@@ -147,28 +145,27 @@ typedef struct planner {
     /* [num_experts] largest number of choices that the expert may keep within
      * expert_capacity */
     int32_t *expert_quota;
-    /* [num_experts] number of choices that each expert keeps. First it contains only upper
-     * bounds; decide_num_kept() lowers them. */
+    /* [num_experts] number of choices that each expert keeps; upper bounds until
+     * decide_num_kept() */
     int32_t *num_kept;
     /* [num_experts] position of the next choice of each expert among the expert's choices */
     int32_t *next;
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
     /* [num_ranks] largest number of choices that each expert of a rank may keep, so that the
-     * rank's slots suffice. Expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
+     * rank's slots suffice: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
      * choices. */
     int32_t *keep_limit;
-    /* [num_ranks] bounds of the binary search for keep_limit. limit_fits: the largest limit
-     * found so far with which the rank's slots suffice. limit_fails: the smallest limit found
-     * so far with which the rank's slots do not suffice. */
+    /* [num_ranks] bounds of the binary search for keep_limit: the largest limit with which the
+     * rank's slots are known to suffice, and the smallest one with which they are known not to.
+     */
     int32_t *limit_fits, *limit_fails;
     int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
 } planner;
 
-/* Returns the first expert whose entry in rank_of_expert is invalid, or -1 if all are valid. If
- * rank_of_expert is NULL, each rank owns a contiguous block of experts, which is valid. With
- * EPIC_TREE the experts form num_ranks blocks of equal size, and each rank must own exactly one
- * of these blocks. */
+/* Returns the first expert whose entry in rank_of_expert is invalid, or -1. NULL is valid: each
+ * rank then owns a contiguous block of experts. With EPIC_TREE the experts form num_ranks
+ * blocks of equal size, and each rank must own exactly one of them. */
 int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
                              const int32_t *rank_of_expert);
 
@@ -202,10 +199,10 @@ void planner_choose_replicas(planner *p);
  * The replicas of a logical expert share its expert_capacity. */
 void planner_deal_capacity(planner *p);
 
-/* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
- * choices of all ranks (negative: no expert), and p->owner, p->logical_of and p->capacity must
- * be set. If a rank has too few slots, returns EPIC_EOVERFLOW, and the error sentence names the
- * lowest such rank. The plan is then complete but has no slots. */
+/* Decides where every choice goes. The caller has set p->owner, p->logical_of, p->capacity, and
+ * in p->ids the expert ids of the choices of all ranks (negative: no expert). If a rank has too
+ * few slots, returns EPIC_EOVERFLOW, with a sentence that names the lowest such rank. The plan
+ * is then complete but has no slots. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

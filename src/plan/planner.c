@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides where every choice goes, once the expert ids of all ranks are known.
+/* Decides where every choice goes, once the expert ids of all ranks are known. All ranks
+ * compute the same plan from the same ids, so no rank has to send its result. A choice is a
+ * pair (token, k).
  *
- * All ranks compute the same plan from the same ids, so no rank has to send its result. A
- * choice is a pair (token, k). The steps are:
- * 1. Replace each logical expert by one of its replicas.
- * 2. Count the choices of each expert.
- * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
- * 4. Place the slabs: compute the first slot of each slab.
- * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k). */
+ *   1. Replace each logical expert by one of its replicas.
+ *   2. Count the choices of each expert.
+ *   3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
+ *   4. Place the slabs: compute the first slot of each slab.
+ *   5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k).
+ */
 #include <string.h>
 
 #include "base/error.h"
@@ -69,10 +70,9 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Decides whether expert e keeps a choice. `position` is the number of choices of e that come
- * before this one in the order of priority. The expert keeps choices at positions below
- * min(num_kept[e], keep_limit[rank of e]). Returns 0 if it keeps the choice, otherwise
- * EXPERT_IS_FULL or RANK_IS_FULL. */
+/* Returns 0 if expert e keeps a choice, otherwise EXPERT_IS_FULL or RANK_IS_FULL. `position` is
+ * the number of choices of e that come before this one in the order of priority. The expert
+ * keeps the positions below min(num_kept[e], keep_limit[rank of e]). */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->num_kept[e], p->keep_limit[p->owner[e]])) return 0;
@@ -94,9 +94,9 @@ static void judge_choices_by_k(planner *p)
         }
 }
 
-/* Returns true if a choice is kept. `id` is the choice's entry in p->ids. Must be called once
- * for each choice, in the order of tokens and k, because the call increments next[e] of the
- * choice's expert e. */
+/* Returns true if a choice is kept. `id` is its entry in p->ids. Must be called once for each
+ * choice, in the order of tokens and k, because it increments next[e] of the choice's expert e.
+ */
 static bool is_kept(planner *p, int32_t id)
 {
     const int32_t e = id & ID_BITS;
@@ -150,12 +150,11 @@ static bool is_over(const planner *p, int32_t rank)
 }
 
 /* Lowers p->num_kept of the experts on each rank that needs more slots than its capacity. All
- * experts of such a rank get the same keep limit: the largest number of choices per expert with
- * which the rank's slots suffice.
+ * experts of such a rank get the same keep limit: the largest one with which the rank's slots
+ * suffice.
  *
- * The loop is a binary search for the keep limits of all ranks at the same time, between
- * limit_fits[rank] and limit_fails[rank]. For a rank within its capacity, the two are equal
- * from the start, so its search has no steps. */
+ * A binary search finds the limits of all ranks at the same time, between limit_fits[rank] and
+ * limit_fails[rank]. For a rank within its capacity, the two are equal from the start. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;
@@ -183,9 +182,8 @@ static void drop_choices(planner *p)
 }
 
 /* Sets p->num_kept[e], the number of choices that each expert keeps, and the demand of this
- * rank. If the layer drops choices (EPIC_OVERFLOW_DROP), no expert keeps more than
- * expert_capacity choices, and no rank needs more slots than its capacity. Otherwise returns
- * EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
+ * rank. With EPIC_OVERFLOW_DROP, keeps within expert_capacity and within the capacity of every
+ * rank. Otherwise returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
 static epic_result decide_num_kept(planner *p)
 {
     plan_header *h = p->header;
@@ -230,16 +228,16 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* Where the choices of one token go. slot[k] is the slot of choice k on rank rank[k], or an
- * EPIC_FATE value if the choice is not sent. */
+/* The places of the choices of one token. slot[k] is the slot of choice k on rank rank[k], or
+ * an EPIC_FATE value if the choice is not sent. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the choice's entry in
- * p->ids. Without EPIC_BY_K the function also increments next[e], which counts all choices of
- * e. With EPIC_BY_K, next[e] counts only the kept ones. */
+/* Returns the EPIC_FATE value of a dropped choice of expert e, whose entry in p->ids is `id`.
+ * next[e] counts all choices of e, so this function increments it. With EPIC_BY_K it counts
+ * only the kept ones. */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -248,9 +246,8 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, and stores the result in *c. In a FLAT layer the
- * stored slots are not final: a slot of 0 or more only means that the choice is kept.
- * share_rows() replaces it by the token's row. */
+/* Decides where the choices of one token go, in *c. In a FLAT layer a slot of 0 or more only
+ * means that the choice is kept: share_rows() replaces it by the token's row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -268,8 +265,8 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* Called only for FLAT layers. Sets the slots of all kept choices of the token on one rank to
- * the same row: the next free row of that rank. */
+/* For FLAT layers: sets the slots of all kept choices of the token on one rank to the next free
+ * row of that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -324,9 +321,8 @@ static bool is_nothing_dropped(const planner *p)
     return all;
 }
 
-/* Returns the slot of the next choice of expert e, on the rank that owns e. Returns -1 if e is
- * negative. first_free [num_experts] is the first free slot of each expert's slab, and is
- * updated. */
+/* Returns the next slot of expert e on the rank that owns e, or -1 if e is negative. first_free
+ * [num_experts], the first free slot of each slab, is updated. */
 static int32_t next_free_slot(int32_t *first_free, int32_t e)
 {
     return e < 0 ? -1 : first_free[e]++;
@@ -348,8 +344,8 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
     }
 }
 
-/* Places all choices of a plan that drops none, which is the usual case. This is faster than
- * the general code in place_choices(), which checks for each choice whether it is kept. */
+/* Places all choices of a plan that drops none, which is the usual case. place_choices() is
+ * slower, because it checks for each choice whether it is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;
@@ -370,8 +366,7 @@ static void place_all_kept(planner *p)
 }
 
 /* Places all choices in the order (rank, token, k). Replaces p->ids by slots on this rank
- * (FLAT: by local experts), and stores for this rank's own tokens the slot of each choice, or
- * why it was dropped. */
+ * (FLAT: by local experts), and stores the fates of this rank's own choices. */
 static void place_choices(planner *p)
 {
     plan_header *h = p->header;

@@ -22,10 +22,10 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a circular list, so that the choices of the
- * logical expert go to its replicas one after the other. Sets turn[logical] to the replica for
- * the next choice of `logical`, and after[expert] to the replica that follows `expert` in its
- * list. Both arrays are parts of the planner's workspace that are not in use yet. */
+/* Links the replicas of each logical expert in a circular list, which distributes its choices
+ * in rotation. turn[logical] becomes the replica for the next choice of `logical`, and
+ * after[expert] the replica that follows `expert`. Both arrays are parts of the planner's
+ * workspace that are not in use yet. */
 static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -56,9 +56,9 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Sets p->expert_quota (plan.h). Choice number n of a logical expert with r replicas goes to
- * its replica number n % r. The logical expert keeps only its first `capacity` choices. So
- * replica number i keeps (capacity + r - 1 - i) / r of them. */
+/* Sets p->expert_quota (plan.h). Choice n of a logical expert with r replicas goes to its
+ * replica n % r. The logical expert keeps its first `capacity` choices, so replica i keeps
+ * (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

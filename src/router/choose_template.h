@@ -3,14 +3,14 @@
  *
  * A column is an expert or a zero-expert (config.h). Its *value* is its score, plus its bias if
  * the router has one (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns with
- * the largest values are chosen, the largest first. Of columns with equal values the one with
- * the lower number comes first. NaN comes last.
+ * the largest values are chosen, the largest first. Of equal values the lower column comes
+ * first. NaN comes last.
  *
- * If num_groups is not 0, the columns form groups of equal size. Only the topk_groups groups
- * with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of a group
- * is its largest value, or the sum of its group_best largest values. By default, columns of
- * other groups cannot be chosen. With EPIC_OTHERS_ZERO they can be chosen, but their value is
- * 0. */
+ * If num_groups is not 0, the columns form groups of equal size, and only the topk_groups
+ * groups with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of
+ * a group is its largest value, or the sum of its group_best largest values. By default,
+ * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value 0.
+ */
 
 /* Returns true if a column with value a is chosen before a column with value b and a lower
  * number. If a and b are equal, the lower number comes first. NaN comes last. */
@@ -87,8 +87,8 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
-/* Chooses the experts of a token. If the values by which experts are chosen have the same order
- * as the logits (job->on_logits), uses the logits, so that the scores need not be computed. */
+/* Chooses the experts of a token. With job->on_logits, the logits have the order of the values,
+ * so the scores need not be computed. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

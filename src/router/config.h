@@ -1,13 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the router: the checked options, and the workspace for one token.
  *
- * A *logit* is an output of the gate. A token has one for each *column*. The columns are the
- * num_experts experts, followed by the zero_experts zero-experts, which return the token
- * itself.
- *
- * If num_groups is not 0, the columns form that many groups of equal size. For each token only
- * the topk_groups best groups are kept. Columns of other groups cannot be chosen, or their
- * values count as 0. */
+ * A *logit* is an output of the gate. A token has one for each *column*: the num_experts
+ * experts, followed by the zero_experts zero-experts, which return the token itself. If
+ * num_groups is not 0, the columns form that many groups of equal size. Only the topk_groups
+ * best groups of a token are kept. Columns of other groups cannot be chosen, or their values
+ * count as 0. */
 #ifndef EPIC_ROUTER_CONFIG_H
 #define EPIC_ROUTER_CONFIG_H
 
@@ -43,8 +41,7 @@ typedef struct router_job {
     void *scores; /* [num_columns]: scores of the columns */
     /* [num_columns]: values by which experts are chosen; in backward scratch memory */
     void *values;
-    /* used for two purposes: in forward the scores of groups [num_groups], in backward
-     * gradients [num_columns] */
+    /* in forward the scores of groups [num_groups], in backward gradients [num_columns] */
     void *spare;
     int32_t *order;         /* [num_columns]: columns or groups, in the order of their values */
     uint8_t *is_kept_group; /* [num_groups]: 1 if this group of columns is kept for the token */

@@ -166,9 +166,9 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the numbers of choices of each expert [num_experts] for the tokens from `first`
- * on: those of one sequence, or those of the whole group. Returns the number of tokens for
- * which *load is valid. */
+/* Sets *load to the numbers of choices of each expert [num_experts] of one sequence, which
+ * begins at token `first`, or of the whole group. Returns the number of tokens for which *load
+ * is valid. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -176,23 +176,21 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Sets all runs to 0. A run is one of LOSS_RUNS partial sums of a loss: the sum over a range of
- * consecutive tokens. At the end the runs are added in a tree. A GPU adds in the same order,
- * with one thread per run, so host and GPU get the same bits. */
+/* Zeroes the runs. A run is one of LOSS_RUNS partial sums of a loss, over a range of
+ * consecutive tokens. At the end the runs are added in a tree. A GPU, with one thread per run,
+ * adds in this order too, so host and GPU get the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
 }
 
-/* Returns the address of the partial sum to which a token's loss is added. There is one partial
- * sum for each run (range of consecutive tokens). */
+/* Returns the address of the partial sum of the run that contains the token. */
 static double *run_at(const loss_job *job, int64_t token)
 {
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
 }
 
-/* Adds the partial sums of all runs (ranges of tokens) in a binary tree, and returns the
- * total. */
+/* Adds the partial sums of all runs in a binary tree, and returns the total. */
 static double sum_runs(const loss_job *job)
 {
     double *runs = job->router.runs;

@@ -34,10 +34,9 @@ static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Returns the sum of at most SUM_BLOCK elements. Partial sum i of 32 adds the elements i, i +
- * 32 and so on, in order. The partial sums are then added in a tree: partial sum i + distance
- * to partial sum i, for the distances 16, 8, 4, 2 and 1. A warp of a GPU adds in the same
- * order. */
+/* Returns the sum of at most SUM_BLOCK elements, in the order of a warp of a GPU. Partial sum i
+ * of 32 adds the elements i, i + 32 and so on. Then partial sum i + distance is added to
+ * partial sum i, for the distances 16, 8, 4, 2 and 1. */
 static REAL sum_block(const REAL *v, int64_t n)
 {
     REAL lanes[SUM_LANES] = {0};

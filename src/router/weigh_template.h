@@ -11,8 +11,7 @@
 
 #define MAX_CHOSEN 64 /* largest top_k */
 
-/* The numbers from which the weights of one token are computed. The weight of choice i is
- * parts[i] / divisor, multiplied by scale and scale_of_expert (see the head of this file). */
+/* The numbers from which the weights of one token are computed (see the head of this file). */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
@@ -62,8 +61,7 @@ static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
-/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER. A part is a weight before it
- * is divided by the divisor and multiplied by the scales. */
+/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER (see the head of this file). */
 static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;
@@ -75,9 +73,9 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
     }
 }
 
-/* Used with EPIC_WEIGHT_SPARSEMIXER. Adds the gradient of the logits to job->spare. g is the
- * gradient of the parts. The part of each choice depends on the logits through the softmax of
- * that choice. The selection of the columns that a softmax leaves out has no gradient. */
+/* For EPIC_WEIGHT_SPARSEMIXER: adds the gradient of the logits to job->spare. g is the gradient
+ * of the parts. The part of each choice depends on the logits through its softmax. The
+ * selection of the columns that a softmax leaves out has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -92,8 +90,7 @@ static void sparsemixer_backward(const router_job *job, const REAL *parts,
     }
 }
 
-/* Computes the parts of all choices (their weights before division and scaling), by the weight
- * rule of the router. */
+/* Computes the parts of all choices, by the weight rule of the router. */
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
@@ -114,8 +111,6 @@ static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *par
     }
 }
 
-/* Returns the parts and the divisor from which the weights of one token are computed (struct
- * shares). */
 static shares make_shares(const router_job *job, const int32_t *topk_idx)
 {
     const epic_router *r = &job->router;
@@ -158,7 +153,7 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
 }
 
 /* Adds the gradient of scale_of_expert to job->scale_sums. Then multiplies g, the gradient of
- * the weights, by scale_of_expert. The new g is the gradient of parts[i] / divisor * scale. */
+ * the weights, by scale_of_expert, so that it is the gradient of parts[i] / divisor * scale. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
@@ -185,9 +180,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Adds a gradient to job->spare, computed from g, the gradient of the parts. With
- * EPIC_WEIGHT_OF_SCORE, this is the gradient of the scores. With other weight rules, it is the
- * gradient of the logits. */
+/* Adds to job->spare the gradient of the scores (EPIC_WEIGHT_OF_SCORE) or of the logits (other
+ * weight rules), computed from g, the gradient of the parts. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Defines the struct DEVICE_HEADER, the header of a plan in CUDA memory, for groups of at most
+/* Defines the struct DEVICE_HEADER, the header of a plan in CUDA memory, for at most
  * DEVICE_HEADER_RANKS ranks. device_layout.h includes this file once for each of the two header
- * types. The members before tokens_of have the same offsets in both types. */
+ * types. The members before tokens_of have the same offsets in both. */
 typedef struct DEVICE_HEADER {
     uint64_t magic;
     uint64_t id; /* the plan's id, equal on all ranks */

@@ -31,11 +31,10 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-/* Largest number of ranks of a group. The CUDA backends are built twice. The usual libraries use
- * one bit of a word and one lane of a warp per rank, so their groups have at most
- * DEVICE_FEW_RANKS ranks. The libraries for many ranks, which the build compiles with
- * EPIC_MANY_RANKS, use DEVICE_RANK_WORDS words per mask of ranks, and loop over groups of 32
- * ranks. The core library chooses the library by the number of ranks. */
+/* Largest number of ranks of a group. The CUDA backends are built twice. The usual libraries
+ * use one bit of a word and one lane of a warp per rank, for at most DEVICE_FEW_RANKS ranks.
+ * The libraries for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS words per mask, and loop
+ * over groups of 32 ranks. The number of ranks decides which library is loaded. */
 #define DEVICE_FEW_RANKS 32
 #define DEVICE_MOST_RANKS 256
 #ifdef EPIC_MANY_RANKS
@@ -47,9 +46,8 @@
 #endif
 #define DEVICE_RANK_WORDS (DEVICE_MAX_RANKS / 32) /* 32-bit words of a mask of ranks */
 #define DEVICE_MAX_EXPERTS 8192
-/* Number of words that a rank has in the array `counts` of a heap. It has one word for each
- * expert, one for each rank, one for the hash of the table of replicas (plan/replicas.cuh), and
- * 15 unused words. */
+/* Number of words of a rank in the array `counts` of a heap: one for each expert, one for each
+ * rank, one for the hash of the table of replicas (plan/replicas.cuh), and 15 unused ones. */
 #define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16)
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */

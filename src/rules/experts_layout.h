@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layout of the experts' workspace on a device. Code without CUDA computes the size of the
- * workspace with this file, before the workspace is allocated. The CUDA backends compute the
- * offsets of the arrays in the workspace and pass them to the kernels.
+ * workspace with this file, and the CUDA backends the offsets of its arrays.
  *
  * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
- * layer is ungated. "E4M3 weights" are EPIC_E4M3 numbers with scales. In a layer with E4M3
- * weights the rows are quantized too: each block of 128 elements of a row gets one scale. */
+ * layer is ungated. "E4M3 weights" are EPIC_E4M3 numbers with scales. With them the rows are
+ * quantized too, with one scale for each block of 128 elements of a row. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The workspace for the matrix products of a layer's gate on a device. The gate computes logits
- * = x w_gate, with one column for each expert and zero-expert.
+ * = x w_gate, with one column for each expert and zero-expert. Code without CUDA computes the
+ * size of the workspace with this file, and the CUDA backends the offsets of its arrays.
  *
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
  * tensor cores (experts/grouped_components.cu). They represent each float32 number as the sum
- * of three bf16 numbers, its *components*, and need memory for the components. Code without
- * CUDA computes the size of the workspace with this file. The CUDA backends compute the offsets
- * of the arrays in the workspace.
+ * of three bf16 numbers, its *components*, and need memory for these.
  *
  * In the functions below, `tokens` is the number of this rank's tokens, and `block` is the
  * largest number of tokens of a block (moe/moe.h). Backward computes the gradients of up to
@@ -66,9 +65,9 @@ static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
 /* Returns the number of slices of the forward product on tensor cores with EPIC_INVARIANT. It
  * depends neither on the number of tokens nor on that of ranks or SMs.
  *
- * Without slices, few tokens would occupy few SMs, each with one long sum. But each slice adds
- * partial sums that are written and read. So there are at most GATE_SLICES slices, and the
- * partial sums of a token have at most as many bytes as its row of bf16. */
+ * Without slices, few tokens would occupy few SMs, each with one long sum. But the partial sums
+ * of slices must be written and read. So there are at most GATE_SLICES slices, and the partial
+ * sums of a token have at most as many bytes as its row of bf16. */
 static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
 {
     const int64_t fit = hidden * 2 / (GATE_COMPONENTS * columns * (int64_t)sizeof(float));
@@ -79,7 +78,7 @@ static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
 /* Returns the bytes of the partial sums, or 0 if sums are not divided.
  *
  * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE,
- * blocks have the same size for every number of ranks, so the sums have the same bits. With
+ * `block` is equal for every number of ranks, so the sums have the same bits. With
  * EPIC_INVARIANT the number of slices depends only on `hidden`. Backward computes one block at
  * a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
@@ -103,10 +102,10 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Tensor cores multiply bf16 numbers, but one factor of the product is float32. So each of its
- * numbers is split into three bf16 numbers (components), and each component is multiplied on
- * its own. These are the offsets in bytes of the arrays, which follow the list of tiles:
- * `components` is bf16 [depth, GATE_COMPONENTS, columns]. `sums` is float32 [slices, lines,
- * GATE_COMPONENTS, columns], the products with each component. */
+ * numbers is split into three components, and each component is multiplied on its own. These
+ * are the offsets in bytes of the arrays, after the list of tiles: `components` is bf16 [depth,
+ * GATE_COMPONENTS, columns]. `sums` is float32 [slices, lines, GATE_COMPONENTS, columns], the
+ * products with each component. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;
@@ -123,11 +122,10 @@ static inline gate_components gate_components_of(int64_t tokens, int64_t lines, 
     return at;
 }
 
-/* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors of this
- * product, the gradient of the logits and the gate's weights, are float32. `d_logits` contains
- * the components of the first factor: bf16 [tokens, GATE_PAIRS, columns]. `weights` contains
- * the components of the second: bf16 [hidden, GATE_PAIRS, columns]. The result is added to d_x,
- * so it needs no memory here. */
+/* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors are
+ * float32: the gradient of the logits and the gate's weights. Their components are `d_logits`,
+ * bf16 [tokens, GATE_PAIRS, columns], and `weights`, bf16 [hidden, GATE_PAIRS, columns]. The
+ * result is added to d_x, so it needs no memory here. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
@@ -142,10 +140,9 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* The blocks of the tokens of a call of gate_backward. The gradients of w_gate and b_gate are
- * computed for each block, and then added in a binary tree. Block number b of a rank begins at
- * token b * units / total * unit of the rank. The call has blocks first to first + count - 1.
- */
+/* The blocks of tokens of a call of gate_backward: first to first + count - 1. Block b of a
+ * rank begins at token b * units / total * unit of the rank. The gradients of w_gate and b_gate
+ * are computed for each block, and then added in a binary tree. */
 typedef struct gate_blocks {
     int64_t first, count; /* count: a power of two, at most GATE_BLOCKS */
     int64_t total, units, unit;

@@ -24,9 +24,9 @@ typedef struct layer_tokens {
 } layer_tokens;
 
 /* Arguments of the kernel that adds up a layer's output. `to`, `a` and `b` are [num_tokens,
- * hidden] of row_type. In forward the kernel computes to = a + b + the outputs of the
- * zero-experts. In backward it computes to = a + b + the gradients of x through the
- * zero-experts and through the shared expert's gate. `to` may be the same array as `a`. */
+ * hidden] of row_type, and `to` may be `a`. In forward to = a + b + the outputs of the
+ * zero-experts. In backward to = a + b + the gradients of x through the zero-experts and the
+ * shared expert's gate. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL counts as 0 */

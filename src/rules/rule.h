@@ -34,14 +34,12 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
            (!has_bias && (r->num_groups == 0 || r->group_score == EPIC_GROUP_MAX));
 }
 
-/* Returns true if experts outside the kept groups can never be chosen. A group is a group of
- * experts here, and the router keeps the best groups for each token. on_logits is the result of
- * router_on_logits().
+/* Returns true if experts outside the kept groups of experts can never be chosen. on_logits is
+ * the result of router_on_logits().
  *
- * With EPIC_OTHERS_OUT, experts outside the kept groups are always excluded. With
- * EPIC_OTHERS_ZERO, they get the score 0, so they are never chosen if all experts in the kept
- * groups have a score above 0. All scores are above 0 if on_logits is true and the score is not
- * EPIC_SCORE_LOGITS. */
+ * EPIC_OTHERS_OUT always excludes them. With EPIC_OTHERS_ZERO they get the score 0, so they are
+ * never chosen if all scores in the kept groups are above 0. That is the case if on_logits is
+ * true and the score is not EPIC_SCORE_LOGITS. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

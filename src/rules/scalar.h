@@ -2,9 +2,9 @@
 /* Functions such as exp() from which scores are computed, for host code and CUDA kernels.
  *
  * The float32 functions use only additions, products and quotients, in a fixed order and
- * without contraction to fused operations. So every compiler and every device computes the same
- * bits, and therefore chooses the same experts. The error is below 2 units in the last place.
- * The float64 functions call the C library, because float64 is only used to check gradients. */
+ * without contraction to fused operations. So every compiler and device computes the same bits,
+ * and chooses the same experts. The error is below 2 units in the last place. The float64
+ * functions, which only check gradients, call the C library. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
 
@@ -37,9 +37,9 @@ SCALAR float power_of_two(int32_t n)
     return x;
 }
 
-/* Returns e^(x + low) for x up to 88. `low` is a tiny number: the part of the argument that was
- * lost when the caller rounded it to x. Writes x as n log 2 + r, computes e^r by its Taylor
- * series, and multiplies by 2^n. */
+/* Returns e^(x + low) for x up to 88. `low` is the tiny part of the argument that the caller
+ * lost by rounding it to x. Writes x as n log 2 + r, computes e^r by its Taylor series, and
+ * multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
     /* adding this number and subtracting it again rounds to an integer */
@@ -69,10 +69,9 @@ SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)
     /* One Newton step improves the approximation of 1 / b, and one correction improves the
-     * quotient. Suppose that the first approximation has an error of at most 2 units in the
-     * last place. Then the result is correctly rounded for a = 1 and for b = 1 + a. The largest
-     * b below 2 is an exception: it needs an exact first approximation, so its first
-     * approximation is a constant. */
+     * quotient. If the first approximation has an error of at most 2 units in the last place,
+     * the result is correctly rounded for a = 1 and for b = 1 + a. Only the largest b below 2
+     * needs an exact first approximation, which is a constant. */
     const float start = b == 0x1.fffffep0f ? 0x1.000002p-1f : reciprocal_approx(b);
     const float y = fmaf(fmaf(-b, start, 1), start, start);
     const float q = a * y;
