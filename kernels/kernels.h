@@ -46,7 +46,7 @@ typedef struct host_kernels {
      * need fence_copies(). */
     void (*copy)(void *to, const void *from, size_t n);
     /* Makes all earlier copies of this thread visible before its later stores. Call it after
-     * the last copy() and before another thread or process is notified. */
+     * the last copy(), before another thread or process is notified. */
     void (*fence_copies)(void);
 
     /* Computes out = sum of weights[i] * rows[i], for i ascending. The first product is rounded
@@ -65,11 +65,9 @@ typedef struct host_kernels {
     /* Computes out = w * row, rounded to float32, then to `type`. */
     void (*scale)(void *out, const void *row, float w, epic_type type, int64_t n);
 
-    /* Adds n more products to a dot product of epic_combine_backward. On entry *sum is the sum
-     * of the products that earlier calls have added for the same row. If `first` is true, this
-     * is the first call for the row, and *sum is not read. On return *sum includes the new
-     * products. n must be a multiple of HOST_DOT_BLOCK, except in the last call for a row.
-     * EPIC_F64 rows are added in float64. */
+    /* Adds n more products to *sum, a dot product of epic_combine_backward. `first`: the first
+     * call for the row, in which *sum is not read. n must be a multiple of HOST_DOT_BLOCK,
+     * except in the last call for a row. EPIC_F64 rows are added in float64. */
     void (*dot)(double *sum, bool first, const void *a, const void *b, epic_type type,
                 int64_t n);
 

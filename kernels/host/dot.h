@@ -5,9 +5,9 @@
  * binary tree. Then the sums of the 32 groups are added in another tree. A tree with n inputs
  * adds input i + distance to input i, for the distances n / 2, n / 4 and so on to 1.
  *
- * In the last, short block of a row some accumulators have no elements. They must not change
- * the sum. Adding -0 never changes a sum: x + -0 is x for every x, also for +0 and -0. So the
- * missing elements of a short block are replaced by pairs whose product is -0. */
+ * In the last, short block of a row some accumulators have no elements. The missing elements
+ * are replaced by pairs whose product is -0, which never changes a sum: x + -0 is x for every
+ * x. */
 #ifndef EPIC_HOST_DOT_H
 #define EPIC_HOST_DOT_H
 
@@ -64,11 +64,11 @@ INLINE float add_accumulators(const float *sums)
 {
     __m256 by_8[4];
     for (int i = 0; i < 4; i++) by_8[i] = add_groups(sums + i * 8 * GROUP);
-    /* Adds the sums of the 32 groups in five steps: first each group g and group g + 16, then
-     * the results g and g + 8, g and g + 4, g and g + 2, g and g + 1. add_groups() returns
-     * eight groups in the order 0, 2, 4, 6, 1, 3, 5, 7. For example, groups 0 and 4 are in
-     * elements 0 and 2, groups 0 and 2 in elements 0 and 1, and groups 0 and 1 in elements 0
-     * and 4. */
+    /* Adds the sums of the 32 groups in five steps: group g and group g + 16, then the results
+     * g and g + 8, g and g + 4, g and g + 2, g and g + 1. add_groups() returns eight groups in
+     * the order 0, 2, 4, 6, 1, 3, 5, 7, so that the last three steps add neighbors: groups 0
+     * and 4 are in elements 0 and 2, groups 0 and 2 in elements 0 and 1, and groups 0 and 1 in
+     * elements 0 and 4. */
     const __m256 eight =
         _mm256_add_ps(_mm256_add_ps(by_8[0], by_8[2]), _mm256_add_ps(by_8[1], by_8[3]));
     const __m256 four = _mm256_add_ps(eight, _mm256_permute_ps(eight, 0x4e));
@@ -78,11 +78,11 @@ INLINE float add_accumulators(const float *sums)
 }
 #endif
 
-/* Returns the dot product of a full block (1024 elements) of rows `a` and `b`. The block begins
- * at element `at`. Reads rows from front to back, as hardware prefetchers expect, and keeps the
- * accumulators in the first-level cache. The fence creates no instruction. It prevents the
- * compiler from reading the four quarters of the block at the same time, which is much slower
- * for rows that are not in a cache. */
+/* Returns the dot product of a full block (1024 elements) of rows `a` and `b`, from element
+ * `at` on. Reads rows from front to back, for hardware prefetchers, and keeps the accumulators
+ * in the first-level cache. The fence, which is no instruction, prevents the compiler from
+ * reading the four quarters of the block at the same time. That is much slower for rows that
+ * are not in a cache. */
 INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];

@@ -31,12 +31,12 @@
 #define VECTORS 8
 #endif
 #define PANEL (VECTORS * LANES)
-/* Number of columns of B that are packed (copied to contiguous memory) at a time. They are
- * several panels, because a row of B is then copied in longer parts, which is faster. */
+/* Number of columns of B that are packed (copied to contiguous memory) at a time. These are
+ * several panels, because copying longer parts of a row of B is faster. */
 #define GROUP_COLUMNS 64
 #define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
-/* If A has at most this many rows, B is not packed (copied to contiguous memory), because
- * packing would take longer than it saves. */
+/* B is not packed if A has at most this many rows, because packing would take longer than it
+ * saves. */
 #define FEW_ROWS 4
 
 /* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
@@ -90,8 +90,8 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
             s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
             s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
         }
-        /* After this loop, r[i] contains columns i % 4 and i % 4 + 4 of four rows: of rows 0 to
-         * 3 if i < 4, else of rows 4 to 7. */
+        /* Now r[i] contains columns i % 4 and i % 4 + 4 of rows 0 to 3 (i < 4) or of rows 4 to
+         * 7. */
         for (int i = 0; i < 8; i++) {
             const __m256 a = s[i / 4 * 4 + i % 4 / 2], b = s[i / 4 * 4 + i % 4 / 2 + 2];
             r[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);
@@ -138,11 +138,10 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     }
 }
 
-/* Computes one tile (part) of C, at `c`. It is the product of a packed tile of op(A), `a`
- * [depth, TILE_ROWS], and of columns of op(B), `b` [depth, vectors * LANES]. Uses only the
- * first `rows` rows of op(A) in `a`. ldb and ldc are the distances between rows of `b` and of
- * `c`, in floats. Stores the first `stored` rows and the first `count` columns. `adds`: see
- * struct part. */
+/* Computes one tile of C, at `c`: the first `rows` rows of a packed tile of op(A), `a` [depth,
+ * TILE_ROWS], times columns of op(B), `b` [depth, vectors * LANES]. Stores the first `stored`
+ * rows and the first `count` columns. ldb and ldc are the distances between rows of `b` and of
+ * `c`, in floats. `adds`: see struct part. */
 INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t depth, float *c,
                           int64_t ldc, int rows, int vectors, int64_t stored, int64_t count,
                           bool adds)
@@ -200,9 +199,9 @@ static void multiply_group(const part *t, const float *left, const float *right,
                        count - j < PANEL ? count - j : PANEL);
 }
 
-/* Multiplies the rows of a part (at most FEW_ROWS rows) by columns of B that are not packed.
- * Computes WIDE * LANES columns at a time, from column 0 on, as long as this many columns are
- * left. Returns the number of computed columns; the caller computes the others. */
+/* Multiplies the rows of a part (at most FEW_ROWS rows) by columns of B that are not packed,
+ * WIDE * LANES columns at a time from column 0 on. Returns the number of computed columns; the
+ * caller computes the rest. */
 static int64_t multiply_few(const part *t, const float *left)
 {
     enum { WIDE = 8 };

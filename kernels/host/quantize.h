@@ -19,9 +19,8 @@
 #define E8M0_ONE 127
 #define E8M0_NAN 255
 
-/* Returns the bits of the largest |x| of a block of `block` elements. The function compares
- * absolute values by their bits, as integers. This gives the order of the floats, and a NaN
- * counts as larger than any number. */
+/* Returns the bits of the largest |x| of a block of `block` elements. Compares them as
+ * integers, which gives the order of the floats, with NaN as the largest. */
 INLINE uint32_t largest_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
@@ -39,7 +38,7 @@ INLINE float scale_1x128(uint32_t max)
 
 /* Returns the scale of a block of 32 elements as an e8m0 byte, an exponent. `max`: bits of the
  * block's largest |x|. The largest e4m3 number is 448 = 1.75 * 2^8. So the exponent of the
- * scale is the exponent of `max` minus 8, plus 1 if the mantissa of `max` is above 1.75. */
+ * scale is that of `max` minus 8, plus 1 if its mantissa is above 1.75. */
 INLINE int scale_1x32(uint32_t max)
 {
     if (max >= INFINITY_BITS) return E8M0_NAN;
@@ -84,9 +83,8 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
 }
 
 /* Quantizes w times the last block of a row, which has `count` elements. The missing elements
- * of the block are 0, which does not change the scale. If w is infinite, the products of these
- * zeros are NaN. In this case the scale is NaN even without them, because no other product is
- * finite. */
+ * are 0, which does not change the scale. If w is infinite, their products are NaN, but then
+ * the scale is NaN even without them, because no other product is finite. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {

@@ -105,8 +105,8 @@ static void sum_f64(const sum_args *args, int64_t n)
     }
 }
 
-/* Implements host_kernels.partial. Without weights it computes the plain sum. This sum has the
- * same bits as with weights of 1, because 1 * x is x, and fma(1, x, sum) is sum + x. */
+/* Implements host_kernels.partial. Without weights it computes the plain sum, which has the
+ * bits of a sum with weights of 1, because 1 * x is x, and fma(1, x, sum) is sum + x. */
 static void sum_partial(void *out, epic_type out_type, const void *const *rows,
                         const float *weights, int num_rows, epic_type type, int64_t n)
 {
@@ -199,8 +199,8 @@ static void fence_copies(void)
 }
 #else
 #define LINE 256 /* bytes that copy_line() copies at a time */
-/* Shorter rows are copied by memcpy(). In a short row, the unaligned bytes at both ends are a
- * large part of the row, and non-temporal stores would not pay. */
+/* Shorter rows are copied by memcpy(), because the unaligned bytes at both ends are a large
+ * part of them. */
 #define MIN_PAST_CACHES 1024
 
 /* Copies LINE bytes with non-temporal stores, which bypass the caches. `to` must be aligned to
@@ -213,10 +213,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Implements host_kernels.copy. Callers copy rows to results and to staging rings. Results are
- * larger than the caches and are not read soon. Staging rings are read by a core that shares no
- * cache with this one. An ordinary store would first read the destination from memory or from
- * that core's cache. A non-temporal store saves this read. */
+/* Implements host_kernels.copy, for results and staging rings. Results are larger than the
+ * caches and not read soon. Staging rings are read by a core that shares no cache with this
+ * one. An ordinary store would first read the destination from memory or from that core's
+ * cache, and a non-temporal store saves this read. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
@@ -230,9 +230,8 @@ static void copy_row(void *to, const void *from, size_t n)
     memcpy((char *)to + at, (const char *)from + at, n - at);
 }
 
-/* Implements host_kernels.fence_copies: waits until the stores of copy_row() are visible in
- * memory. Callers call it once after many rows, because a fence after every row would take much
- * time. */
+/* Implements host_kernels.fence_copies: waits until the stores of copy_row() are visible.
+ * Called once after many rows, because a fence takes long. */
 static void fence_copies(void)
 {
     _mm_sfence();

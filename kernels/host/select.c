@@ -17,7 +17,7 @@ extern const host_kernels host_kernels_avx512;
 
 /* Returns true if the processor has AVX2, FMA and F16C. __builtin_cpu_supports() also checks
  * that the operating system saves the registers. Some compilers do not accept "f16c" there, so
- * this function reads CPUID to find F16C. */
+ * CPUID is read for F16C. */
 static bool runs_avx2(void)
 {
     unsigned a, b, c, d;

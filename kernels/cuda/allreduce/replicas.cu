@@ -21,44 +21,40 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* marks, in Replicas.nth and Replicas.mine, a logical expert that has fewer than two replicas,
- * so that there is nothing to add */
+/* in Replicas.nth and Replicas.mine: the logical expert has one replica, so there is nothing to
+ * add */
 #define SINGLE_REPLICA 0xffff
-/* How many levels a binary tree over the leaves (blocks of experts) of a rank can have, root
- * included. A rank has at most 128 leaves. */
+/* levels, with the root, of a binary tree over the leaves (blocks of experts) of a rank, of
+ * which it has at most 128 */
 #define LEAF_LEVELS 8
 
-/* Tables in shared memory that show of which logical expert each local expert is a replica
- * (copy). The logical experts with two or more replicas, called "replicated" in this file, have
- * numbers n = 0, 1, ... */
+/* Tables in shared memory about the replicated experts, the logical experts with two or more
+ * replicas. They have the numbers n = 0, 1, ... */
 struct Replicas {
     union { /* these two arrays share memory, because they are needed at different times */
-        /* num_replicas[e]: number of replicas of logical expert e, on all ranks together.
-         * Needed only while read_replicas() builds the tables. */
+        /* Number of replicas of logical expert e on all ranks. Only read_replicas() needs it.
+         */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* The replicas on this rank of replicated expert n are elements first[n] to first[n +
-         * 1] - 1 of `local`. */
+        /* The replicas of replicated expert n on this rank are local[first[n]] to local[first[n
+         * + 1] - 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* nth[e]: the number n of logical expert e among the replicated ones; SINGLE_REPLICA if e
-     * is not one of them */
+    /* the number n of logical expert e, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
-    /* mine[i]: the number n of the logical expert to which local expert i belongs, or
+    /* the number n of the logical expert of which local expert i is a replica, or
      * SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    /* The local experts that are replicas of replicated experts. They are ordered by the number
-     * n of their logical expert. */
+    /* the local experts that are replicas of replicated experts, ordered by n */
     uint16_t local[P2P_REPLICATED_EXPERTS];
     /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated; /* number of replicated logical experts */
-    /* how many leaves (blocks of experts) of the sum tree this rank has; 1 if sums are not
-     * added in a tree */
+    /* number of leaves of the sum tree on this rank; 1 if sums are not added in a tree */
     int32_t leaves;
 };
 
-/* Replaces count[i], for i from 0 to num - 1, by the sum of the elements before it, and sets
- * count[num] to the sum of all. Called by one warp. */
+/* Replaces count[i], for i below num, by the sum of the elements before it, and count[num] by
+ * the sum of all. Called by one warp. */
 static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
@@ -94,9 +90,8 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
     if (lane_id() == 0) r.num_replicated = num_replicated;
 }
 
-/* Builds all tables of `r` from the plan. `bytes`: the plan. Checks the ids in the plan before
- * it uses them as indices, because the caller may have changed the plan's memory. Called by all
- * threads of a CTA. */
+/* Builds all tables of `r` from the plan. Checks the ids before it uses them as indices,
+ * because the caller may have changed the plan's memory. Called by all threads of a CTA. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -152,10 +147,9 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds the four floats `part` of some of this rank's replicas to x. If sums are added in a
- * tree, these are the replicas that belong to leaf number `leaf`. Otherwise these are all
- * replicas of the expert on this rank. n: index in r.local of the first replica that has not
- * been added yet. The function advances n past the replicas that it has added. */
+/* Adds the four floats `part` of this rank's replicas to x: those of leaf number `leaf` or,
+ * without a tree, all of them. n is the index in r.local of the first replica that has not been
+ * added yet, and advances. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -192,7 +186,7 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
 
 /* Processes one round: vectors [begin, begin + vectors) of the list. `order`: the
  * epic_sum_order in which the ranks' sums are added. MANY: see sum_replicas_kernel(). Returns
- * false if the group of ranks has failed. */
+ * false if the group has failed. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,
@@ -223,10 +217,9 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Returns true if `data` has enough rows on every rank: at least num_local, the largest number
- * of experts of a rank. Each rank has announced its number of rows. If a rank has too few, CTA
- * 0 reports the first such rank to the host. Sets ok to false if the group of ranks has failed,
- * otherwise to true. Called by all threads of all CTAs. */
+/* Returns true if `data` of every rank has at least num_local rows, the largest number of
+ * experts of a rank. Otherwise CTA 0 reports the first rank that has announced fewer. Sets ok
+ * to false if the group has failed, otherwise to true. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

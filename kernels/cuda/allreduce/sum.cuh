@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Device functions with which each thread sends a vector (four floats) to all ranks, receives
- * the vectors of all ranks, and adds them. sum.cu and replicas.cu use these functions. Vectors
- * of peers arrive in staging (net/staging.cuh). Until a vector arrives, its words in staging
- * are poison (0xffffffff). */
+/* Device functions with which each thread sends a vector (four floats) to all ranks, and adds
+ * the vectors of all ranks, for sum.cu and replicas.cu. Vectors of peers arrive in staging
+ * (net/staging.cuh), where words that have not arrived are poison (0xffffffff). */
 #ifndef EPIC_SUM_CUH
 #define EPIC_SUM_CUH
 
@@ -55,16 +54,15 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* Adds vectors in a fixed binary tree. The vectors are the leaves of the tree, and are numbered
- * from 0. The caller passes the leaves one by one, in ascending order. left[level] is the sum
- * of 2^level leaves. It is a left child in the tree, and waits for its right child. Level i is
- * in use if bit i of the number of passed leaves is 1. */
+/* Adds vectors in a fixed binary tree. They are the leaves, which the caller passes in
+ * ascending order. left[level] is a sum of 2^level leaves that waits for its right sibling. It
+ * is in use if bit `level` of the number of passed leaves is 1. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
     /* Adds leaf number `leaf`, which is x, to the tree. As long as x is a right child, adds its
-     * left sibling left[level] to it, which gives the node one level higher. If x is a left
-     * child, stores it to left[level], where it waits for its sibling. Overwrites x. */
+     * left sibling left[level], which makes it a node one level higher. Then stores x to
+     * left[level], where it waits for its right sibling. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -94,7 +92,8 @@ template <int LEVELS> struct Tree {
     }
 };
 
-struct RankSum { /* What one thread needs to add one vector over all ranks. */
+/* The data with which one thread adds one vector over all ranks. */
+struct RankSum {
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
@@ -110,8 +109,8 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
     {
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
-    /* Stores this rank's vector to the staging of every peer. Replaces a NaN that equals poison
-     * by another NaN, because the receiver would take poison for a missing word. */
+    /* Stores this rank's vector to the staging of every peer. Another NaN replaces a NaN that
+     * equals poison, which the receiver would take for a missing word. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
@@ -122,9 +121,9 @@ struct RankSum { /* What one thread needs to add one vector over all ranks. */
     }
 };
 
-/* Backend `hosts`: requests the puts that copy the vectors which this warp has stored for ranks
- * on other hosts. `vectors`: number of vectors of the whole grid. Does nothing in p2p. Called
- * by a whole warp after its last send_floats(). */
+/* Backend `hosts`: posts the puts of the vectors that this warp has stored for ranks on other
+ * hosts. `vectors`: number of vectors of the whole grid. Called by a whole warp after its last
+ * send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -136,10 +135,9 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits until the vectors that all ranks have sent for this thread have arrived, and reads the
- * vector of rank r into q[r]. Then writes poison back to their staging, so that a later
- * operation can wait for new words there. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* Waits for the vectors of this thread from all ranks, and reads that of rank r into q[r]. Then
+ * writes poison to their staging, so that it can be used again. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -162,9 +160,8 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits until the vector of rank `rank` has arrived, and reads it into x. Then writes poison
- * back to the vector's staging, so that a later operation can wait for new words there. Called
- * by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the vector of `rank`, and reads it into x. Then writes poison to its staging, so
+ * that it can be used again. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -228,10 +225,9 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Waits until the vector of every rank has arrived, and sets x to the sum of these vectors.
- * s.order selects the order in which they are added: by ascending rank, or in a binary tree.
- * MANY: the group has more than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false
- * if the group of ranks has failed. */
+/* Sets x to the sum of the vectors of all ranks, for which it waits. s.order selects the order:
+ * by ascending rank, or in a binary tree. MANY: the group has more than MAX_UNROLLED_RANKS
+ * ranks. Called by a whole warp. Returns false if the group has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

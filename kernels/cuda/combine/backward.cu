@@ -29,8 +29,8 @@
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
 
-/* Number of threads per CTA. A CTA that quantizes has fewer threads, because each of them needs
- * more registers. */
+/* Returns the threads per CTA. A CTA that quantizes has fewer, because each needs more
+ * registers. */
 template <class ROW> static constexpr int block_for(bool quantize)
 {
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
 
 typedef void (*Kernel)(p2p_combine_backward_job);
 
-/* Returns the kernel for element type ROW. If rows are quantized, `exact` is not used: one
- * kernel handles all row sizes. */
+/* Returns the kernel for element type ROW. With quantized rows one kernel handles all row
+ * sizes, so `exact` is not used. */
 template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
 {
     if (quantize) return combine_backward_kernel<ROW, false, true>;
@@ -129,10 +129,10 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Choose the lag: how many tokens a warp sends before it receives the first one. If the lag
-     * is less than the number of tokens that all warps process at a time, warps often wait for
-     * the slowest of them. The lag also has a minimum, because some warps are faster than
-     * others. Measured: docs/lab/cuda.md. */
+    /* Choose the lag: how many tokens are sent before the first one is received. With a lag
+     * below the number of tokens that all warps process at a time, warps often wait for the
+     * slowest of them. There is also a minimum, because some warps are faster than others.
+     * Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.total_warps / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

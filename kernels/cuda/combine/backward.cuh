@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both variants of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
  * d_out is the gradient of combine's output: one row per token. The gradient of a slot's weight
- * is the dot product of two rows: the token's row of d_out, and the slot's row in `rows`. A
- * warp computes this product for one block of 1024 elements (one piece). The result is stored
- * in `parts`, memory of this rank, until another warp adds the blocks.
+ * is the dot product of the token's row of d_out and the slot's row in `rows`. A warp computes
+ * it for one block of 1024 elements (one piece) and stores the result in `parts`, memory of
+ * this rank, until another warp adds the blocks.
  *
- * "The n-th choice on this rank": choices are counted in ascending k, from 0, without those
- * whose experts are on other ranks. */
+ * "The n-th choice on this rank" counts the choices with experts on this rank, in ascending k,
+ * from 0. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -17,9 +17,8 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* A dot product is computed in blocks of 1024 elements, and this rank keeps the results of the
- * blocks in the array `parts` until they are added. Returns where the results of one dot
- * product are in `parts`: that of the n-th choice on this rank of a token of `rank`. */
+/* Returns where `parts` holds the blocks of one dot product: that of the n-th choice on this
+ * rank of a token of `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -28,9 +27,9 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Reads from the plan which slots (rows of the receive buffer) on this rank a token of `rank`
- * has, and returns the n-th one. Returns -1 if there is no such slot, or if the token belongs
- * to an earlier round (its number is below m.round_begin). */
+/* Returns the n-th slot (row of the receive buffer) of a token of `rank` on this rank, from the
+ * plan. Returns -1 if there is no such slot, or if the token, below m.round_begin, belongs to
+ * an earlier round. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -40,8 +39,8 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Returns the rank to which choice k of this rank's token goes. Returns -1 if there is no such
- * choice, or if the choice is not sent to any rank. */
+/* Returns the rank to which choice k of this rank's token goes, or -1 if it is not sent to any.
+ */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -50,8 +49,8 @@ __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t toke
     return rank;
 }
 
-/* Loads this lane's vectors of one piece of d_out for a token of this rank. d_out: the gradient
- * of combine's output. `vector`: index in the row of the piece's first vector. */
+/* Loads this lane's vectors of one piece of d_out for a token of this rank. `vector`: index in
+ * the row of the piece's first vector. */
 template <class ROW, int V>
 __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, int32_t vector,
                                          uint4 (&x)[V])
@@ -60,8 +59,8 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* Returns a bit mask of the peers that need the token's row, because a choice of the token goes
- * to them. `choice`: the rank of this lane's choice, or -1. Called by a whole warp. */
+/* Returns a bit mask of the peers that need the token's row, because choices go to them.
+ * `choice`: the rank of this lane's choice, or -1. Called by a whole warp. */
 __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choice)
 {
     RankMask touched = ranks_of_lanes(choice);
@@ -69,9 +68,9 @@ __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choi
     return touched;
 }
 
-/* Stores a piece of d_out (the gradient of combine's output) to the staging of each peer in the
- * bit mask `peers`. For a peer on another host the piece is stored to the outbox, and the
- * caller must post a put with post_put_pieces(). Called by a whole warp. */
+/* Stores a piece of d_out to the staging of each peer in the bit mask `peers`. For a peer on
+ * another host that is the outbox, and the caller must post a put with post_put_pieces().
+ * Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, RankMask peers, uint4 (&x)[V])
@@ -89,8 +88,8 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Sets vectors that are past the end of the row to -0, so that their products do not change a
- * dot product. `vector`: index in the row of the piece's first vector. */
+/* Sets vectors past the end of the row to -0, which does not change a dot product. `vector`:
+ * index in the row of the piece's first vector. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -101,11 +100,10 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's vectors of a piece of d_out (the gradient of combine's output) for a token
- * of `rank`. For this rank's own token, reads the caller's array. For a peer's token, waits
- * until the piece has arrived in staging, and then stores poison ("not written") to the
- * staging, so that it can be used again. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* Reads this lane's vectors of a piece of d_out for a token of `rank`: from the caller's array
+ * for this rank's own token. Otherwise waits until the piece has arrived in staging, and then
+ * stores poison there, so that the staging can be used again. Called by a whole warp. Returns
+ * false if the group has failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -124,12 +122,11 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
 }
 
 /* Finishes the dot products (gradients of weights) for token number `token` of every rank. Each
- * dot product has one part for each block of 1024 elements of the row. The warp that received
- * the block has computed and stored the part. For each slot of these tokens on this rank, this
- * function adds the parts in ascending order, and stores the sum to d_slot_weights. Each lane
- * handles one slot. The function waits for parts that are not stored yet. It overwrites each
- * part that it has read with poison ("not written"), so that the memory can be used again.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * has one part for each block of 1024 elements of the row, which the warp that received the
+ * block stores in `parts`. For each slot of these tokens, one lane waits for the parts, adds
+ * them in ascending order, and stores the sum to d_slot_weights. It overwrites each part with
+ * poison, so that the memory can be used again. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
@@ -144,9 +141,8 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* Poll only the last of eight words (dot products of eight blocks). Only when it
-             * has arrived, read all eight. Polling all of them would take memory bandwidth that
-             * the rows need. */
+            /* Poll only the last of eight words (blocks), and read all eight when it has
+             * arrived. Polling all of them would take memory bandwidth that the rows need. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -185,10 +181,10 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* Quantizes weight * x, and stores the result as piece number `number` of the row of a slot.
- * Elements are quantized in blocks with a scale each, and each lane computes the scale of one
- * block. `largest`: bits of the largest absolute value of x in the block of this lane
- * (find_largest()). Called by a whole warp. */
+/* Quantizes weight * x, and stores it as piece number `number` of the row of a slot. Elements
+ * are quantized in blocks, and each lane computes the scale of one block. `largest`: bits of
+ * the largest absolute value of x in this lane's block (find_largest()). Called by a whole
+ * warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -208,8 +204,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Writes zeros to d_rows, their scales and d_slot_weights, from slot `first` to the end.
- * `threads` threads share the work; each calls the function with its own number `thread`. */
+/* Zeroes d_rows, their scales and d_slot_weights from slot `first` to the end. Each of
+ * `threads` threads calls the function with its own number `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -223,8 +219,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Writes zeros to one piece of a padding slot in d_rows. For piece 0, also writes zero to the
- * slot's d_slot_weights. Called by a whole warp. */
+/* Zeroes one piece of a padding slot in d_rows and, for piece 0, the slot's d_slot_weights.
+ * Called by a whole warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -237,8 +233,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to all padding slots. Does nothing if pads_with_tokens() is true, because
- * do_extra_work() has already written the zeros. Called by all CTAs. */
+/* Zeroes all padding slots, unless do_extra_work() has already done so (pads_with_tokens()).
+ * Called by all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -249,18 +245,17 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
 }
 
 /* Does the extra work of a unit that has received span number `span` of token number `token` of
- * this rank. There are two kinds of such work. Every unit writes zeros to some of the padding
- * slots (slots without a token). In addition, one unit of each token finishes the dot products
- * (gradients of weights) of token number `token` - lag of every rank. `end`: the round ends
- * before the token with this number. Returns false if the group of ranks has failed. */
+ * this rank. Every unit zeroes some of the padding slots (slots without a token). One unit of
+ * each token also finishes the dot products of token number `token` - lag of every rank. `end`:
+ * the round ends before the token with this number. Returns false if the group has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* Only the unit of one span of the token finishes the dot products. A hash of the token
-     * number chooses the span, so that all warps get equally much of this work. */
+    /* A hash of the token number chooses the span whose unit finishes the dot products, so that
+     * all warps get equally much of this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -274,10 +269,10 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
            add_dot_parts(m, finished_token);
 }
 
-/* Returns the role of a unit of work, which shows what the unit does. 0: the unit sends a token
- * of this rank. n > 0: it receives a token of source n (rank_of_role()). -n (only with relays):
- * it forwards a row of another host to ranks of this host. The number of the other host is this
- * host's number plus n, modulo the number of hosts. */
+/* Returns the role of a unit, which decides what the unit does. 0: send a token of this rank. n
+ * > 0: receive a token of source n (rank_of_role()). -n (only with relays): forward a row of
+ * another host to ranks of this host; that host's number is this host's number plus n, modulo
+ * the number of hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -291,10 +286,9 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
-/* Loads the word of the plan that a unit of work needs first. The warp calls it before it works
- * on the preceding unit, because the load takes long. If the unit sends a token, lane k loads
- * the rank to which choice k goes. If it receives a token, lane n loads the token's n-th slot
- * on this rank. */
+/* Loads the word of the plan that a unit needs first, while the warp works on the preceding
+ * unit, because the load takes long. If the unit sends a token, lane k loads the rank to which
+ * choice k goes. If it receives one, lane n loads the token's n-th slot on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;
@@ -305,10 +299,10 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
                : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
 
-/* `peers` is a bit mask of the ranks that need this rank's token number `sent`. Returns a bit
- * mask of the ranks to which this rank itself must send the token. With relays, this rank sends
- * the token to one rank of each other host, its mate there, which forwards it to the peers on
- * that host. In p2p, returns `peers`. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token number `sent`,
+ * which the ranks in `peers` need. With relays these are, on each other host, only the mate of
+ * this rank (the rank with the same index there), which forwards the token. In p2p, returns
+ * `peers`. */
 __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, RankMask peers)
 {
@@ -317,11 +311,10 @@ __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* With relays: this rank has received pieces [first, first + count) of a token's row over the
- * network, and forwards them to those ranks of its host that need them. The sender is this
- * rank's mate on another host (the rank with the same index there). The number of that host is
- * this host's number plus `hosts`, modulo the number of hosts. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* With relays: forwards pieces [first, first + count) of a token's row, which this rank has
+ * received from its mate on another host, to those ranks of its host that need them. The number
+ * of the other host is this host's number plus `hosts`, modulo the number of hosts. Called by a
+ * whole warp. Returns false if the group has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -17,8 +17,7 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* The token that a unit receives has some slots (rows of d_rows) on this rank. One of them,
- * with its weight. */
+/* One of the slots (rows of d_rows) on this rank of the token that a unit receives. */
 struct __align__(8) Slot
 {
     int32_t number;
@@ -27,15 +26,15 @@ struct __align__(8) Slot
 
 struct Entry { /* A unit of work that the warp has begun and not finished; in shared memory. */
     int32_t token; /* number of the token that is sent or received */
-    /* If the unit receives a token: number of the token's slots on this rank. If it sends a
-     * token: bit mask of the peers that need it or, with many ranks, 1. In both cases 0 means
-     * that there is nothing to do. */
+    /* In a unit that receives a token: number of the token's slots on this rank. In a unit that
+     * sends one: bit mask of the peers that need it or, with many ranks, 1. 0: nothing to do.
+     */
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
     int16_t role, span; /* role: what the unit does (role_of()). span: which part of the row */
-    /* first: index of the unit's first piece in the row. count: number of pieces. A unit that
-     * has nothing to do still uses one buffer of the ring, which stays empty. */
+    /* first: index of the unit's first piece in the row. count: number of pieces. A unit
+     * without work uses one buffer of the ring, which stays empty. */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
@@ -66,9 +65,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: how many dot products a warp computes before it adds the sums of its lanes. `sums`
-     * has space for this many. PITCH: distance in floats from one row of `sums` to the next. A
-     * row has WARP floats and 4 unused ones, to avoid bank conflicts. */
+    /* DOTS: number of dot products for which `sums` has space; then the sums of the lanes are
+     * added. PITCH: distance in floats between two rows of `sums`, with 4 unused ones against
+     * bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -82,17 +81,16 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int32_t end;          /* the round ends before the token with this number */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* Address of this lane's bytes of the current piece, in row 0 of the caller's `rows`. The
-     * address for row i is row_offset(i) bytes higher. */
+    /* Address of this lane's bytes of the current piece in row 0 of the caller's `rows`;
+     * row_offset(i) bytes before those of row i. */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
-    /* pieces: number of pieces of d_out left to copy for the unit. slots: number of slots whose
-     * rows are left to copy for the current piece. */
+    /* pieces: pieces of d_out of the unit that are left to copy. slots: slots whose rows are
+     * left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    /* How many units of work this warp has begun, copied and finished. begun: units whose data
-     * is in `entries`. copied: units whose pieces the warp has copied to the ring or copies
-     * now. used: units that are finished. */
+    /* Numbers of units that this warp has begun (their data is in `entries`), has copied or
+     * copies now (their pieces are in the ring), and has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -113,8 +111,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* An older unit has used the same entry. No lane can still read it, because a warp
-         * collective (reduce or ballot) comes before each write below. */
+        /* An older unit has used this entry. A warp collective (reduce or ballot) comes before
+         * each write below, so no lane still reads it. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -157,8 +155,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
-    /* Selects the unit whose pieces copy_next() copies from now on: the oldest begun unit that
-     * has not been copied. */
+    /* Selects the oldest begun unit that has not been copied, whose pieces copy_next() then
+     * copies. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -196,17 +194,17 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* ---- using ---- */
 
     /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece into q. its_vector: index in the row of the piece's first vector. fill: value that
-     * q gets in place of words past the end of the row. */
+     * piece of the ring into q. `its_vector` is the index in the row of that piece's first
+     * vector. Words past the end of the row become `fill`. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
     /* Waits until a piece of d_out has arrived in staging. On entry, q is the copy from the
-     * ring, in which words that had not arrived are poison. On return, q is the whole piece.
-     * Stores poison ("not written") back to the staging, so that it can be used again. Returns
-     * false if the group of ranks has failed. */
+     * ring, in which words that had not arrived are poison. On return, q is the whole piece,
+     * and its staging is poison again for the next use. Returns false if the group has failed.
+     */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -229,10 +227,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Computes block number `piece` of `count` dot products: those of the unit's slots `first`
-     * to first + count - 1. `sums` has each lane's sum. Lane i adds the sums of all lanes for
-     * slot first + i, and stores the result to `parts` (dot_part_of()). Called by a whole
-     * warp. */
+    /* Computes block number `piece` of the dot products of the unit's slots `first` to first +
+     * count - 1. `sums` has each lane's sum. Lane i adds the sums of all lanes for slot first +
+     * i, and stores the result to `parts` (dot_part_of()). Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -244,9 +241,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* Processes q, one received piece of d_out (the gradient of combine's output). For each of
-     * the unit's slots, stores weight * q to d_rows, and computes one block of the slot's dot
-     * product. */
+    /* Processes q, one received piece of d_out: for each of the unit's slots, stores weight * q
+     * to d_rows, and computes one block of the slot's dot product. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -268,8 +264,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Load the next element of u.slots before the stores for the current slot. After
-             * these stores, the load would have to wait for them. */
+            /* Load the next element of u.slots first, because the load would have to wait for
+             * the stores of the current slot. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,
@@ -283,9 +279,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit of work, so that its copies start early, and then finishes the
-     * oldest unit that the warp has begun. Called by a whole warp. Returns false if the group
-     * of ranks has failed. */
+    /* Begins one more unit, so that its copies start early, and then finishes the oldest one
+     * that the warp has begun. Called by a whole warp. Returns false if the group has failed.
+     */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

@@ -14,9 +14,9 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/list_rows.cuh"
 
-/* Copies the rows of d_out of this rank's tokens: to peers, or to slots of this rank. Multiplies
- * by the weight 1, like backward.cu, so that NaNs have the same bits. Called by all threads of
- * the CTAs of a team. */
+/* Copies the rows of d_out of this rank's tokens: to peers, or to slots of this rank.
+ * Multiplies by the weight 1, so that NaNs have the bits of backward.cu. Called by all threads
+ * of the CTAs of a team. */
 template <class ROW>
 static __device__ __noinline__ void copy_gradients(const BackwardMove &m, const WindowState &w,
                                                    RowList<Dot<ROW>::BLOCK> &list,

@@ -36,9 +36,9 @@
 #define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Writes zeros to all outputs. The CTA that finishes last calls this function after an error:
- * if the plan is invalid, or if the array `rows` of any rank has fewer rows than the plan has
- * slots there. */
+/* Zeroes all outputs. The CTA that finishes last calls this function after an error: if the
+ * plan is invalid, or if the array `rows` of any rank has fewer rows than the plan has slots
+ * there. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -96,8 +96,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
         clear_outputs(c);
 }
 
-/* Finds the first slot of each leaf (block of experts) of this rank, and stores these slots to
- * `to`. Called by all threads of a CTA; a barrier must follow before the slots are read. */
+/* Stores the first slot of each leaf (block of experts) of this rank to `to`. Called by all
+ * threads of a CTA; a barrier must follow before the slots are read. */
 __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &plan, int leaves)
 {
     const int i = (int)threadIdx.x;
@@ -106,8 +106,8 @@ __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &p
 }
 
 /* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
- * sum tree (blocks of experts whose rows are added first). It is separate from
- * combine_kernel(), which has no registers left for the nodes of a tree. */
+ * sum tree (blocks of experts whose rows are added first). combine_kernel() has no registers
+ * left for the nodes of a tree. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_leaves_kernel(const __grid_constant__ p2p_combine_job job)
@@ -155,9 +155,9 @@ static Kernel kernel_of(uint32_t type, bool exact, bool leaves)
     return type == EPIC_F16 ? kernel_for<F16>(exact, leaves) : kernel_for<F32>(exact, leaves);
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA. A CTA runs either stream.cuh, with a
- * ring buffer per warp, or plain.cuh, with a stack of partial sums per warp (LeafStack). So the
- * larger of both sizes suffices. `leaves`: the CTA runs combine_leaves_kernel(). */
+/* Returns the bytes of dynamic shared memory of a CTA: the larger one of the sizes for
+ * stream.cuh (a ring buffer per warp) and plain.cuh (a LeafStack per warp), because a CTA runs
+ * one of them. `leaves`: the CTA runs combine_leaves_kernel(). */
 static int memory_bytes(bool leaves)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -179,15 +179,14 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Returns the lag: for how many tokens a warp sends partial sums before it adds the partial
- * sums of the first token. If the lag is long enough, the peers' partial sums have already
- * arrived when the warp reads them. The function computes the lag as 5/4 of the number of
- * tokens that all warps together send at a time.
+/* Returns the lag: for how many tokens a warp sends partial sums before it adds those of the
+ * first token. It should be so long that the peers' partial sums have arrived when the warp
+ * reads them: 5/4 of the number of tokens that all warps together send at a time.
  *
- * job.lag is returned instead if the computed lag is not longer than job.lag or is above 192.
- * It is also returned in two cases in which a longer lag does not help. Case 1: every warp gets
- * the same piece of a row each time. Case 2: the plan is FLAT, and the index of a warp's piece
- * grows by less than half a row from one unit to its next. Measured: docs/lab/cuda.md. */
+ * Returns job.lag if that is longer, if the computed lag is above 192, or in two cases in which
+ * a longer lag does not help: every warp always gets the same piece of a row, or the plan is
+ * FLAT and a warp's piece moves by less than half a row from one unit to the next. Measured:
+ * docs/lab/cuda.md. */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

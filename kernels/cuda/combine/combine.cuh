@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both variants of combine (stream.cuh and plain.cuh) use: the type of partial sums,
- * and what a warp needs to know about the running round. A partial sum is the sum of one rank's
- * rows for one token. A warp works on one piece of one token's row at a time. There are two
- * lists of such work (combine.cu): "expert units" compute partial sums for peers' tokens,
- * "source units" compute the results of this rank's tokens. */
+ * and the state of a round. A partial sum is the sum of one rank's rows for one token. A warp
+ * works on one piece of one token's row at a time. combine.cu explains the two lists of such
+ * units: "expert units" compute partial sums for peers' tokens, "source units" the results of
+ * this rank's tokens. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
@@ -40,11 +40,10 @@ template <class ROW, class PART> struct PartialSum {
     }
 };
 
-/* Adds the node `b` of a sum tree to the node `a`, and rounds each sum to type ROW, as
- * PartialSum::add_partials() does. With nvcc, the functions for Bf16 and F16 below use an
- * instruction that adds and rounds two pairs of 16-bit elements. It returns the same bits as an
- * addition in float32 that is then rounded. The reason is that float32 has at least 2 * p + 2
- * significant bits, if ROW has p of them. */
+/* Adds the node `b` of a sum tree to the node `a`, and rounds each sum to type ROW, like
+ * PartialSum::add_partials(). With nvcc, the functions for Bf16 and F16 below use an
+ * instruction for two pairs of 16-bit elements. It returns the bits of a float32 addition that
+ * is then rounded, because float32 has at least 2 * p + 2 significant bits if ROW has p. */
 template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const uint4 &b)
 {
     PartialSum<ROW, ROW>::add_partials(&a, &b);
@@ -76,37 +75,34 @@ template <> __device__ __forceinline__ void add_nodes<F16>(uint4 &a, const uint4
 }
 #endif
 
-/* What a warp needs to know to process its units of work in the running round. */
+/* The data that a warp needs to process its units of work in the running round. */
 struct CombineState {
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    /* How the two lists of work (combine.cu) are divided among the warps. expert: units that
-     * send partial sums for peers' tokens. source: units that add partial sums for this rank's
-     * tokens. */
+    /* How the two lists of units are divided among the warps. expert: units that send partial
+     * sums for peers' tokens. source: units that add partial sums for this rank's tokens. */
     const Stride &expert, &source;
     uint4 *stack;    /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
     RowShape shape;  /* sizes of the rows that are summed */
     uint64_t policy; /* result of policy_once(), for rows that are read or written once */
     int32_t round_begin; /* number of the first token of the running round */
     int32_t top_k;
-    /* Only in backend `hosts` (the array is empty otherwise): true if, on each host, one rank
-     * adds the partial sums of all ranks of the host, so that only their sum is sent to another
-     * host (combine/relay.cuh). */
+    /* Only in backend `hosts` (elsewhere empty): true if one rank of each host adds the partial
+     * sums of its host and sends only their sum to another host (combine/relay.cuh). */
     __extension__ bool adds_by_host[HOSTS];
 };
 
-/* Returns true if, on each host, one rank adds the partial sums of all ranks of the host, so
- * that only their sum is sent to another host (combine/relay.cuh). Always false in backend
- * p2p. */
+/* Returns true if one rank of each host adds the partial sums of its host, and sends only their
+ * sum to another host (combine/relay.cuh). Always false in backend p2p. */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
-/* Reads from the plan the slots (rows of the receive buffer on this rank) of token number
- * `token` of rank `rank`. Lane n returns the n-th of these slots (n counts from 0), or -1 if
- * the token has fewer. With chunk = 1, lane n returns the (32 + n)-th of these slots. */
+/* Lane n returns the n-th slot (row of the receive buffer on this rank) of token number `token`
+ * of rank `rank`, counted from 0, or -1 if the token has fewer. With chunk = 1, lane n returns
+ * the (32 + n)-th slot. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -117,8 +113,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Lane k returns the rank that owns the expert of choice k of this rank's token, or -1 if the
- * choice is not sent to any rank. With chunk = 1, lane k handles choice 32 + k. */
+/* Lane k returns the rank to which choice k (with chunk = 1: 32 + k) of this rank's token is
+ * sent, or -1. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int chunk)
 {
@@ -129,17 +125,14 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* An expert unit (a unit of work) sends a partial sum to the peer that owns the token. Returns
- * this peer. `role`: the unit's position among the expert units of one token number. Role 0 is
- * for the next higher rank, role 1 for the rank after it, and so on (modulo num_ranks). If
- * adds_by_host() is true, the mates of this rank come last, because units for mates wait for
- * other ranks. (A mate is the rank of another host that has the same index there as this rank
- * has on its own host.) */
+/* Returns the peer for which an expert unit computes a partial sum. `role` numbers the expert
+ * units of one token number: role 0 is for the next higher rank, role 1 for the rank after it,
+ * and so on, modulo num_ranks. If adds_by_host() is true, the mates of this rank (the ranks
+ * with its index on other hosts) come last, because their units wait for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
-    /* number of peers that are not this rank's mates (ranks with the same index on other
-     * hosts) */
+    /* number of peers that are not mates of this rank */
     const int others = adds_by_host(c) ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;

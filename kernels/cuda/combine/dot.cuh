@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of rows. Results are bit-identical to those of the CPU code. A row is divided
- * into blocks of 1024 elements (one piece), and a warp computes the dot product of one block.
- * It adds the products in three steps: into eight accumulators per lane, then over the
- * accumulators of a lane, then over the lanes. */
+/* Dot products of rows, bit-identical to those of the CPU code. A row is divided into blocks of
+ * 1024 elements (one piece), and a warp computes one block. It adds the products into eight
+ * accumulators per lane, then the accumulators of a lane, then the sums of the lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
@@ -55,8 +54,8 @@ template <> struct Dot<F32> {
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
     float acc[8]; /* acc[0..3]: sums of the even vectors; acc[4..7]: sums of the odd vectors */
 
-    /* Adds the products x[i] * y[i] of vector v of the block to the accumulators. If v is even,
-     * the function uses the first four accumulators, otherwise the last four. */
+    /* Adds the products x[i] * y[i] of vector v of the block to the accumulators: to the first
+     * four if v is even, otherwise to the last four. */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
@@ -95,8 +94,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes(float), but a single lane adds the sums of all lanes. `lanes`: the results of
- * lane_sum() of all 32 lanes, in shared memory. */
+/* Like add_lanes(float), but a single lane adds the results of lane_sum() of all 32 lanes,
+ * which are in shared memory (`lanes`). */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -105,8 +104,8 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Returns this lane's part of the dot product of two rows (x and y) in one block: the sum of
- * the products of its elements (see lane_sum()). */
+/* Returns this lane's part of the dot product of two rows in one block: the sum of the products
+ * of its elements (see lane_sum()). */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

@@ -28,8 +28,8 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the float (gradient of the weight) of the n-th choice that a token of `rank` has
-     * on this rank. If there is no such choice, sets `has_float` to false and returns 0. */
+    /* Returns the float of the n-th choice that a token of `rank` has on this rank. If there is
+     * no such choice, sets `has_float` to false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &has_float) const
     {
@@ -38,15 +38,14 @@ struct FlatFloats {
         int64_t row = has_float ? __ldg(plan.records + at) : -1;
         if (has_float && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         has_float = row >= 0;
-        /* if the caller's buffer has too few rows (an error that is reported later), reads row
-         * 0 instead */
+        /* the caller's buffer has too few rows, which is reported later; read row 0 */
         if (row >= job.num_rows) row = 0;
         return has_float ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
-/* Sends to `rank` the floats (gradients of weights) of one of its tokens. `source`: which part
- * of that rank's heap is for floats of this rank (floats_base()). Called by a whole warp. */
+/* Sends to `rank` the floats of one of its tokens. `source`: the part of that rank's heap for
+ * floats of this rank (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -65,11 +64,10 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats (gradients of weights) of up to 32 choices of this rank's token, one per
- * lane, and stores them to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the
- * others. `rank`: the rank of this lane's choice. `rank_before`: with chunk = 1, the rank of
- * this lane's choice in chunk 0. Called by a whole warp. Returns false if the group of ranks
- * has failed. */
+/* Receives the floats of up to 32 choices of this rank's token, one per lane, and stores them
+ * to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the others. `rank`: the rank of
+ * this lane's choice. `rank_before`: with chunk = 1, the rank of this lane's choice in chunk 0.
+ * Called by a whole warp. Returns false if the group has failed. */
 static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chunk,
                                      int32_t rank, int32_t rank_before)
 {
@@ -99,17 +97,16 @@ static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chu
     return true;
 }
 
-/* Sends the floats (gradients of weights) of the peers' tokens to the peers. Then receives the
- * floats of this rank's tokens. Called by all warps. Returns false if the group of ranks has
- * failed. */
+/* Sends the floats of the peers' tokens, then receives those of this rank's tokens. Called by
+ * all warps. Returns false if the group has failed. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* `source` is the number that the peer gives to this rank. Each rank numbers the other
-         * ranks upwards (modulo num_ranks): its next higher rank has number 0. */
+        /* `source` is the number that the peer gives to this rank. A rank numbers the others
+         * from the next higher one, modulo num_ranks. */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -127,10 +124,10 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if the receive buffer of every rank has a row for each of the rank's slots,
- * according to the sizes that the ranks have announced. If a buffer is too small, returns false
- * but reports no error, because the first operation of dispatch_backward, which moved the rows,
- * has already reported it. Called by the CTA that finishes last. */
+/* Returns true if the receive buffer of every rank has a row for each of its slots, according
+ * to the sizes that the ranks have announced. Does not report an error, because the first
+ * operation of dispatch_backward, which moved the rows, has done so. Called by the CTA that
+ * finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
@@ -142,8 +139,8 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The kernel: moves the floats. If the plan is invalid, or if slot_floats of a rank has too few
- * rows, writes zeros to the output. */
+/* The kernel: moves the floats. Zeroes the output if the plan is invalid, or if slot_floats of
+ * a rank has too few rows. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

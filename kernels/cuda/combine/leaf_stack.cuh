@@ -40,13 +40,12 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
     return 32 - __clz(a ^ b);
 }
 
-/* Adds partial sums in the order of a binary tree whose leaves are numbered. A partial sum may
- * be missing at some leaves. The caller pushes one node (a partial sum) per leaf, in ascending
- * order of leaves. If a node cannot be added yet because its right sibling is not complete, it
- * stays on the stack, in shared memory. Number i of `leaf_at` is the number of one leaf below
- * node i of the stack. From this leaf the functions find where the node is in the tree. `depth`
- * is the number of nodes on the stack. P is the number of 16-byte vectors that each lane has of
- * a node. */
+/* Adds partial sums in the order of a binary tree whose leaves are numbered. Some leaves may
+ * have none. The caller pushes one node per leaf, in ascending order of leaves. A node whose
+ * right sibling is not complete stays on the stack, in shared memory. Number i of `leaf_at` is
+ * a leaf below node i of the stack, which shows where the node is in the tree. `depth` is the
+ * number of nodes on the stack. P is the number of 16-byte vectors that each lane has of a
+ * node. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -58,8 +57,7 @@ template <class ROW, class PART> struct LeafStack {
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns the number of one leaf below node i of the stack. From it, the caller can find
-     * where in the tree the node is. */
+    /* Returns the number of one leaf below node i of the stack. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return leaf_number(leaf_at, i);
@@ -78,9 +76,9 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. Before that, replaces the two top nodes by their sum,
-     * as long as their smallest common subtree does not contain the new leaf. This subtree is
-     * then complete, because leaves come in ascending order. */
+    /* Pushes the node of leaf `new_leaf`. Before that, adds the two top nodes again and again,
+     * as long as their smallest common subtree does not contain the new leaf: it is then
+     * complete, because leaves come in ascending order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&

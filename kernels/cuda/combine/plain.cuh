@@ -30,8 +30,8 @@
 
 #include "cuda/combine/leaf_stack.cuh"
 
-/* Like read_slot(), but returns slot 0 if the caller's buffer has no row for the slot. The
- * buffer is then too small, which clamp_slot() explains. */
+/* Like read_slot(), but returns slot 0 if the caller's buffer has no row for the slot
+ * (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int chunk)
 {
@@ -40,11 +40,10 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds weight * row to acc for COUNT rows, for this lane's vectors of one piece. `vector`: the
- * piece's first vector. The rows are those in the slots of the lowest COUNT lanes of the bit
- * mask `lanes`, and the function removes these lanes from the mask. `slot`, `weight`: this
- * lane's slot and its weight. Loads all rows before it uses the first, so that the loads
- * overlap. Called by a whole warp. */
+/* Adds weight * row to acc for COUNT rows, for this lane's vectors of the piece that begins at
+ * `vector`. The rows are the slots of the lowest COUNT lanes of the bit mask `lanes`, which are
+ * removed from the mask. `slot`, `weight`: this lane's slot and its weight. Loads all rows
+ * before it uses the first, so that the loads overlap. Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -76,8 +75,8 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
 }
 
 /* Adds weight * row to acc for the slots of all lanes in the bit mask `lanes`, in ascending
- * order of lanes. `slot`, `weight`: this lane's slot and its weight. `vector`: first vector of
- * the piece that is added. Called by a whole warp. */
+ * order, for the piece that begins at `vector`. `slot`, `weight`: this lane's slot and its
+ * weight. Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
@@ -105,11 +104,10 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Computes this rank's partial sum for a token of `rank`: adds weight * row over the token's
- * slots on this rank, in ascending k. Stores the sum in `node`. `slot`: in lane n, the token's
- * n-th slot on this rank, or -1. For slots after the first 32, the function itself reads the
- * plan. `vector`: first vector of the piece that is added. Returns false if the token has no
- * slot on this rank. Called by a whole warp. */
+/* Stores this rank's partial sum for a token of `rank` in `node`: weight * row, added over the
+ * token's slots on this rank in ascending k, for the piece that begins at `vector`. `slot`: in
+ * lane n, the token's n-th slot on this rank, or -1; slots after the first 32 are read from the
+ * plan. Returns false if the token has no slot on this rank. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -133,8 +131,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of the sum tree to which the expert of a slot belongs. A leaf is a block of
- * num_experts / leaves adjacent experts. Leaf 0 is this rank's first leaf. */
+/* Returns the leaf of the sum tree that contains the expert of a slot, counted from this rank's
+ * first leaf. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -151,9 +149,8 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Computes this rank's partial sum, like sum_local_rows(), if the rank has several leaves of
- * the sum tree (blocks of experts). First adds the rows of each leaf. Then adds the sums of the
- * leaves in the order of the tree, and stores the total in `node`. A piece has one vector per
+/* Like sum_local_rows(), for a rank with several leaves of the sum tree: adds the rows of each
+ * leaf, and then the sums of the leaves in the order of the tree. A piece has one vector per
  * lane. Returns false if the token has no slot on this rank. Called by a whole warp. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
@@ -190,10 +187,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends to the peer `rank` the floats of one of its tokens. The
- * floats are gradients of weights, from the caller's array slot_floats. There is one float for
- * each choice of this token that was sent to this rank. `to`: the array in the heap of `rank`
- * into which this rank stores floats. Called by a whole warp. */
+/* Only in dispatch_backward: sends to the peer `rank` the floats of one of its tokens, one for
+ * each choice that was sent to this rank, from the caller's array slot_floats. `to`: the array
+ * in the heap of `rank` for floats of this rank. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -211,9 +207,9 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Only in dispatch_backward: waits until one float (the gradient of the choice's weight) has
- * arrived for every choice of this rank's token, and stores the floats to choice_floats. Lane k
- * handles choice k. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Only in dispatch_backward: waits for the floats of all choices of this rank's token, and
+ * stores them to choice_floats. Lane k handles choice k. Called by a whole warp. Returns false
+ * if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
@@ -254,8 +250,8 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* A unit of work: one piece of one token's row. While a warp works on one unit, it loads slots
- * and ranks of the next one. */
+/* A unit of work: one piece of one token's row. The warp loads slots and ranks of the next unit
+ * while it works on this one. */
 struct Unit {
     int32_t token;
     int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
@@ -264,8 +260,8 @@ struct Unit {
     int32_t ranks;
 };
 
-/* Computes this rank's partial sum for the piece of a unit, and stores it in `node`. `rank`:
- * the rank that owns the unit's token. Returns false if the token has no slot on this rank. */
+/* Stores this rank's partial sum for the piece of a unit in `node`. `rank`: the rank that owns
+ * the unit's token. Returns false if the token has no slot on this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -280,8 +276,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 #include "cuda/combine/relay.cuh"
 
 /* Processes an expert unit: adds this rank's rows for one piece of a peer's token, and stores
- * this partial sum to the peer's staging. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+ * the partial sum to the peer's staging. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -299,9 +295,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* `source` is the number that the peer gives to this rank. Rank r gives rank s the number
-     * (s - r - 1) modulo num_ranks. In backend p2p, u.role is the number that this rank gives
-     * to the peer. */
+    /* `source` is the number that the peer gives to this rank: (s - r - 1) modulo num_ranks for
+     * rank s on rank r. In backend p2p, u.role is the number that this rank gives to the peer.
+     */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -320,12 +316,11 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Receives the partial sums of up to four ranks. These ranks are at `position` to `position` +
- * 3 of the order in which sums are added (rank_at[]). has_node[i]: true if the rank at position
- * + i sends a partial sum for the token. The function then reads this partial sum into q[i]. If
- * the rank is this rank itself, the caller has already set q[i]. After reading, stores poison
- * ("not written") to the staging, so that it can be used again. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Receives the partial sums of up to four ranks: those at `position` to `position` + 3 of the
+ * sum order. If has_node[i] is true, the rank at position + i sends one, which is read into
+ * q[i], unless it is this rank, whose partial sum the caller has set. Then stores poison to the
+ * staging, so that it can be used again. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -390,8 +385,8 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
     return true;
 }
 
-/* Adds `b` to `a`. has_a, has_b: true if `a` or `b` contains a partial sum. If only `b`
- * contains one, copies it to `a`. */
+/* Adds `b` to `a`, or copies it if `a` is empty. has_a, has_b: true if `a` or `b` contains a
+ * partial sum. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
@@ -409,10 +404,9 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
     has_a = true;
 }
 
-/* Adds the partial sums of all ranks in the bit mask `touched`, which are the ranks that have
- * choices of the token. The plan prescribes the order: by ascending rank, or in a binary tree.
- * Stores the sum in `total`. own: the partial sum of this rank. Called by a whole warp. Returns
- * false if the group of ranks has failed. */
+/* Stores in `total` the sum of the partial sums of all ranks in `touched`, in the order of the
+ * plan: by ascending rank, or in a binary tree. own: the partial sum of this rank. Called by a
+ * whole warp. Returns false if the group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, RankMask touched,
@@ -483,9 +477,9 @@ add_ranks(const CombineState &c, const Unit &u, RankMask touched,
     return true;
 }
 
-/* Processes a source unit: for one piece of this rank's token, adds this rank's rows and the
- * peers' partial sums, and stores the sum to `out`. Called by a whole warp. Returns false if
- * the group of ranks has failed. */
+/* Processes a source unit: for one piece of this rank's token, stores the sum of this rank's
+ * rows and the peers' partial sums to `out`. Called by a whole warp. Returns false if the group
+ * has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {
@@ -512,14 +506,13 @@ __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit
 }
 
 /* Processes one round: tokens [c.round_begin, end) of every rank. Called by a whole warp.
- * Returns false if the group of ranks has failed. */
+ * Returns false if the group has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t end)
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    /* positions in the two lists of units of work (expert units and source units): the units to
-     * load next */
+    /* positions in the two lists of units: the expert unit and the source unit to load next */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);
@@ -567,9 +560,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 }
 
 /* Runs all rounds of combine. PART: type of partial sums. LEAVES: this rank may have several
- * leaves of the sum tree. The function is not inlined, because it would use so many registers
- * that the main loop of stream.cuh, in the same kernel, would spill registers to memory.
- * Returns false if the group of ranks has failed. */
+ * leaves of the sum tree. Not inlined: the main loop of stream.cuh, in the same kernel, would
+ * otherwise spill registers. Returns false if the group has failed. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

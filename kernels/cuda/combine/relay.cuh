@@ -21,9 +21,8 @@
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns where in staging this lane's first vector of a partial sum is. `box`: start of the
- * staging that one rank uses to send to one other rank. The unit `u` selects the token and the
- * piece. */
+/* Returns where in staging this lane's first vector of a partial sum is, for the token and
+ * piece of unit `u`. `box`: start of the staging between two ranks. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -45,9 +44,8 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
 }
 
 /* Waits until `rank` has stored one piece of its partial sum to the staging that begins at
- * `box`, and reads it into `node`. Then stores poison ("not written") to the staging, so that
- * it can be used again. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+ * `box`, reads it into `node`, and stores poison to the staging, so that it can be used again.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -69,10 +67,10 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum (`node`) to the rank of this host that adds for the token's
- * home rank `rank`: the mate of `rank`. `has_partial`: whether this rank has a partial sum. The
- * unit of piece 0 also sends has_partial, as the word *wants*. From this word the mate knows
- * whether it must wait for a partial sum. Called on ranks that are not the mate. */
+/* Sends this rank's partial sum (`node`) to the mate of the token's home rank `rank` on this
+ * host, which adds those of its host. The unit of piece 0 also sends has_partial, as the word
+ * *wants*, from which the mate knows whether a partial sum comes. Called on ranks that are not
+ * the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -86,10 +84,10 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (has_partial) store_node<P>(c, u, box_address(self, c.op, heap, to, box_owner), node);
 }
 
-/* Adds the partial sums of all ranks of this host, in the order of the sum tree. Called on the
- * mate of `rank`, the token's home rank. On entry, has_partial is true if this rank itself has
- * a partial sum, which is then in `node`. On return, has_partial is true if any rank of the
- * host has one, and `node` is their sum. Returns false if the group of ranks has failed. */
+/* Called on the mate of `rank`, the token's home rank: adds the partial sums of all ranks of
+ * this host in the order of the sum tree. has_partial: on entry true if this rank has a partial
+ * sum, in `node`; on return true if any rank of the host has one, and `node` is their sum.
+ * Returns false if the group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,
@@ -121,11 +119,10 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
     return true;
 }
 
-/* Sends this rank's partial sum for a token of `rank`, a rank of another host, by way of a
- * relay (a rank of this host that adds first). If this rank is the mate of `rank`, it adds the
- * partial sums of its host and puts the sum to `rank`. Otherwise it sends its own partial sum
- * to the mate. `node` is this rank's partial sum; it is valid only if `has_partial` is true.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Sends this rank's partial sum for a token of `rank`, a rank of another host. The mate of
+ * `rank` adds the partial sums of its host and puts the sum to `rank`. The other ranks send
+ * theirs to the mate. `node` is valid only if `has_partial` is true. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

@@ -1,23 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that combine and combine_backward share. They check slots, read the weights of
- * slots, and divide an operation into rounds. A round moves only as many tokens as have space
- * in the staging memory. Template argument M is the type of the kernel's state: CombineState in
- * combine, BackwardMove in combine_backward. */
+/* Functions that combine and combine_backward share: they check slots, read the weights of
+ * slots, and divide an operation into rounds. A round moves as many tokens as have space in the
+ * staging memory. M is the type of the kernel's state: CombineState or BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Returns `slot`, or 0 if the caller's buffer has no row `slot`. In this case the buffer is too
- * small, which all ranks report as an error at the end of the operation. But peers still wait
- * for a row, so row 0 is sent in place of the missing row. */
+/* Returns `slot`, or 0 if the caller's buffer has no row `slot`. All ranks report the small
+ * buffer at the end of the operation. But peers still wait for a row, so row 0 replaces the
+ * missing one. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
-/* Returns the caller's weight of a slot. Returns 1 if the caller passed no weights, or if
- * `slot` is negative (no slot). */
+/* Returns the caller's weight of a slot, or 1 if there are no weights or `slot` is negative. */
 template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
@@ -25,10 +23,9 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Calls round(end) once for each round of the operation. A round moves the tokens
- * [m.round_begin, end) of every rank: as many as have space in the staging memory. row_bytes:
- * bytes of staging that one token needs. Called by all threads of all CTAs. Returns false if
- * the group of ranks has failed. */
+/* Calls round(end) once for each round of the operation, which moves the tokens [m.round_begin,
+ * end) of every rank. row_bytes: bytes of staging that one token needs. Called by all threads
+ * of all CTAs. Returns false if the group has failed. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

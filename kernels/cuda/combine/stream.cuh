@@ -29,16 +29,16 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
-/* Number of levels of the sum tree within a rank. Its leaves are the rank's blocks of experts,
- * at most P2P_STREAM_LEAVES. */
+/* levels of the sum tree within a rank, which has at most P2P_STREAM_LEAVES leaves (blocks of
+ * experts) */
 #define TREE_LEVELS 3
 
 /* A slot (row of the caller's buffer) of the token that a unit works on. */
 struct __align__(8) Slot
 {
     int32_t number;
-    /* The bits of a float. In combine: the weight of the slot. In dispatch_backward: the
-     * gradient of the slot's weight, which is sent back to the rank of the token. */
+    /* the bits of a float: the weight of the slot or, in dispatch_backward, the gradient of
+     * that weight */
     uint32_t word;
 };
 
@@ -48,7 +48,7 @@ struct Entry { /* A unit of work that the warp has begun and not finished; in sh
     int16_t num_slots; /* number of the token's slots on this rank */
     int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
     /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
-     * (rank_at[p]) sends a partial sum for the token. */
+     * sends a partial sum for the token. */
     uint32_t positions;
     Slot slots[WARP]; /* the token's slots on this rank */
     /* [k]: the rank to which choice k goes. Set only if the token is this rank's own */
@@ -88,42 +88,39 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* The units of work that the warp begins next. An expert unit sends a partial sum to the
-     * rank of a token. A source unit adds the partial sums of a token of this rank. Each kind
-     * has a list, and these are positions in the two lists (combine.cu). */
+    /* positions in the two lists of units (combine.cu): the expert unit and the source unit to
+     * begin next */
     UnitWalk expert_walk, source_walk;
-    /* Words of the next units, loaded early because a load takes long. In lane n, expert_slot
-     * and source_slot are the n-th slot of the token of the next expert unit and of the next
-     * source unit. source_rank is the rank to which choice n of the latter token goes. */
+    /* Words of the next units, loaded early because a load takes long. expert_slot and
+     * source_slot: in lane n, the token's n-th slot in the next expert unit and source unit.
+     * source_rank: in lane n, the rank to which choice n of the latter token goes. */
     int32_t expert_slot, source_slot, source_rank;
-    /* An operation may need several rounds, each with other tokens. In this round the last
-     * token with expert units is number expert_end - 1, and the last one with source units is
-     * number source_end - 1. */
+    /* the ends of the round: it has no expert units from token expert_end on, and no source
+     * units from token source_end on */
     int32_t expert_end, source_end;
     /* In lane p: the rank at position p of the sum order. -1 if there is no such rank, or if it
      * is this rank itself. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* Address of this lane's bytes of the current piece, in row 0 of the caller's array. The
-     * address for row i is row_offset(i) bytes higher. */
+    /* Address of this lane's bytes of the current piece in row 0 of the caller's array;
+     * row_offset(i) bytes before those of row i. */
     const uint8_t *rows;
-    /* Describe the unit of work whose pieces are being copied: its token, and where in the row
-     * its piece begins (index of a 16-byte vector). */
+    /* the unit whose pieces are being copied: its token, and the index in the row of its
+     * piece's first vector */
     int32_t token, vector;
     int32_t slots = 0; /* how many rows on this rank are left to copy for that unit */
-    /* Which peers' partial sums are left to copy for that unit. Bit p stands for the rank at
-     * position p of the sum order. */
+    /* the peers whose partial sums are left to copy for that unit: bit p is the rank at
+     * position p of the sum order */
     uint32_t positions = 0;
     /* the leaves of the sum tree (blocks of experts) on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
-    /* How many units of work this warp has begun, copied and finished. begun: units whose data
-     * is in `entries`. copied: units whose pieces the warp has copied to the ring or copies
-     * now. used: units that are finished. */
+    /* Numbers of units that this warp has begun (their data is in `entries`), has copied or
+     * copies now (their pieces are in the ring), and has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
-     * end: the round ends before this token. its_leaves: the leaves of this rank; only with
-     * LEAVES. */
+     * end: the round ends before this token. its_leaves: only with LEAVES, the leaves of this
+     * rank. */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end, const LeafSlots *its_leaves)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory),
@@ -141,25 +138,23 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 
     /* ---- copying ---- */
 
-    /* Loads this lane's slot for the next expert unit (a unit that sends a partial sum to a
-     * peer). */
+    /* Loads this lane's slot for the next expert unit. */
     __device__ __forceinline__ void load_expert()
     {
         const int32_t t = c.round_begin + expert_walk.step;
         expert_slot =
             t < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), t, 0) : -1;
     }
-    /* Loads this lane's slot and rank for the next source unit (a unit that adds the partial
-     * sums of a token of this rank). */
+    /* Loads this lane's slot and rank for the next source unit. */
     __device__ __forceinline__ void load_source()
     {
         const int32_t t = c.round_begin + source_walk.step;
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices. Sets
-     * entry.leaves, entry.ends and entry.places. its_slot: this lane's slot. Returns the index
-     * of this lane's slot in the sorted order. Called by a whole warp. */
+    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices, in
+     * entry.leaves, entry.ends and entry.places. Returns the index of this lane's slot,
+     * its_slot, in the sorted order. Called by a whole warp. */
     __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
     {
         const LeafSlots &at = **leaf_slots;
@@ -183,10 +178,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         return place;
     }
-    /* Begins a unit of work: stores its data in `entry`. Starts to copy one float per slot to
-     * shared memory: the weight of the slot or, if the caller has passed no weights, its
-     * element of slot_floats. its_slot: this lane's slot. its_positions: value of
-     * Entry.positions. Called by a whole warp. */
+    /* Begins a unit: stores its data in `entry`, and starts to copy one float per slot to
+     * shared memory: the weight of the slot or, without weights, its element of slot_floats.
+     * its_slot: this lane's slot. its_positions: value of Entry.positions. Called by a whole
+     * warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -210,9 +205,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         begun++;
     }
-    /* Begins the next unit, if one is left. The warp prefers expert units, because peers wait
-     * for what they send. But when its expert units are `lag` tokens ahead of its source units,
-     * it begins a source unit. */
+    /* Begins the next unit, if one is left. Prefers expert units, because peers wait for their
+     * results. Begins a source unit when the warp's expert units are `lag` tokens ahead of its
+     * source units. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t expert_token = c.round_begin + expert_walk.step,
@@ -236,16 +231,15 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             load_source();
         }
     }
-    /* Returns the address, in this rank's staging, of the partial sum that a peer sends for a
-     * token. `position`: the peer's position in the order in which sums are added. */
+    /* Returns the address, in this rank's staging, of the partial sum of a token from the peer
+     * at `position` of the sum order. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.round_begin, c.shape.vectors);
     }
-    /* Starts the copy of one more piece to the ring: a piece of a row on this rank, or of a
-     * peer's partial sum. A unit that has no pieces also uses one buffer of the ring, which
-     * stays empty. */
+    /* Starts the copy of one more piece to the ring: of a row on this rank, or of a peer's
+     * partial sum. A unit without pieces uses one buffer of the ring, which stays empty. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | positions) && copied != begun) {
@@ -280,7 +274,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
     /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece into q. */
+     * piece of the ring into q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
@@ -293,13 +287,12 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: adds a node (sum of a subtree) of the sum tree to its sibling, or keeps
-     * it until the sibling is complete. `node` is at `level` of the tree, and its subtree
-     * contains leaf number `leaf` of this rank. `left`: bit mask of the leaves that the warp
-     * has not added yet. A right child is added to its left sibling, if the sibling is in
-     * `waiting`. A left child whose sibling contains leaves of `left` must wait for it: the
-     * function moves the node to `waiting` and sets goes_up to false. has_waiting: bit l is 1
-     * if a node of level l waits. */
+    /* Only with LEAVES: adds a node of the sum tree to its sibling, or keeps it until the
+     * sibling is complete. `node` is at `level`, and leaf number `leaf` of this rank is below
+     * it. `left`: bit mask of the leaves that the warp has not added yet. A right child is
+     * added to its left sibling, if that is in `waiting`. A left child whose sibling has leaves
+     * in `left` moves to `waiting`, and goes_up becomes false. has_waiting: bit l is 1 if a
+     * node of level l waits. */
     static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
                                                         int leaf, int level, uint32_t left,
                                                         uint32_t &has_waiting, bool &goes_up)
@@ -321,18 +314,18 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             for (int v = 0; v < V; v++) waiting[v] = node[v];
         }
     }
-    /* Sets sum to this rank's partial sum: weight * row, added over the unit's slots on this
-     * rank, and rounded to type ROW. With LEAVES, rounds the sum of each leaf, and adds these
-     * sums in a tree. */
+    /* Sets sum to this rank's partial sum, rounded to type ROW: weight * row, added over the
+     * unit's slots on this rank. With LEAVES, rounds the sum of each leaf, and adds these in a
+     * tree. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Only with LEAVES: nodes (sums of subtrees) that wait for their right sibling. At
-         * level 0 this is one leaf, kept in registers. The nodes of higher levels are in local
-         * memory, because there are not enough registers. */
+        /* Only with LEAVES: nodes that wait for their right sibling. That of level 0, a leaf,
+         * is in registers. Those of higher levels are in local memory, because there are not
+         * enough registers. */
         uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
         uint32_t has_waiting = 0, leaves = 0;
         if constexpr (LEAVES) leaves = u.leaves;
@@ -367,8 +360,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if constexpr (!LEAVES) round_sums(sum, acc);
     }
     /* Stores this rank's partial sum (`node`) to the staging of the peer that owns the token.
-     * In dispatch_backward, the unit of the first piece also sends the gradients of the weights
-     * of the token's choices. */
+     * In dispatch_backward, the unit of the first piece also sends the token's floats. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -387,9 +379,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
     /* Only in backend `hosts`: counts a stored piece of a partial sum for another host. The
-     * call for the last piece posts one put for the whole partial sum, because the proxy thread
-     * needs time for each put. The unit of the first piece also posts the put of the token's
-     * floats (gradients of weights). */
+     * call for the last piece posts one put for all pieces, because the proxy thread needs time
+     * for each put. The unit of the first piece also posts the put of the token's floats. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -404,10 +395,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads one piece of the partial sum of the peer at `position` of the sum order into q. The
-     * piece is in the ring. If it had not arrived when it was copied to the ring, polls it in
-     * staging until it arrives. Then stores poison ("not written") to the staging, so that it
-     * can be used again. Returns false if the group of ranks has failed. */
+    /* Reads one piece of the partial sum of the peer at `position` of the sum order into q,
+     * from the ring or, if it had not arrived when it was copied, by polling it in staging.
+     * Then stores poison to the staging, so that it can be used again. Returns false if the
+     * group has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -419,7 +410,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         return true;
     }
     /* Sets `out` to the sum of all ranks' partial sums, added in ascending order of ranks. own:
-     * the partial sum of this rank. Returns false if the group of ranks has failed. */
+     * the partial sum of this rank. Returns false if the group has failed. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -468,8 +459,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         else
             PartialSum<ROW, ROW>::add_partials(&a, &b);
     }
-    /* Adds `b` to `a`. has_a, has_b: true if `a` or `b` contains a partial sum. If only `b`
-     * contains one, copies it to `a`. Sets has_b to false. */
+    /* Adds `b` to `a`, or copies it if `a` is empty, and sets has_b to false. has_a, has_b:
+     * true if `a` or `b` contains a partial sum. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
                                                   const uint4 (&b)[V], bool &has_b)
     {
@@ -484,9 +475,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         has_b = false;
     }
     /* Sets `out` to the sum of all ranks' partial sums, added in a binary tree of at most eight
-     * leaves, one for each position of the sum order. To need few registers, stores the sum of
-     * positions 0 to 3 to the output row in memory while it adds positions 4 to 7. Returns
-     * false if the group of ranks has failed. */
+     * leaves, the positions of the sum order. The output row holds the sum of positions 0 to 3
+     * while positions 4 to 7 are added, because there are not enough registers. Returns false
+     * if the group has failed. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -526,9 +517,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         return true;
     }
-    /* Only in dispatch_backward: waits until the token's floats (the gradient of each choice's
-     * weight) have arrived, and stores them to choice_floats. Lane k handles choice k. Returns
-     * false if the group of ranks has failed. */
+    /* Only in dispatch_backward: waits for the token's floats, and stores them to
+     * choice_floats. Lane k handles choice k. Returns false if the group has failed. */
     __device__ __forceinline__ bool receive_floats(const Entry &u)
     {
         const p2p_self &self = c.job.self;
@@ -552,9 +542,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Computes one piece of the result of this rank's token: adds all ranks' partial sums, and
-     * stores the sum to the output row. own: the partial sum of this rank. Returns false if the
-     * group of ranks has failed. */
+    /* Computes one piece of the result of this rank's token: stores the sum of all ranks'
+     * partial sums to the output row. own: the partial sum of this rank. Returns false if the
+     * group has failed. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -565,9 +555,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit of work, so that its copies start early, and then finishes the
-     * oldest unit that the warp has begun. Called by a whole warp. Returns false if the group
-     * of ranks has failed. */
+    /* Begins one more unit, so that its copies start early, and then finishes the oldest one
+     * that the warp has begun. Called by a whole warp. Returns false if the group has failed.
+     */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

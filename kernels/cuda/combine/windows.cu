@@ -18,8 +18,8 @@
 
 #define BLOCK 384 /* threads per CTA */
 
-/* Multiplies the vectors of a row by its weight, and rounds the results to type ROW. These are
- * the bits of a sum that has only this row. */
+/* Multiplies the vectors of a row by its weight, and rounds to type ROW, like a sum of this row
+ * only. */
 template <class ROW, int COUNT>
 __device__ __forceinline__ void weigh_row(uint4 (&q)[COUNT], float weight)
 {
@@ -83,8 +83,8 @@ static __device__ __noinline__ void copy_results(const CombineState &c, const Wi
         });
 }
 
-/* Writes zeros to the outputs of those of this rank's tokens that have no slot on any rank.
- * `warp`: number of this warp among `warps`. */
+/* Zeroes the outputs of those tokens of this rank that have no slot on any rank. `warp`: number
+ * of this warp among `warps`. */
 __device__ __forceinline__ void zero_dropped(const CombineState &c, int warp, int warps)
 {
     for (int32_t first = warp * WARP; first < c.job.num_tokens; first += warps * WARP) {
@@ -99,8 +99,8 @@ __device__ __forceinline__ void zero_dropped(const CombineState &c, int warp, in
 }
 
 /* Only in dispatch_backward: receives the gradients of the weights of 32 tokens of this rank,
- * from `first` on, one per lane. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+ * from `first` on, one per lane. Called by a whole warp. Returns false if the group has failed.
+ */
 __device__ __forceinline__ bool receive_gradients(const CombineState &c, int32_t first)
 {
     const p2p_self &self = c.job.self;
@@ -127,7 +127,7 @@ __device__ __forceinline__ bool receive_gradients(const CombineState &c, int32_t
 }
 
 /* Moves all rows of a direct combine. Called by all threads of all CTAs. Returns false if the
- * group of ranks has failed. */
+ * group has failed. */
 template <class ROW>
 __device__ __forceinline__ bool combine_directly(const CombineState &c, const WindowState &w,
                                                  uint8_t *memory)
@@ -146,7 +146,7 @@ __device__ __forceinline__ bool combine_directly(const CombineState &c, const Wi
     return true;
 }
 
-/* Writes zeros to all outputs, like the function of this name in combine.cu. */
+/* Zeroes all outputs, like the function of this name in combine.cu. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);

@@ -21,46 +21,46 @@
 /* The part of OpState that only the backend `hosts` has. A relay is a rank that forwards rows
  * to other ranks of its host (net/relay.cuh). */
 struct OpStateNet {
-    /* start of the net inbox: memory of this rank into which the network library copies words
-     * from ranks on other hosts */
+    /* start of the net inbox: memory of this rank into which the net copies words from ranks on
+     * other hosts */
     const uint8_t *host_inbox;
     /* if the net inbox is in host memory: its size in bytes; otherwise 0 (is_host_memory() uses
      * it) */
     int64_t host_inbox_bytes;
     /* host_box[q]: the part of the net inbox into which the rows of rank q arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* relay[q]: the rank that stores the rows of rank q into this rank's memory. This is q
-     * itself or, if rows are relayed, a rank of this host that forwards them. */
+    /* relay[q]: the rank that stores the rows of rank q into this rank's memory: q itself or,
+     * with relays, the rank of this host that forwards them */
     uint8_t relay[DEVICE_MAX_RANKS];
 };
 
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap; /* this rank's heap */
-    /* Device time in ns at which the waits of this CTA give up. Whenever a wait of this rank
-     * succeeds, the deadline is moved to a later time. */
+    /* Device time in ns at which the waits of this CTA give up. It moves to a later time
+     * whenever a wait of this rank succeeds. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    /* The sizes that this rank announces to all ranks. `rows` is the number of rows of the
-     * receive buffer, or 0 if the operation has none. */
+    /* The sizes that this rank announces to all ranks. rows: rows of the receive buffer, or 0
+     * if the operation has none. */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
-    /* 1 if an earlier operation of this rank was still running when this one began, which is an
-     * error; else 0. mark_running() returns it */
+    /* 1 if an earlier operation of this rank was still running when this one began (an error),
+     * else 0 */
     uint32_t overlaps;
-    /* If a thread of this CTA has given up a wait: for which rank and in which phase it waited
-     * (WAIT_ABORTED() in wait.cuh). Otherwise 0. */
+    /* 0, or the wait that a thread of this CTA has given up: for which rank and in which phase
+     * (WAIT_ABORTED() in wait.cuh) */
     mutable uint32_t aborted_wait;
-    /* inbox[q]: the part of this rank's staging (memory for rows that arrive, net/staging.cuh)
-     * into which the rows of rank q arrive */
+    /* inbox[q]: the part of this rank's staging (net/staging.cuh) into which the rows of rank q
+     * arrive */
     uint8_t *inbox[DEVICE_MAX_RANKS];
-    /* outbox[q]: where this rank stores rows for rank q. This is the staging of q or, if q is
-     * on another host, memory of this rank from which the net sends them */
+    /* outbox[q]: where this rank stores rows for rank q: the staging of q or, if q is on
+     * another host, memory of this rank from which the net sends them */
     uint8_t *outbox[DEVICE_MAX_RANKS];
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
 
-/* Returns true in the last CTA of the grid. This CTA announces the operation to the peers. In
+/* Returns true in the last CTA of the grid, which announces the operation to the peers. In
  * low-latency kernels it also ends the operation. */
 __device__ __forceinline__ bool is_last_cta()
 {
@@ -80,17 +80,15 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Arrays in the heap have two halves, which are used alternately. Returns which half the
- * running epoch uses: 0 if the epoch is even, 1 if it is odd. Used for arrays whose shape in
- * heap.h begins with [2]. */
+/* Returns which half of an array in the heap the running epoch uses: 0 if the epoch is even, 1
+ * if it is odd. Only for arrays whose shape in heap.h begins with [2]. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
 }
 
-/* Many functions below have two versions: with a `self` argument and without. `self` is a
- * parameter of the kernel, so it is in constant memory, which is fast to read. The versions
- * without `self` read op.self, which is a slower load. */
+/* Many functions below have a version with the argument `self`, which is faster: `self` is a
+ * parameter of the kernel and therefore in constant memory. The other version reads op.self. */
 
 /* Returns the control memory of this rank: counters and flags by which the CTAs of its kernels
  * coordinate. */
@@ -155,8 +153,8 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
     return HOSTS ? self.net->inbox : NULL;
 }
 
-/* Returns the start of the memory in which words from rank q arrive. It is this rank's heap if
- * q is on this host, and the net inbox otherwise. Heap and net inbox have the same layout. */
+/* Returns the start of the memory in which words from rank q arrive: this rank's heap if q is
+ * on this host, otherwise the net inbox. Both have the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
     return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
@@ -168,17 +166,15 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 }
 
 /* Returns the start of the memory in which the status words of rank q (waits, broken, gone)
- * arrive. In the backend `hosts` the net delivers all status words of other ranks, even those
- * of ranks on this host. */
+ * arrive. In the backend `hosts` the net delivers them, even from ranks on this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
 /* Returns where the calling CTA should poll the words of rank q, as a distance from this rank's
- * heap in 8-byte words. In the backend `hosts`, CTA 0 polls the net inbox if q is on another
- * host, and copies the words to the heap (cache_counts()). All other CTAs, and all CTAs of p2p,
- * poll the heap itself: the distance is 0. */
+ * heap in 8-byte words. It is 0, except in CTA 0 of the backend `hosts` if q is on another
+ * host: that CTA polls the net inbox and copies the words to the heap (cache_counts()). */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
@@ -191,9 +187,9 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns the start of the memory in which the rows of rank q arrive. In operations that use
- * relays (net/relay.cuh), a rank of this host forwards the rows that come from other hosts. So
- * these rows arrive in this rank's heap, not in the net inbox. */
+/* Returns the start of the memory in which the rows of rank q arrive. With relays
+ * (net/relay.cuh), a rank of this host forwards the rows of other hosts, so they arrive in this
+ * rank's heap. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -202,16 +198,16 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* If a wait for the rows of rank q fails, some rank is reported as the culprit. Returns this
- * rank. This is q, or the relay that forwards q's rows to this rank. */
+/* Returns the rank to report as the culprit if a wait for the rows of rank q fails: q, or the
+ * relay that forwards q's rows to this rank. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
     return HOSTS ? op.net->relay[q] : q;
 }
 
-/* Returns true if the address `at` is in the net inbox and the net inbox is in host memory.
- * That is possible only in the backend `hosts`. Callers poll such an address rarely, because
- * each poll takes microseconds and slows down the transfer of rows. */
+/* Returns true if the address `at` is in a net inbox in host memory (backend `hosts`). Callers
+ * poll such an address rarely, because each poll takes microseconds and slows down the transfer
+ * of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
     if (!HOSTS) return false;
@@ -219,8 +215,8 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
     return offset < (uint64_t)op.net->host_inbox_bytes;
 }
 
-/* Stores in `op` which addresses are in a net inbox in host memory. is_host_memory() tests this
- * range. Called by one thread of a CTA. */
+/* Stores in `op` the addresses of a net inbox in host memory, for is_host_memory(). Called by
+ * one thread of a CTA. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
     if (!HOSTS) return;
@@ -228,8 +224,8 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
     op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
-/* Returns where in a heap the announcement of `rank` is: the P2P_ANNOUNCE_WORDS stamped words
- * that it sends when it begins an operation. `heap`: start of the heap. */
+/* Returns where in the heap at `heap` the announcement of `rank` is: the P2P_ANNOUNCE_WORDS
+ * stamped words that it sends when it begins an operation. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -243,12 +239,11 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Some arrays of a heap have one part for each rank that writes into it. Returns the number of
- * the part that rank `by` writes, in the heap of rank `to`. In `p2p` the number of the part is
- * `by`. In the backend `hosts` it is (by - to - 1) modulo num_ranks. There a rank has one
- * outbox for all destinations, and a word has the same offset in the outbox as at its
- * destination. With these numbers, words for different destinations are in different parts of
- * the outbox, so they do not overwrite each other. */
+/* Returns the number of the part that rank `by` writes in the heap of rank `to`, for arrays
+ * with one part for each writing rank. In `p2p` it is `by`. In the backend `hosts` it is (by -
+ * to - 1) modulo num_ranks. There a word has the same offset in the outbox, which a rank has
+ * for all destinations, as at its destination. With these numbers, words for different
+ * destinations do not overwrite each other in the outbox. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -258,40 +253,37 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
  * constant; in the backend `hosts` it is set at open. */
 #define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
 
-/* For stores to the array `records` of rank q's heap. Callers compute an address in part number
- * self.rank once, for all ranks q, and then add this distance (in 8-byte words) to get the part
- * that this rank must write in the heap of q (source_number()). In p2p the two parts are equal
- * and the distance is 0. */
+/* Returns the distance in 8-byte words from part number self.rank of the array `records` to the
+ * part that this rank must write in the heap of q (source_number()). So callers compute an
+ * address once for all ranks q. In p2p the distance is 0. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
 }
 
-/* Returns how many floats the array `floats` of a heap has for each token: top_k. In the
- * backend `hosts`, this is rounded up to an even number, because the net copies whole words of
- * 8 bytes. */
+/* Returns how many floats the array `floats` of a heap has for each token: top_k, rounded up to
+ * an even number in the backend `hosts`, because the net copies words of 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the offset in a heap of the array `wants`. From its words, a relay reads which ranks
- * need a row (net/relay.cuh). Returns 0 in p2p. */
+/* Returns the offset in a heap of the array `wants`, from which a relay reads which ranks need
+ * a row (net/relay.cuh). Returns 0 in p2p. */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns how many tokens this rank sends at least before it waits for a token to arrive (the
- * variable EPIC_NET_WINDOW). 0: no minimum. */
+/* Returns how many tokens this rank sends before it waits for one to arrive (EPIC_NET_WINDOW).
+ * 0: no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
     return HOSTS ? self.net->window_tokens : 0;
 }
 
 /* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
- * other hosts. There is one such role for every other host if rows go through relays, else
- * none. */
+ * other hosts: one for every other host with relays, otherwise none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
     return ranks_per_host(self) ? self.num_ranks / ranks_per_host(self) - 1 : 0;

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The arguments ("jobs") of the CUDA kernels, and the functions that launch the kernels. Plain
- * C.
+ * C. docs/reference/glossary.md explains words such as slot, slab and FLAT.
  *
- * docs/reference/glossary.md explains words such as slot, slab and FLAT. A launcher enqueues
- * one kernel on the stream and returns. CUDA copies the job as the kernel's parameter. A rank
- * runs one operation at a time. The CTAs of a kernel wait for each other and for peers. So all
- * CTAs must be resident at once, one per SM. If ranks share a GPU, the CTAs of all these ranks
- * must be resident together. */
+ * A launcher enqueues one kernel on the stream and returns. CUDA copies the job as the kernel's
+ * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
+ * for peers, so all of them must be resident at once, one per SM. If ranks share a GPU, so must
+ * the CTAs of all these ranks. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -21,7 +20,7 @@ extern "C" {
 #endif
 
 /* Kinds of errors in the data of an operation (class (b) of epic.h). The comment on each kind
- * says what is wrong, and then lists the numbers that p2p_notice.about contains. */
+ * ends with the numbers in p2p_notice.about. */
 typedef enum p2p_fault {
     /* an id is not an expert of the layer. `about` contains: token, k, id, num_experts */
     P2P_FAULT_EXPERT = 0,
@@ -57,9 +56,9 @@ typedef enum p2p_fault {
     P2P_FAULT_TOO_MANY_LOCAL = 12
 } p2p_fault;
 
-/* One error in the data of an operation, which a kernel reports to the host in host memory. The
- * kernel writes `result` (an epic_result) after all other fields, so that the host never reads
- * an incomplete notice. After the host has read the notice, it sets `result` to 0 (EPIC_OK). */
+/* One error in the data of an operation, which a kernel reports in host memory. The kernel
+ * writes `result` (an epic_result) last, so that the host never reads an incomplete notice. The
+ * host sets it to 0 (EPIC_OK) after it has read the notice. */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
@@ -68,13 +67,12 @@ typedef struct p2p_notice {
     int64_t about[4]; /* numbers that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* How many notices the host may leave unread. If it has read none of them, further errors are
- * not reported. */
+/* number of notices that the host may leave unread; further errors are not reported */
 #define P2P_NOTICES 8
 
-/* Host memory through which a rank's kernels and its host process communicate. Kernels report
- * failures and data errors. The host reports which processes have died, and counts beats
- * (P2P_AWAKE) to show that it runs. */
+/* Host memory through which a rank's kernels and its process communicate. Kernels report
+ * failures and data errors. The host reports dead processes, and counts beats (P2P_AWAKE) to
+ * show that it runs. */
 typedef struct p2p_status {
     /* enum epic_result: why the group of ranks has failed, or EPIC_OK. A kernel writes this
      * field last. */
@@ -85,41 +83,41 @@ typedef struct p2p_status {
     uint32_t reporter; /* rank that found the failure */
     /* the ranks at fault: a bit mask, or with many ranks up to three of them (ranks.cuh) */
     uint32_t culprits;
-    /* If ranks called different operations: the signature of the reporter's call, and that of a
+    /* If ranks called different operations: the signatures of the reporter's call and of a
      * peer's call. A signature is a hash of the arguments that must be equal on all ranks. */
     uint32_t own_signature, peer_signature;
     /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t dead[DEVICE_RANK_WORDS];
     uint32_t deadline_ms; /* time limit of the operation that failed, in milliseconds */
-    /* A host thread updates this word (a P2P_AWAKE()) regularly, which shows kernels that the
-     * process is not suspended. 0: there is no such thread. */
+    /* A P2P_AWAKE() that a host thread updates regularly, so that kernels know that the process
+     * is not suspended. 0: there is no such thread. */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
 } p2p_status;
 
 /* Packs two counts into one word: how often a host thread has run (beats), and how often it
- * found that the process had been stopped (stops). Because they share one word, a kernel that
- * reads a new number of beats also sees all stops before that beat. */
+ * found that the process had been stopped (stops). In one word, a kernel that reads a new
+ * number of beats also reads all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* If the process was suspended for some time, the deadlines of the rank's waits are postponed.
- * This is how often this may happen in a row. The count begins again at 0 when a wait of the
- * rank succeeds. */
+/* How often in a row the deadlines of the rank's waits are postponed, because the process was
+ * suspended. A wait of the rank that succeeds sets the count to 0. */
 #define P2P_POSTPONE_LIMIT 4
 
-typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
-                         P2P_PHASE_NONE = 0,
-                         P2P_PHASE_ARRIVE = 1, /* the announcement of a peer */
-                         P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
-                         /* a record: the list of slots of a token, which the token's rank
-                          * sends */
-                         P2P_PHASE_RECORD = 3,
-                         P2P_PHASE_ROW = 4,   /* a row */
-                         P2P_PHASE_FLOAT = 5, /* a weight or its gradient */
-                         P2P_PHASE_GRID = 6,  /* other CTAs of the same rank */
-                         /* not a wait: ranks passed different tables rank_of_expert */
-                         P2P_PHASE_TABLE = 7,
-                         /* not a wait: two operations of this rank ran at once */
-                         P2P_PHASE_OVERLAP = 8
+/* The thing that a rank waited for when an operation failed. */
+typedef enum p2p_phase {
+    P2P_PHASE_NONE = 0,
+    P2P_PHASE_ARRIVE = 1, /* the announcement of a peer */
+    P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
+    /* a record: the list of a token's slots, which the token's rank sends
+                          */
+    P2P_PHASE_RECORD = 3,
+    P2P_PHASE_ROW = 4,   /* a row */
+    P2P_PHASE_FLOAT = 5, /* a weight or its gradient */
+    P2P_PHASE_GRID = 6,  /* other CTAs of the same rank */
+    /* not a wait: ranks passed different tables rank_of_expert */
+    P2P_PHASE_TABLE = 7,
+    /* not a wait: two operations of this rank ran at once */
+    P2P_PHASE_OVERLAP = 8
 } p2p_phase;
 
 /* Packs the word `broken`, which describes why the group failed. `reporter`: the rank that
@@ -129,10 +127,9 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
- * words of 8 bytes from this rank's outbox to the inbox of another rank. Both ranges of words
- * begin at word number `word`. `peer` is the number of the other rank. An entry has no separate
- * flag that shows whether it is new. Instead its highest 8 bits are the lap (1 to 255): 1 plus
- * how often kernels have filled the whole ring before, modulo 255. A reader that expects lap n
+ * words of 8 bytes, from word number `word` on, from this rank's outbox to the same place in
+ * the inbox of rank `peer`. The highest 8 bits of an entry are the lap (1 to 255): 1 plus how
+ * often kernels have filled the whole ring before, modulo 255. A reader that expects lap n
  * ignores entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
 /* number of bits of `words`; with many ranks, `peer` needs more bits, and `words` gets fewer */
@@ -146,8 +143,7 @@ typedef enum p2p_phase { /* What a rank waited for when an operation failed. */
     ((int)((entry) >> (33 + P2P_ENTRY_WORDS_BITS) & (MANY_RANKS ? 1023 : 31)))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & ((1u << P2P_ENTRY_WORDS_BITS) - 1)))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-/* Value of `word` in an entry that marks the end of an epoch. It cannot be a word number,
- * because heaps have fewer words. */
+/* value of `word` in an entry that marks the end of an epoch; heaps have fewer words */
 #define P2P_EPOCH_ENDS 0x1ffffffffull
 
 /* The ring through which kernels request puts, and its counters. All are in host memory. */
@@ -159,23 +155,23 @@ typedef struct p2p_ring {
 typedef struct p2p_ring_words {
     /* how many entries the proxy thread has read; it writes this number */
     uint64_t taken;
-    /* for how many operations the net has read all data from the outbox, so that the outbox may
-     * be overwritten; the proxy thread writes this number */
+    /* number of operations whose data the net has read from the outbox, so that it may be
+     * overwritten; written by the proxy thread */
     uint64_t freed;
-    /* the word `waits` of this rank (the ranks that it waits for, heap.h); kernels write it,
-     * and the proxy thread sends it to all peers */
+    /* the word `waits` of this rank (heap.h), which kernels write and the proxy thread sends to
+     * all peers */
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits of a count of choices, in words that also contain other values. All choices of
- * one rank must be countable with these bits. The other values are a rank and a flag. */
+/* Number of bits of a count of choices in words that also contain a rank and a flag. All
+ * choices of one rank must be countable with them. */
 #define P2P_COUNT_BITS (MANY_RANKS ? 23 : 26)
 
 /* The part of p2p_self that only the backend `hosts` has. */
 typedef struct p2p_net {
     p2p_ring ring;
-    /* memory into which the network library copies words from ranks on other hosts; it has the
-     * layout of a heap */
+    /* memory into which the net copies words from ranks on other hosts, with the layout of a
+     * heap */
     uint8_t *inbox;
     /* if the inbox is in host memory, where polls are slow: its size in bytes; otherwise 0 */
     int64_t host_inbox_bytes;
@@ -201,8 +197,8 @@ typedef struct p2p_self {
     int32_t rank, num_ranks;
     uint32_t operation; /* enum epic_operation */
     uint32_t signature; /* hash of the arguments of the call that must be equal on all ranks */
-    /* The call accepts only plans that were made for a layer with one of these two hashes. If
-     * element 0 is 0, it accepts plans of any layer. */
+    /* The call accepts only plans for a layer with one of these hashes or, if element 0 is 0,
+     * of any layer. */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
@@ -223,24 +219,24 @@ typedef struct p2p_plan_job {
     /* outputs with the shapes of epic_plan_args (epic.h); NULL: the caller does not need this
      * output */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
-    /* address of a number in device memory: the rank may use at most this many slots. A number
-     * below 1 counts as 1. NULL: no such limit */
+    /* number in device memory of slots that the rank may use; below 1 counts as 1; NULL: no
+     * such limit */
     const int32_t *capacity_limit;
     int32_t num_tokens;
-    /* number of slots of the receive buffer; 0: no bound. read_capacity() (plan/view.cuh)
-     * returns how many of them the operation may use */
+    /* number of slots of the receive buffer; 0: no bound; see read_capacity() (plan/view.cuh)
+     */
     int32_t capacity;
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* number of planner CTAs, the CTAs that make the plan. These are the first CTAs of the
-     * grid. 0: the plan already exists */
+    /* number of planner CTAs, the first CTAs of the grid, which make the plan; 0: the plan
+     * exists */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
     /* largest number of tokens per rank for which the low-latency planner is used */
     int32_t max_lowlat_tokens;
     int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
-    /* 1: topk_idx contains logical experts, and plan/resolve.cuh chooses a replica for each
-     * choice before the planner counts choices */
+    /* 1: topk_idx has logical experts, for which plan/resolve.cuh chooses replicas before
+     * choices are counted */
     int32_t resolves;
 } p2p_plan_job;
 
@@ -249,7 +245,7 @@ typedef struct p2p_plan_job {
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
- * The result depends only on the arguments, so it is equal on all ranks. */
+ * Equal on all ranks, because the result depends only on the arguments. */
 static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
 {
     const int64_t groups = ranks * ((most + 31) / 32);
@@ -260,9 +256,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* Returns for how many tokens per rank lowlat/plan.cuh can make plans of this layer. Tries
- * `most`, 256 and 128 tokens, in this order, and returns the first number that is possible, or
- * 0. */
+/* Returns for how many tokens per rank lowlat/plan.cuh can make plans of this layer: the first
+ * one of `most`, 256 and 128 that is possible, or 0. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer)
 {
@@ -286,22 +281,20 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows; /* number of rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* 1: the kernel for FLAT plans is needed. Only a call that just moves rows can use the
-     * other kernels with a FLAT plan, not one that makes the plan, moves weights, or writes
-     * recv_expert. */
+    /* 1: the kernel for FLAT plans is needed. With a FLAT plan, the other kernels can only move
+     * rows, not make the plan, move weights, or write recv_expert. */
     int32_t flat;
-    /* If zero_tail is 1, the kernel writes zeros to the slots after the last slab. If
-     * leave_padding is 1, the kernel does not write zeros to padding slots. */
+    /* zero_tail: 1: zero the slots after the last slab. leave_padding: 1: do not zero padding
+     * slots. */
     int32_t zero_tail, leave_padding;
     int32_t top_k; /* top_k of the layer */
     /* While the planner CTAs make the plan, other CTAs send tokens [0, num_early_tokens). */
     int32_t num_early_tokens;
     /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* Not used by low-latency kernels. Each step of a kernel sends one token and receives one.
-     * If receiving is more than `lag` tokens behind sending, one of every 2^catch_up steps
-     * receives two tokens, to catch up (dispatch/dispatch.cuh). The launcher sets this
-     * field. */
+    /* Not for low-latency kernels; set by the launcher. A step of a kernel sends one token and
+     * receives one. If receiving is more than `lag` tokens behind, one of every 2^catch_up
+     * steps receives two (dispatch/dispatch.cuh). */
     int32_t catch_up;
     /* The launcher sets lag, span and total_warps (common/rows.cuh). In most kernels a piece is
      * 2 KB of a row. A unit is the work that a warp does at a time. */
@@ -330,8 +323,8 @@ typedef struct p2p_dispatch_job {
     /* how many packed rows fit in the shared memory of each warp; set by the launcher */
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
-     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL: `recv` does
-     * not lie in a window, or the call cannot use windows. recv_place: place of `recv`
+     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL if `recv`
+     * does not lie in one, or the call cannot use windows. recv_place: place of `recv`
      * (p2p_window_words) */
     const p2p_mapped_window *windows;
     uint64_t recv_place;
@@ -346,9 +339,9 @@ static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
-/* Arguments of the operations combine and dispatch_backward. For each token, a rank adds the
- * rows of the token's slots on this rank. The result is a partial sum. The token's home rank
- * adds the partial sums of all ranks. */
+/* Arguments of the operations combine and dispatch_backward. A rank adds the rows of a token's
+ * slots on this rank to a partial sum. The token's home rank adds the partial sums of all
+ * ranks. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
@@ -356,11 +349,11 @@ typedef struct p2p_combine_job {
     const uint8_t *rows;       /* [num_rows, row_bytes]: one row per slot */
     uint8_t *out;              /* output [num_tokens, row_bytes]: the sums */
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
-    /* Only in dispatch_backward, else NULL: one float per slot, the gradient of the slot's
-     * weight. The operation returns it to the home rank of the slot's token. */
+    /* Only in dispatch_backward, else NULL: the gradient of each slot's weight, a float that
+     * returns to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k]: for each choice of this rank's tokens, the float (element of
-     * slot_floats) that returns from the choice's slot */
+    /* output [num_tokens, top_k]: the element of slot_floats that returns for each choice of
+     * this rank's tokens */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
@@ -372,11 +365,11 @@ typedef struct p2p_combine_job {
     int32_t top_k, tree, flat;
     /* offsets of the arrays rank_of and records from the beginning of the plan, in bytes */
     int64_t rank_of_at, records_at;
-    /* The sum tree may have several leaves (blocks of experts) on each rank. Number of these
-     * leaves, if the kernel for this case may be used. Otherwise 0. */
+    /* number of leaves (blocks of experts) of the sum tree on each rank; 0 unless the kernel
+     * for several leaves may be used */
     int32_t leaves;
-    /* The next fields are only for the kernel that stores into windows (combine/windows.cu), and
-     * have the same meaning as in p2p_dispatch_job. out_place: place of `out` */
+    /* Only for the kernel that stores into windows (combine/windows.cu), as in
+     * p2p_dispatch_job. out_place: place of `out` */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t out_place;
@@ -400,8 +393,8 @@ typedef struct p2p_combine_backward_job {
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
-    /* The next fields, up to total_warps, have the same meaning as in p2p_dispatch_job. One
-     * difference: if d_rows is quantized, `aligned` is about the other arrays only. */
+    /* As in p2p_dispatch_job, up to total_warps. If d_rows is quantized, `aligned` is about the
+     * other arrays. */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, total_warps;
@@ -411,15 +404,14 @@ typedef struct p2p_combine_backward_job {
      * d_rows. */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
-    /* 1: rows of d_rows are aligned, so that a lane can store all its quantized elements of a
-     * vector with one store */
+    /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector with one
+     * store */
     int32_t quantized_whole;
     /* 1: the scales of every row begin at a multiple of 4 bytes and have a multiple of 4
      * bytes */
     int32_t scales_in_words;
-    /* The next fields are only for the kernel that stores into windows
-     * (combine/backward_windows.cu), and have the same meaning as in p2p_dispatch_job.
-     * d_rows_place: place of `d_rows` */
+    /* Only for the kernel that stores into windows (combine/backward_windows.cu), as in
+     * p2p_dispatch_job. d_rows_place: place of `d_rows` */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t d_rows_place;
@@ -487,9 +479,8 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads the kernels of one operation on the current device. They are called when
- * a context opens. If CUDA loaded a kernel only at its first launch, it might first wait until
- * the device is idle. */
+/* Each function loads the kernels of one operation on the current device when a context opens,
+ * because CUDA may wait until the device is idle when it loads a kernel. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

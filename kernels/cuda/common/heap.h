@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of a heap. The heap is the device memory of a rank into which its peers write. A
- * kernel of rank p stores into the heap of rank q directly (NVLink), and rank q's kernel polls
- * its own heap.
+/* The layout of a heap, the device memory of a rank into which its peers write. A kernel of
+ * rank p stores into the heap of rank q directly (NVLink), and rank q's kernel polls its own
+ * heap.
  *
  * An epoch is the number of an operation or round. There are three kinds of arrays in which
  * ranks exchange words:
@@ -11,14 +11,14 @@
  *            it finds another value, and then writes 0xffffffff back.
  *   zero     32-bit words that are 0 until a rank writes them. The reader writes 0 back.
  *
- * Many shapes begin with [2]. Such an array has two halves: one for even epochs and one for odd
- * epochs. A dimension [num_ranks] or [MAX_RANKS] is the source: the rank that writes this part
- * of the array. A dimension [num_ranks - 1] is the source, too, but without the rank that owns
- * the heap. Peers write most of the arrays. If only the rank that owns the heap writes an
- * array, the comment on the array says so. The backend `hosts` has a second memory with this
- * layout, the net inbox. Words from ranks on other hosts arrive there (net/net.cuh).
+ * Arrays whose shape begins with [2] have one half for even epochs and one for odd epochs. A
+ * dimension [num_ranks] or [MAX_RANKS] is the source, the rank that writes this part of the
+ * array. So is a dimension [num_ranks - 1], without the rank that owns the heap. Peers write
+ * most arrays. If only the owner writes an array, its comment says so.
  *
- * docs/internals/cuda.md has a table of which rank writes and reads each word, and when. */
+ * The backend `hosts` has a second memory with this layout, the net inbox, in which words from
+ * ranks on other hosts arrive (net/net.cuh). docs/internals/cuda.md has a table of which rank
+ * writes and reads each word, and when. */
 #ifndef EPIC_HEAP_H
 #define EPIC_HEAP_H
 
@@ -31,8 +31,8 @@
 
 /* Largest number of planner CTAs: the CTAs of a rank that make a plan together. */
 #define P2P_MAX_PLANNERS 16
-/* Largest number of keep limits (choices that each expert of a rank may keep) that the ranks
- * try for a FLAT plan that drops choices (plan/flat_drop.cuh). */
+/* Largest number of keep limits (choices that each expert of a rank may keep) that ranks try
+ * for a FLAT plan that drops choices (plan/flat_drop.cuh). */
 #define P2P_MAX_SEARCHES 40
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
@@ -40,33 +40,33 @@
 /* Like P2P_LOWLAT_TOKENS, but for calls of dispatch that quantize rows. */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
 #define P2P_LOWLAT_COMBINE_TOKENS 96 /* like P2P_LOWLAT_TOKENS, but for calls of combine */
-/* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh). The limits exist
- * because these kernels keep the plan in shared memory. */
+/* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because these
+ * kernels keep the plan in shared memory. */
 /* largest number of choices (pairs of token and k) of all ranks together */
 #define P2P_LOWLAT_CHOICES 8192
-/* Largest number of bit masks of all ranks together. A mask marks which of 32 tokens of a rank
- * have chosen an expert. */
+/* largest number of bit masks of all ranks together; a mask marks which of 32 tokens chose an
+ * expert */
 #define P2P_LOWLAT_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* largest number of experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
-/* Largest number of experts of a layer with replicas (copies of an expert). With more experts,
- * the tables of the planner would not fit into the shared memory of a CTA. */
+/* Largest number of experts of a layer with replicas, whose tables must fit into the shared
+ * memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
 /* Offsets of the arrays of a heap that only the backend `hosts` has. */
 typedef struct p2p_net_arrays {
-    /* For each token of each rank: which ranks of this host need the token's row. A relay, the
-     * rank that forwards rows from other hosts, waits for these words (net/relay.cuh).
-     * Stamped words [2][num_ranks][max_tokens]. */
+    /* For each token of each rank: which ranks of this host need its row. A relay, which
+     * forwards rows from other hosts, waits for these words (net/relay.cuh). Stamped words
+     * [2][num_ranks][max_tokens]. */
     int64_t wants;
-    /* For each destination rank and token: how many pieces of the token's row warps have stored
+    /* For each destination rank and token: number of pieces of the row that warps have stored
      * to the outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
-/* The layout of a heap: first the offset of each array in bytes, then sizes. The comment on an
- * offset explains the contents of the array. It ends with the type of the words (stamped,
- * poison or zero, see the top of this file) and the shape. */
+/* The layout of a heap: the offset of each array in bytes, then sizes. The comment on an offset
+ * describes the array, and ends with the kind of its words (see the top of this file) and its
+ * shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
@@ -76,10 +76,9 @@ typedef struct p2p_heap {
     /* For each rank: P2P_GONE() if it has closed its context, else 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
-    /* For each rank, a bit mask of the ranks that it waits for. With many ranks, up to three of
-     * these ranks (pack_ranks() in ranks.cuh). A rank writes its word only after three quarters
-     * of its time limit have passed.
-     * Stamped words [MAX_RANKS]. */
+    /* For each rank, the ranks for which it waits: a bit mask or, with many ranks, up to three
+     * ranks (pack_ranks() in ranks.cuh). A rank writes its word only in the last quarter of its
+     * time limit. Stamped words [MAX_RANKS]. */
     int64_t waits;
     /* The error text that a peer passed to epic_abort().
      * char [512]. */
@@ -94,29 +93,25 @@ typedef struct p2p_heap {
      * Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
     /* For each rank, how many choices of each expert it has. In FLAT layers, the number of rows
-     * that its tokens need on each rank follows. With replicas, a hash of the table
-     * logical_of_expert follows at the end.
-     * Stamped words [2][num_ranks][MAX_TALLIES]. */
+     * that its tokens need on each rank follows. With replicas, a hash of logical_of_expert
+     * comes last. Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
-    /* Used only if a FLAT plan drops choices. Such a plan tries several keep limits
-     * (plan/flat_drop.cuh). The array contains, for each source rank and each try, how many
-     * rows the tokens of the source need on each rank.
-     * Stamped words [2][num_ranks][MAX_SEARCHES][p2p_search_words()]. */
+    /* Only for a FLAT plan that drops choices and tries several keep limits
+     * (plan/flat_drop.cuh): for each source rank and try, how many rows the source's tokens
+     * need on each rank. Stamped words [2][num_ranks][MAX_SEARCHES][p2p_search_words()]. */
     int64_t searches;
-    /* Only for layers with replicas for which plan/resolve.cuh chooses the replicas. For each
-     * rank, how many choices of each logical expert it has. Stamped words
-     * [2][num_ranks][REPLICATED_EXPERTS]. */
+    /* Only if plan/resolve.cuh chooses the replicas: for each rank, how many choices of each
+     * logical expert it has. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* For each planner CTA of this rank, how many choices of each expert it has counted. Only
      * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend p2p, a struct
      * p2p_window_area follows the array. */
     int64_t tallies;
-    /* A row that kernels read if the caller's buffer has no rows. They read it in place of row
-     * 0 of the buffer. Only this rank writes it: uint8 [max_row_bytes]. */
+    /* A row that kernels read in place of row 0 of a caller's buffer without rows. Only this
+     * rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
-    /* The records: for each token of each rank, its slots on this rank. With layout FLAT, its
-     * local experts on this rank instead.
-     * Stamped words [2][num_ranks][max_tokens * max_top_k]. */
+    /* The records: for each token of each rank, its slots (FLAT: its local experts) on this
+     * rank. Stamped words [2][num_ranks][max_tokens * max_top_k]. */
     int64_t records;
     /* Layout FLAT: for each token of each rank, the index of its row on this rank.
      * Stamped words [2][num_ranks][max_tokens]. */
@@ -128,14 +123,13 @@ typedef struct p2p_heap {
     /* The weights of choices, or their gradients. Words that are poison until they arrive,
      * [2][num_ranks - 1][max_tokens * max_top_k]. */
     int64_t floats;
-    /* Escape words (net/staging.cuh). A bit in an escape word marks a word of a row that the
-     * sender has replaced, because this word equaled poison. Words that are 0 until they
-     * arrive, [2][num_ranks - 1][escape_words]. */
+    /* Escape words (net/staging.cuh), whose bits mark words of a row that the sender has
+     * replaced, because they equaled poison. Words that are 0 until they arrive, [2][num_ranks
+     * - 1][escape_words]. */
     int64_t escapes;
-    /* Dot products of the rows of slots with the gradients of their outputs, one word for each
-     * block of 1024 elements of a row (combine/backward.cu). Only this rank writes it: words
-     * that are poison until they are written, [num_ranks][max_tokens * max_top_k * blocks per
-     * row]. */
+    /* Dot products of the rows of slots with the gradients of their outputs, a word for each
+     * block of 1024 elements (combine/backward.cu). Only this rank writes it: words that are
+     * poison until they are written, [num_ranks][max_tokens * max_top_k * blocks per row]. */
     int64_t parts;
     /* Rows that arrive (net/staging.cuh). Words that are poison until they arrive,
      * [2][num_ranks - 1][source_bytes]. */
@@ -166,29 +160,28 @@ enum { /* indices of the words that report a wrong value in a planner's input */
  * its last operation. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* The part of the control memory that only the backend `hosts` has. "The ring" is the one in
- * host memory (p2p_ring) in which kernels request puts from the proxy thread. */
+/* The part of the control memory that only the backend `hosts` has. "The ring" is p2p_ring, in
+ * host memory, through which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
     uint64_t posted_entries; /* how many entries kernels have appended to the ring since open */
-    /* Kernels may append entries to the ring up to this entry number, without asking the proxy
-     * thread for more space. */
+    /* Kernels may append entries to the ring up to this entry number without a look at the
+     * proxy thread's progress. */
     uint64_t ring_room;
     uint64_t ended_epochs; /* for how many operations the ring has an end marker */
-    /* The fields from here on are copies of words in host memory or in the net inbox, where
-     * polls are slow. At a time only one warp reads the original word. All other warps read the
-     * copy. */
+    /* From here on, copies of words in host memory or in the net inbox, where polls are slow.
+     * One warp at a time reads the original word, and all others read the copy. */
     uint64_t broken; /* the failure of the group (P2P_BROKEN()), or 0 */
-    /* number of epochs of which the net has read the data of all puts, so that the memory of
-     * these puts in the outbox may be written again */
+    /* number of epochs of which the net has read all data, so that their part of the outbox may
+     * be written again */
     uint64_t freed;
-    /* When this rank last read the originals of `freed`, of the announcements, of the failure,
-     * and of ring_room. The times are in units of 1024 ns. */
+    /* Times, in units of 1024 ns, at which this rank last read the originals of `freed`, of the
+     * announcements, of the failure, and of ring_room. */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* For each source rank, about how far its rows have arrived: the index of a 16-byte vector
-     * in the source's part of the staging. Stamped words. */
+    /* For each source rank, about how far its rows have arrived: index of a 16-byte vector in
+     * its part of the staging. Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     /* copies of the announcements of all ranks (stamped words); the first index is 0 for even
      * epochs and 1 for odd epochs */
@@ -199,19 +192,19 @@ typedef struct p2p_net_control {
  * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    /* Number of CTAs that have finished the running operation or round. Low-latency kernels
-     * count something else: CTAs that have started (p2p), or warps that have posted all their
-     * puts (hosts). It is set back to 0 at the end of the operation or round. */
+    /* Number of CTAs that have finished the running operation or round. In low-latency kernels:
+     * CTAs that have started (p2p), or warps that have posted all their puts (hosts). It is 0
+     * at the end. */
     uint32_t done;
-    /* The epoch (number) of the next round. The last CTA that finishes a round sets this field,
-     * and the other CTAs wait for it. */
+    /* The epoch of the next round. The last CTA that finishes a round sets it, and the others
+     * wait for it. */
     uint32_t round;
     uint32_t planned; /* the last epoch (operation number) in which a plan was completed */
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
-     * reports, so that the fields of the report belong together. */
+     * reports, so that the fields belong together. */
     uint32_t claim;
-    /* Low-latency kernels only: how many CTAs have stored their last result. The last CTA sets
-     * this back to 0. */
+    /* Low-latency kernels only: number of CTAs that have stored their last result. The last one
+     * sets it to 0. */
     uint32_t ended;
     uint32_t running; /* 1 while an operation of this rank runs */
     /* device time in ns at which a wait of this rank last succeeded */
@@ -220,21 +213,19 @@ typedef struct p2p_control {
     uint32_t dead_polled_at;
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead[DEVICE_RANK_WORDS];
-    /* Device time in ns at which a wait found that its deadline had passed. The wait does not
-     * fail yet, because the process may be stopped, for example by SIGSTOP. The wait fails
-     * after the next beat, which shows that the process runs (P2P_AWAKE). 0: no wait is in this
-     * state. */
+    /* Device time in ns at which a wait found that its deadline had passed, or 0. The process
+     * may be stopped, for example by SIGSTOP, so the wait fails only after the next beat, which
+     * shows that the process runs (P2P_AWAKE). */
     uint64_t due;
-    /* The latest device time in ns of which beats (P2P_AWAKE) show that the process has run
-     * after it. So a wait fails if its deadline is earlier than this time. */
+    /* The latest device time in ns after which beats (P2P_AWAKE) show that the process ran. A
+     * wait whose deadline is earlier fails. */
     uint64_t overdue;
     uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
-    /* A stop is a time in which the process was suspended. p2p_status.awake counts stops, and
-     * for each one the rank starts its time limit again. This field is the number of stops for
-     * which it has done so. */
+    /* The number of stops for which the rank has restarted its time limit. A stop is a time in
+     * which the process was suspended; p2p_status.awake counts them. */
     uint32_t host_stops;
-    /* How often in a row the time limit was started again because of stops. The count begins
-     * again at 0 when a wait of this rank succeeds. */
+    /* How often in a row the time limit was restarted because of stops. A wait of this rank
+     * that succeeds sets it to 0. */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -250,18 +241,17 @@ typedef struct p2p_control {
 #define P2P_MAX_WINDOWS 256      /* largest number of windows of a context */
 #define P2P_WINDOW_PLACE_BITS 48 /* number of bits of the offset in a place */
 
-/* The words that a kernel which stores rows into windows sends to each peer when it begins. They
- * are stamped words, each valid on its own, so the sender needs no fence between them. */
+/* The words that a kernel which stores rows into windows sends to each peer when it begins.
+ * Each is stamped and valid on its own, so the sender needs no fence between them. */
 typedef struct p2p_window_words {
     /* The number of tokens of this rank that go through staging in any case, because they are
-     * sent before the plan exists. If the stamp is of an older epoch, the rank runs a kernel that
-     * sends and receives all rows through staging. */
+     * sent before the plan exists. If the stamp is older, the rank's kernel moves all rows
+     * through staging. */
     uint64_t begun;
     uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
     uint64_t rows; /* number of rows of the output */
-    /* Place of the output of the call: 1 plus the number of a window, shifted by
-     * P2P_WINDOW_PLACE_BITS, plus an offset in this window in bytes. The first word has the low
-     * 32 bits of the place, the second one the high 32 bits. */
+    /* Place of the output of the call, as its low and its high 32 bits: (1 + the number of a
+     * window) << P2P_WINDOW_PLACE_BITS, plus the offset in the window in bytes. */
     uint64_t place[2];
     uint64_t reserved[3];
 } p2p_window_words;
@@ -278,14 +268,14 @@ typedef struct p2p_window_message {
 } p2p_window_message;
 
 typedef struct p2p_window_area {
-    /* Only this rank's kernels write these two counters. num_planned: number of planner CTAs
-     * that have made their part of the plan. num_stored: number of CTAs that have stored all
-     * their rows into windows. The CTA that finishes last sets both to 0. */
+    /* num_planned: planner CTAs that have made their part of the plan. num_stored: CTAs that
+     * have stored all their rows into windows. The CTA that finishes last sets both to 0. Only
+     * this rank's kernels write them. */
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];
-    /* The stamped word {epoch, 1} of rank q shows that rank q has stored all its rows of the
-     * epoch into the windows of this rank. */
+    /* {epoch, 1} of rank q, a stamped word, shows that q has stored all its rows of the epoch
+     * into the windows of this rank. */
     uint64_t stored[2][DEVICE_MAX_RANKS];
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
@@ -319,11 +309,10 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Staging has two halves (for even and odd epochs), each with a part for every source rank.
- * Returns the size of such a part in bytes. If staging_bytes is 0, the result is enough for
- * max_tokens rows. Otherwise staging_bytes limits the whole staging, and the result may be
- * smaller. In any case the result is enough for two rows, so that a packed row (a row and its
- * scales) fits. */
+/* Returns the size in bytes of a part of the staging: the memory for one source rank and one
+ * half (even or odd epochs). If staging_bytes is 0, it is enough for max_tokens rows. Otherwise
+ * staging_bytes limits the whole staging. In any case two rows fit, so that a packed row (a row
+ * and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -344,15 +333,15 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     const int64_t peers = num_ranks - 1;
     const int64_t choices = max_tokens * max_top_k;
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* There are 32 escape words per piece of 2 KB. A packed row (a row and its scales) may have
-     * more pieces than a row of max_row_bytes. But escape words are indexed by the token's
-     * number in the round, and a round has fewer tokens if rows are longer. So space for one
-     * more piece per token suffices. */
+    /* There are 32 escape words per piece of 2 KB. They are indexed by the token's number in
+     * the round, and longer rows mean fewer tokens in a round. So one more piece per token
+     * suffices for packed rows (a row and its scales), which may have more pieces than a row of
+     * max_row_bytes. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     if (MANY_RANKS) {
-        /* Here a round bounds the array. If rows have r bytes, a round has at most S / r tokens
-         * and T tokens, where S is source_bytes and T is max_tokens. These have at most
-         * S / 2048 + min(T, S / 16) pieces of 2 KB. */
+        /* Here a round bounds the array. With rows of r bytes, it has at most S / r tokens and
+         * T tokens, where S is source_bytes and T is max_tokens. These have at most S / 2048 +
+         * min(T, S / 16) pieces of 2 KB. */
         const int64_t most =
             h.source_bytes / 16 < max_tokens ? h.source_bytes / 16 : max_tokens;
         const int64_t words = (h.source_bytes / 2048 + most + 1) * 32;

@@ -1,18 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Defines HOSTS, which selects the backend that is compiled: 0 for p2p, 1 for hosts. Each
- * backend is a library of its own, compiled from the same sources.
+/* Defines HOSTS, which selects the backend that is compiled: 0 for p2p, 1 for hosts. Each is a
+ * library of its own, compiled from the same sources.
  *
  * In the backend `p2p` all ranks are on one host. In the backend `hosts` some ranks are on
- * other hosts. The build defines the macro EPIC_HOSTS for `hosts`, and only this file reads it.
- * All other files test HOSTS in an ordinary `if`. So the compiler checks all code in both
- * builds, and in `p2p` it removes the code for other hosts.
+ * other hosts. The build defines EPIC_HOSTS for `hosts`, which only this file reads. All other
+ * files test HOSTS in an ordinary `if`. So the compiler checks all code in both builds, and in
+ * `p2p` it removes the code for other hosts.
  *
- * If only the backend `hosts` needs a member of a struct, the member is an array of HOSTS
- * elements, mostly `net[HOSTS]`. In `hosts` the array has one element. In `p2p` the array is
- * empty, so the struct does not grow. `__extension__` is necessary because standard C and C++
- * do not allow empty arrays. Code may read such a member only where HOSTS is known to be 1.
- * common/addressing.cuh has functions that read some of these members and are valid in both
- * libraries. */
+ * A member of a struct that only the backend `hosts` needs is an array of HOSTS elements,
+ * mostly `net[HOSTS]`. In `p2p` the array is empty, so the struct does not grow.
+ * `__extension__` is necessary because standard C and C++ do not allow that. Only code for
+ * HOSTS may read such a member, or the functions of common/addressing.cuh, which are valid in
+ * both libraries. */
 #ifndef EPIC_KERNEL_HOSTS_H
 #define EPIC_KERNEL_HOSTS_H
 

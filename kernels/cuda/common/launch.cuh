@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* launch_kernel(), and a function with which a kernel gets the address of its dynamic shared
- * memory. The tests run kernels on the CPU in an emulator. The emulator replaces this file by a
- * file of its own (tests/emulator/include). */
+/* launch_kernel(), and a function that returns the address of a kernel's dynamic shared memory.
+ * The emulator, in which tests run kernels on the CPU, replaces this file
+ * (tests/emulator/include). */
 #ifndef EPIC_LAUNCH_CUH
 #define EPIC_LAUNCH_CUH
 

@@ -30,9 +30,9 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* Returns the value of an e4m3 byte. The function shifts its exponent and mantissa bits to
- * their positions in a float32. Because the exponent of float32 has another bias, the number is
- * then 2^120 times too small. A multiplication corrects the number. */
+/* Returns the value of an e4m3 byte. With its exponent and mantissa bits in the places of a
+ * float32, whose exponent has another bias, the number is 2^120 times too small. A
+ * multiplication corrects that. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
     const uint32_t size = q & 0x7fu;

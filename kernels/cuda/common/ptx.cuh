@@ -22,9 +22,8 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
-/* The load_relaxed() functions load memory to which peers may store at the same time. Each
- * 32-bit or 64-bit word is loaded as a whole, but of a vector, some words may be old and others
- * new. */
+/* Load memory to which peers may store at the same time. Each 32-bit or 64-bit word is loaded
+ * as a whole, but some words of a vector may be old and others new. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -49,8 +48,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
     return v;
 }
 
-/* Loads two words from p, which must be a multiple of 16 bytes. Each word is loaded as a whole,
- * but one may be old while the other is new. */
+/* Loads two words from p, a multiple of 16 bytes. Each word is loaded as a whole, but one may
+ * be old while the other is new. */
 __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
@@ -59,17 +58,17 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* Executes a fence between this rank and all other ranks (acq_rel.sys). All ranks see stores
- * before the fence, by this thread and by earlier kernels, before they see stores after it.
- * Loads after the fence do not read older values than loads before the fence. */
+/* A fence between this rank and all other ranks (acq_rel.sys). All ranks see stores before it,
+ * by this thread and by earlier kernels, before they see stores after it. Loads after the fence
+ * do not read older values than loads before it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-/* Loads a word in this GPU's memory with acquire order. If the load reads the value of a
- * store_release(), later loads of this thread see all stores that the storing thread made
- * before that store_release(). */
+/* Loads a word in this GPU's memory with acquire order. If it reads the value of a
+ * store_release(), later loads of this thread see all stores of the storing thread before that.
+ */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -95,15 +94,15 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* Stores a word to this GPU's memory with release order. A thread that reads the value with
- * load_acquire() afterwards sees all stores that this thread made before the call. */
+/* Stores a word to this GPU's memory with release order. A thread that reads it with
+ * load_acquire() sees all stores that this thread made before. */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* Stores a vector with an ordinary store, which is weaker than a relaxed one. But the compiler
- * neither moves nor removes this store. */
+/* Stores a vector with an ordinary store, which is weaker than a relaxed one. The compiler
+ * neither moves nor removes it. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
     asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
@@ -162,9 +161,8 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* The copy_*() functions start an asynchronous copy (cp.async) from global to shared memory.
- * copy_word() copies 4 bytes, the other functions copy 16 bytes. `to`: shared-memory
- * address. */
+/* Start an asynchronous copy (cp.async) from global to shared memory: of 4 bytes (copy_word())
+ * or 16 bytes (the others). `to`: shared-memory address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -259,8 +257,8 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
              : "memory");
 }
 
-/* Starts a bulk store to this rank's own staging. It is a separate function because the
- * emulator, in which the tests run kernels on the CPU, replaces it. */
+/* Starts a bulk store to this rank's own staging. A separate function, because the emulator of
+ * the tests replaces it. */
 __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
@@ -280,8 +278,8 @@ __device__ __forceinline__ void end_bulk(void)
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's bulk stores have read their data from shared memory, except those
- * of its last PENDING groups. Afterwards the shared memory may be overwritten. */
+/* Waits until this thread's bulk stores, except those of its last PENDING groups, have read
+ * their data from shared memory, which may then be overwritten. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -300,8 +298,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Forces the compiler to keep values in registers. Otherwise it may compute a value again at
- * each use, from the inputs of the computation. */
+/* Forces the compiler to keep values in registers. Otherwise it may compute them again at each
+ * use. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -338,9 +336,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return (uint32_t)high << 16 | low;
 }
 #else
-/* Converts a number to e4m3 on GPUs before sm_89, which have no instruction for the conversion.
- * The result has the bits that the instruction of sm_89 returns. kernels/host/convert.h
- * explains the method. */
+/* Converts a number to e4m3 on GPUs before sm_89, which have no instruction for it, with the
+ * bits of that instruction. kernels/host/convert.h explains the method. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;

@@ -18,16 +18,15 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-/* Between these two limits of the scale, divide_rounded() computes only with normal (not
- * subnormal) numbers, so its results are exact. */
+/* Between these limits of the scale, divide_rounded() meets only normal numbers, so it is
+ * exact. */
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* A quantized piece of a row, as one lane of the warp has it: some elements, and one word of
- * scales. Such a word has the scales of 128 elements. */
+/* A quantized piece of a row, as one lane has it: some elements, and a word of scales, which
+ * has the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* One word of scales belongs to 128 elements. These are vector v of this many adjacent
-     * lanes. */
+    /* Number of adjacent lanes whose vectors v are the 128 elements of a word of scales. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of 4-byte words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
@@ -49,9 +48,8 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* Returns the largest absolute value of N elements, as the bits of a float32. Callers compare
- * these bits as integers. For nonnegative floats, integers and floats have the same order, and
- * NaNs are the largest. */
+/* Returns the largest absolute value of N elements as the bits of a float32. Callers compare
+ * them as integers: the order is that of nonnegative floats, and NaNs are the largest. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -73,10 +71,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Returns the largest absolute value in one block of elements of a piece, as bits of a float32.
- * A block consists of vector number v of several adjacent lanes. Each lane returns the value of
- * one block: the block that contains the lane's vector number lane_id() % V. On entry own[v] is
- * the largest absolute value in this lane's vector v. Called by a whole warp. */
+/* Each lane returns the largest absolute value, as bits of a float32, of one block: the one
+ * with the lane's vector number lane_id() % V. A block is vector number v of several adjacent
+ * lanes. On entry own[v] is the largest absolute value in this lane's vector v. Called by a
+ * whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -98,9 +96,8 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* A scale belongs to a block of elements. Each lane returns the largest absolute value in one
- * block of the piece, as bits of a float32: in the block that contains the lane's vector number
- * lane_id() % V. Called by a whole warp. */
+/* Each lane returns the largest absolute value, as bits of a float32, of the block that
+ * contains its vector number lane_id() % V. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -123,8 +120,8 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
 
 /* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: largest
  * absolute value in the block, as bits of a float32. The largest e4m3 number is 448 = 1.75 *
- * 2^8. So the exponent of the scale is the exponent of `bits` minus 8, plus 1 if its mantissa
- * is above 1.75. */
+ * 2^8. So the exponent of the scale is that of `bits` minus 8, plus 1 if its mantissa is above
+ * 1.75. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
     if (bits >= INFINITY_WORD) return 255;
@@ -137,17 +134,15 @@ struct BlockScale {
     /* the word of scales to store: this block's scale and, with EPIC_QUANTIZE_1X32, the scales
      * of three other blocks */
     uint32_t word;
-    /* The number by which elements are scaled: with EPIC_QUANTIZE_1X128, the scale; with
-     * EPIC_QUANTIZE_1X32, 1 / scale. In both cases NaN if the scale is NaN. */
+    /* The number by which elements are scaled: the scale (EPIC_QUANTIZE_1X128) or 1 / scale
+     * (EPIC_QUANTIZE_1X32). NaN if the scale is NaN. */
     float number;
 };
 
-/* The elements of a block are first multiplied by `weight` and then quantized. Returns the
- * scale of the block of this lane (see find_largest()). `largest`: largest absolute value in
- * the block before the multiplication, as bits of a float32. The function multiplies only
- * `largest` by the weight. This is enough, because rounding keeps the order of values. So the
- * element with the largest absolute value before the multiplication also has the largest one
- * after it. */
+/* Returns the scale of the block of this lane (find_largest()), whose elements are multiplied
+ * by `weight` and then quantized. `largest`: largest absolute value before the multiplication,
+ * as bits of a float32. It suffices to multiply it by the weight, because rounding keeps the
+ * order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -166,8 +161,8 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 
 /* ---------------------------------------------------------------------------- division ---- */
 
-/* A divisor s, prepared so that many numbers can be divided by it quickly. high + low is 1 / s
- * with a relative error of 2^-44. low is above 0, so that -0 / s stays -0. */
+/* A divisor s, prepared for quick divisions. high + low is 1 / s with a relative error of
+ * 2^-44. low is above 0, so that -0 / s stays -0. */
 struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
@@ -185,8 +180,7 @@ __device__ __forceinline__ Divisor divisor_of(float s)
 /* Returns x / d.s with the bits of a correctly rounded division, if no intermediate result is
  * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
  * bits. Then the quotient is never within a relative distance of 2^-44 from the middle between
- * two e4m3 numbers. So an error of 2^-44 cannot change the e4m3 value, and the function leaves
- * out the final correction of the quotient. */
+ * two e4m3 numbers, so the final correction of the quotient is left out. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
@@ -194,9 +188,9 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
 }
 
 /* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() is
- * exact only for normal (not subnormal) numbers. So if the scale is very small or very large,
- * the function first multiplies elements and scale by a power of two, so that the scale is
- * nearer to 1. SHORT: see divide_rounded(). */
+ * exact only for normal numbers. So for a very small or very large scale, elements and scale
+ * are first multiplied by a power of two that moves the scale towards 1. SHORT: see
+ * divide_rounded(). */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -212,10 +206,10 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
     for (int i = 0; i < N; i++) x[i] = divide_rounded<SHORT>(x[i], d);
 }
 
-/* Quantizes vector v of a piece and stores the result in piece.q[v]. x: the vector's elements,
- * already multiplied by the weight; overwritten. `mine`: the scale that this lane has computed.
- * The scale for vector v may come from another lane, by a shuffle. A NaN scale makes all
- * elements NaN. Called by a whole warp. */
+/* Quantizes vector v of a piece into piece.q[v]. x: the vector's elements, already multiplied
+ * by the weight; overwritten. `mine`: the scale that this lane has computed. That of vector v
+ * may come from another lane, by a shuffle. A NaN scale makes all elements NaN. Called by a
+ * whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -253,18 +247,17 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
 }
 
-/* Where kernels store quantized rows: the caller's array of rows, and that of their scales. */
+/* The arrays to which kernels store quantized rows: the caller's rows, and their scales. */
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
-    /* whole: true if rows are aligned, so that a lane can store the N bytes of a vector at
-     * once. words: true if the scales of every row are aligned to 4 bytes, so that lanes can
-     * store them as words. */
+    /* whole: rows are aligned, so a lane can store the N bytes of a vector at once. words: the
+     * scales of every row are aligned to 4 bytes, so lanes can store them as words. */
     bool whole, words;
 };
 
-/* Stores q, N quantized elements (bytes) of this lane, to the row of a slot, beginning at byte
- * `at` of the row. Leaves out elements past the end of the row. */
+/* Stores N quantized elements of this lane, q, from byte `at` of a slot's row on, as far as the
+ * row goes. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)

@@ -1,13 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* RankMask, a bit mask of ranks, and values of which each lane of a warp has one per rank.
  *
- * In the usual libraries a group has at most 32 ranks. There RankMask is one word, a lane has the
- * value of one rank, and every function below is one or two instructions. In the libraries for
- * many ranks (MANY_RANKS, rules/device_layout.h) a mask has DEVICE_RANK_WORDS words, and lane n
- * has the values of the ranks n, n + 32, and so on.
- *
- * Where each lane handles one rank at a time, for_each_group() calls a function once per group of
- * 32 ranks. In the usual libraries it calls the function once, without a loop. */
+ * In the usual libraries a group has at most 32 ranks. There RankMask is one word, a lane has
+ * the value of one rank, and every function below is one or two instructions. In the libraries
+ * for many ranks (MANY_RANKS, rules/device_layout.h) a mask has DEVICE_RANK_WORDS words, and
+ * lane n has the values of the ranks n, n + 32, and so on. for_each_group() then calls a
+ * function once per group of 32 ranks. In the usual libraries it calls it once, without a loop.
+ */
 #ifndef EPIC_RANKS_CUH
 #define EPIC_RANKS_CUH
 
@@ -182,9 +181,8 @@ __device__ __forceinline__ RankMask unpack_ranks(uint32_t packed)
 #else
 typedef uint32_t RankMask;
 
-/* These macros do what the functions of the same names above do. They are macros because the
- * compiler inlines functions only after its first optimizations. With functions, the kernels
- * would have other machine code than with the operators themselves. */
+/* Macros in place of the functions with these names above. The compiler inlines functions only
+ * after its first optimizations, so functions would change the machine code of the kernels. */
 #define no_ranks() 0u
 #define rank_bit(q) (1u << (q))
 #define has_rank(mask, q) ((mask) >> (q)&1)

@@ -42,8 +42,7 @@ __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
 }
 
-/* Returns bytes [at, at + 16) of a row that may be unaligned. `fill`: value of each 32-bit word
- * past the end of the row. */
+/* Returns bytes [at, at + 16) of a row that may be unaligned. Words past its end are `fill`. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
 {
@@ -68,8 +67,8 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns vector number `vector` of a row that no kernel reads again soon. Bytes past the end
- * of the row are zeros. */
+/* Returns vector number `vector` of a row that no kernel reads again soon. Bytes past its end
+ * are zeros. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -78,8 +77,7 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Like load_row(), but for rows that are read again soon. `fill`: value of 32-bit words past
- * the end of the row. */
+/* Like load_row(), but for rows that are read again soon. Words past the end are `fill`. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -100,9 +98,8 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* Loads this lane's vectors of one piece of a row that is read again soon. `first`: index in
- * the row of the piece's first vector. `fill`: value of words past the end of the row. Called
- * by a whole warp. */
+/* Loads this lane's vectors of the piece whose first vector is `first`, of a row that is read
+ * again soon. Words past the end are `fill`. Called by a whole warp. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -115,8 +112,8 @@ __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t fir
                      : load_row_again(row, first + v * WARP + lane_id(), s, fill);
 }
 
-/* Stores this lane's vectors of one piece of a row. `first`: index in the row of the piece's
- * first vector. Called by a whole warp. */
+/* Stores this lane's vectors of the piece whose first vector is `first`. Called by a whole
+ * warp. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const RowShape &s,
                                             const uint4 (&q)[V], uint64_t policy)
@@ -147,16 +144,16 @@ __device__ __forceinline__ uint4 poison_vector()
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Returns true if any word of the vector is poison (0xffffffff). This is the largest 32-bit
- * number, so it is enough to compare the maximum of the words. */
+/* Returns true if any word of the vector is poison, the largest 32-bit number. So it is enough
+ * to compare the maximum of the words. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns `word` or, if it equals poison (0xffffffff), `nan`. The caller's data may contain
- * such a NaN. If it were sent, the receiver would assume that the word has not arrived yet. So
- * senders replace it. Results of arithmetic are never poison. */
+/* Returns `word` or, if it is poison (0xffffffff), `nan`. The caller's data may contain such a
+ * NaN, which the receiver would take for a word that has not arrived. So senders replace it.
+ * Results of arithmetic are never poison. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -169,33 +166,30 @@ __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Within a piece, each lane has its own vectors. Returns where this lane's first vector is, in
- * bytes from the beginning of the row. `vector`: index in the row of the piece's first
- * vector. */
+/* Returns where this lane's first vector of a piece is, in bytes from the beginning of the row.
+ * `vector`: index in the row of the piece's first vector. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
-/* Rounds a size up to whole cache lines of 128 bytes. Kernels use it so that the shared memory
- * of each warp begins at a line. Most rows begin at a line, too, and copies are faster if
- * source and destination have the same offset within a line. */
+/* Rounds a size up to whole cache lines of 128 bytes, so that the shared memory of each warp
+ * begins at a line. So do most rows, and copies between equal offsets within a line are faster.
+ */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
 
 /* A ring buffer of pieces in shared memory, used by one warp. Asynchronous copies (cp.async)
- * fill it in the order in which the warp will use the pieces. Each lane reads only what it
- * copied itself, so no barrier is needed. The ring has AHEAD + 1 buffers of one piece each.
- * While the warp uses one buffer, the other AHEAD are being filled. The buffer in use is the
- * next one to be filled. */
+ * fill it in the order in which the warp uses the pieces. Each lane reads only its own copies,
+ * so no barrier is needed. The ring has AHEAD + 1 buffers. While the warp uses one of them, the
+ * others are being filled. The buffer in use is filled next. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* shared-memory address of this lane's bytes in the first buffer */
-    /* where the buffer that is read next, and then filled again, begins: offset from
-     * `memory` */
+    /* offset from `memory` of the buffer that is read and then filled next */
     uint32_t next = 0;
 
     /* Creates an empty ring. warp_memory: BYTES bytes of shared memory for this warp. */
@@ -203,9 +197,9 @@ template <int V, bool EXACT> struct PieceRing {
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
-    /* Starts to copy this lane's vectors of a piece into the next buffer. `from`: global
-     * address of the first of these vectors. `vector`: index in the row of the piece's first
-     * vector. `once`: true if no kernel reads the row again soon. */
+    /* Starts to copy this lane's vectors of a piece, which begin at `from`, into the next
+     * buffer. `vector`: index in the row of the piece's first vector. `once`: no kernel reads
+     * the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
@@ -219,9 +213,8 @@ template <int V, bool EXACT> struct PieceRing {
                 copy_again(to, from + v * WARP * 16);
         }
     }
-    /* Ends the group of asynchronous copies of one piece and moves to the next buffer. Called
-     * once per buffer, even if nothing was copied, because the wait for a buffer counts the
-     * groups after it. */
+    /* Ends the group of copies of one piece and moves to the next buffer. Called once per
+     * buffer, even without a copy, because the wait for a buffer counts the groups after it. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
@@ -234,9 +227,9 @@ template <int V, bool EXACT> struct PieceRing {
         wait_copies<AHEAD>();
     }
     /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it
-     * into q. `first`: index in the row of the piece's first vector. `fill`: value of words
-     * past the end of the row. The caller must have called commit_piece() for the AHEAD pieces
-     * after it. */
+     * into q. `first`: index in the row of the piece's first vector. Words past the end of the
+     * row are `fill`. The caller must have called commit_piece() for the AHEAD pieces after it.
+     */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -250,10 +243,9 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of work of a warp. Their pieces go through a ring buffer (PieceRing).
- * While the warp processes one unit, the next AHEAD units have already begun, and AHEAD pieces
- * are being copied. Units: CombineStream (combine) or GradientStream (combine_backward). Called
- * by a whole warp. Returns false if the group of ranks has failed. */
+/* Processes all units of a warp, whose pieces go through a PieceRing: while it processes one
+ * unit, the next AHEAD ones have begun, and AHEAD pieces are being copied. Units: CombineStream
+ * or GradientStream. Called by a whole warp. Returns false if the group has failed. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -270,9 +262,9 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 
 /* ----------------------------------------------------------------------- element types ---- */
 
-/* Bf16, F16 and F32 are element types of rows. Each converts a vector of 16 bytes to N floats
- * and back. NAN_WORD: the word that a sender sends instead of a word that equals poison.
- * MINUS_ZERO: a word whose elements are all -0. */
+/* Element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD: the
+ * word that replaces poison when rows are sent. MINUS_ZERO: a word whose elements are all -0.
+ */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -341,24 +333,21 @@ struct F32 {
 
 /* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* How units are divided among warps. All units of an operation form one list. It is ordered by
- * step, then by role, then by span of the row. A step is one token. A role is a kind of work,
- * for example to send, or to receive from source rank 1.
+/* How units are divided among warps. All units of an operation form one list, ordered by token,
+ * then by role, then by span of the row. A role is a kind of work, for example to send, or to
+ * receive from source rank 1.
  *
  *   unit number = (step * roles + role) * spans + span
  *
- * Warp w of the W warps that take part has units w, w + W, w + 2 * W, ...
- *
- * The next unit of a warp is W units later in the list than its current unit. The members
- * `step`, `role` and `span` of a Stride are the distance between the two. `roles` is the number
- * of roles, and `spans` the number of spans of a row. `total_warps` is W. Each CTA has a Stride
- * in shared memory. */
+ * Here `step` is the number of the token. Warp w of the W warps that take part has units w, w +
+ * W, w + 2 * W, ... The members `step`, `role` and `span` of a Stride are the distance from a
+ * unit of a warp to its next one. `roles` is the number of roles, `spans` the number of spans
+ * of a row, and `total_warps` is W. Each CTA has a Stride in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, total_warps;
 
-    /* Sets all members. `num_warps`: the number W of warps that take part, which are the first
-     * W warps of the grid. `num_roles`: number of roles. `num_spans`: number of spans of a
-     * row. */
+    /* Sets all members. The first num_warps warps of the grid take part, with num_roles roles
+     * and num_spans spans of a row. */
     __device__ void set_strides(int num_warps, int num_roles, int num_spans)
     {
         total_warps = num_warps;
@@ -408,8 +397,8 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Returns how many units of work there are per token: the number of roles times the number of
- * spans of its row. `vectors`: number of vectors per lane of a piece. */
+/* Returns the number of units per token: roles times spans of its row. `vectors`: number of
+ * vectors per lane of a piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;

@@ -19,9 +19,8 @@
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* A rank whose wait has timed out may not know which rank is the culprit. It then waits this
- * long before it reports the timeout, so that a rank that knows the culprit can report
- * first. */
+/* How long a rank that does not know the culprit of its timeout waits before it reports the
+ * timeout, so that a rank that knows the culprit can report first. */
 #define REPORT_GRACE_NS 20000000ull
 /* Words in host memory are slow to read, so a rank reads them at most once in this time. Unit:
  * 1024 ns. */
@@ -33,31 +32,29 @@
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
-/* Limits how often a slow word (in host memory or in the net inbox) is read. If many warps read
- * it, their reads would be served one after the other. So at most one thread of the rank may
- * read it in `pause` units of 1024 ns. That thread stores a copy in control memory, which the
- * others read. Returns true if this thread may read the word now. *asked is the time at which a
- * thread last got true, in the same unit. */
+/* Limits how often a slow word (in host memory or in the net inbox) is read, because the reads
+ * of many warps are served one after the other. Returns true if this thread may read it now: at
+ * most one thread of the rank in `pause` units of 1024 ns. It stores a copy in control memory,
+ * which the others read. *asked is the time of the last true. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
     return time - before >= pause && atomicCAS(asked, before, time) == before;
 }
 
-/* Only in backend `hosts`: `word` is a value of the word `broken` (the failure of the group).
- * Copies it to control memory, where all warps of this rank check it. Does nothing if `word` is
- * 0, and does nothing in `p2p`. */
+/* Only in backend `hosts`: copies `word`, a value of the word `broken` (the failure of the
+ * group), to control memory, where all warps of this rank check it. Does nothing for 0, or in
+ * `p2p`. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
 }
 
-/* Reports a failure of the group. Does nothing if this rank has already reported one. Writes
- * p2p_status for the host, and stores `broken` into this rank's heap. If this rank found the
- * failure itself, it also stores `broken` into the heaps of the peers. In the backend `hosts`
- * the proxy thread sends `broken` to the peers instead. `word`: P2P_BROKEN() of the failure.
- * `theirs`: if a peer called another operation, the signature of that call, else 0. A signature
- * is a hash of the arguments that must be equal on all ranks. */
+/* Reports a failure of the group, unless this rank has already reported one. Writes p2p_status
+ * for the host, and stores `broken` into this rank's heap. If this rank found the failure
+ * itself, also stores `broken` into the heaps of the peers (in the backend `hosts` the proxy
+ * thread sends it). `word`: P2P_BROKEN() of the failure. `theirs`: the signature (hash of
+ * arguments) of a peer that called another operation, else 0. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -81,9 +78,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
-/* Reports an error in the data to the host, by a notice in host memory. Such an error does not
- * make the group of ranks fail. If all P2P_NOTICES notices are still unread, the error is
- * dropped. */
+/* Reports an error in the data to the host, by a notice in host memory. The group does not
+ * fail. The error is dropped if all P2P_NOTICES notices are still unread. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &notice)
 {
@@ -102,14 +98,14 @@ static __device__ __noinline__ void report_data_error(const p2p_self &self,
 }
 
 /* Only in backend `hosts`: passes `published`, the word `waits` of this rank, to the proxy
- * thread, which sends it to the peers. Does nothing in p2p. */
+ * thread, which sends it to the peers. */
 __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t published)
 {
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
 }
 
-/* Returns where in a heap the word `waits` of a rank is: the mask of the ranks for which that
- * rank waits. `heap`: start of the heap. */
+/* Returns where in the heap at `heap` the word `waits` of a rank is, which lists the ranks for
+ * which that rank waits. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
@@ -123,10 +119,9 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
     return is_stamped(op, published) ? (uint32_t)published : 0;
 }
 
-/* Publishes to all ranks that this rank waits for `peers` (pack_ranks()), so that other ranks do
- * not report this rank as the culprit. Called in the last quarter of the time limit. If the
- * deadline moves to a later time afterwards, callers withdraw the published mask by a call with
- * peers = 0. */
+/* Publishes to all ranks that this rank waits for `peers` (pack_ranks()), so that other ranks
+ * do not report it as the culprit. Called in the last quarter of the time limit. If the
+ * deadline moves to a later time, callers withdraw the word with peers = 0. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -137,11 +132,10 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
-/* Returns a bit mask of the culprits: the ranks that hold up the group. If some ranks have not
- * announced this epoch, the culprits are these ranks. Otherwise the function starts at the
- * ranks in `awaited` (a bit mask), for which this rank waits. From each rank it goes on to the
- * ranks for which that rank has published that it waits. The culprits are the ranks that wait
- * for no other rank. If there are none, the function returns `awaited`. */
+/* Returns the culprits, the ranks that hold up the group, as a bit mask: the ranks that have
+ * not announced this epoch, if there are any. Otherwise follows the published waits from the
+ * ranks in `awaited`, for which this rank waits, to the ranks that wait for no other rank. If
+ * there are none, returns `awaited`. */
 static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -164,9 +158,9 @@ static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
     return has_any(late) ? late : awaited;
 }
 
-/* Returns a bit mask of the ranks whose processes have died, as the host has found. The host
- * writes the mask into host memory, where reads by many warps would be slow. So now and then
- * one thread copies it to control memory, and all others read the copy. */
+/* Returns a bit mask of the ranks whose processes have died, as the host has found. It is in
+ * host memory, where reads by many warps would be slow. So now and then one thread copies it to
+ * control memory, and all others read the copy. */
 static __device__ RankMask read_dead_ranks(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -226,17 +220,16 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 /* Returns true if a wait whose deadline has passed may fail, because the host process has run
  * after the deadline. `time`: current device time.
  *
- * The process may be suspended for some time, for example by Ctrl-Z or in a frozen container.
- * Such a stop must not cause a timeout. During a stop the device's clock continues, but usually
- * the peers are stopped, too, and launch nothing. So a wait fails only after a host thread has
- * run later than the deadline. Each run of that thread is a beat (P2P_AWAKE). The first call
- * after the deadline stores its time in control->due. A later call that sees a new beat copies
- * control->due to control->overdue. Waits whose deadline is earlier than control->overdue may
- * then fail.
+ * The process may be suspended, for example by Ctrl-Z or in a frozen container. Such a stop
+ * must not cause a timeout: the device's clock continues, but usually the peers are stopped
+ * too, and launch nothing. So a wait fails only after a host thread has run later than the
+ * deadline. Each run of that thread is a beat (P2P_AWAKE). The first call after the deadline
+ * stores its time in control->due. A later call that sees a new beat copies it to
+ * control->overdue. Waits whose deadline is earlier than that may then fail.
  *
- * If the host thread finds that the process was stopped, it counts a stop. Then the time limit
- * of all waits starts again, at most P2P_POSTPONE_LIMIT times without progress. Only one thread
- * of the rank at a time reads the word `awake` in host memory. */
+ * If the host thread has counted a stop, the time limit of all waits restarts, at most
+ * P2P_POSTPONE_LIMIT times without progress. Only one thread of the rank at a time reads the
+ * word `awake` in host memory. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);
@@ -244,8 +237,7 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        /* If awake is 0, no host thread counts beats. Then a wait fails as soon as the device's
-         * clock is past its deadline. */
+        /* No host thread counts beats: the device's clock alone decides. */
         if (!awake) {
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
@@ -277,9 +269,9 @@ __device__ __forceinline__ bool can_publish(uint32_t published, int peer)
 }
 
 /* Returns true if a wait for `peer` has timed out: its deadline has passed, and the process has
- * run after the deadline (has_host_run_after()). First moves the deadline to a later time if
- * another wait of this rank has ended with success since the deadline was set. In the last
- * quarter of the time limit, publishes that this rank waits for `peer`. */
+ * run after it (has_host_run_after()). Before, moves the deadline if another wait of this rank
+ * has succeeded since it was set. In the last quarter of the time limit, publishes that this
+ * rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -299,8 +291,8 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 }
 
 /* Returns true if the group has failed. In the backend `hosts` only one thread at a time reads
- * the net inbox, where polls are slow. The other threads read that thread's result in control
- * memory. `phase`: a p2p_phase. */
+ * the net inbox, where polls are slow. The others read its result in control memory. `phase`: a
+ * p2p_phase. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -313,11 +305,10 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 }
 
 /* Returns true if a wait for `peer` must be given up, because the group has failed or the
- * deadline has passed. A waiting warp calls this function every SPINS_PER_CHECK polls. `fresh`:
- * true in the first call of a wait. The previous wait has then ended with success, so the
- * function moves the deadline to a later time. It does not look for the cause of a failure,
- * because waiting warps have few registers. report_aborted_wait() looks for the cause at the
- * end of the CTA. */
+ * deadline has passed. A waiting warp calls it every SPINS_PER_CHECK polls. `fresh`: true in
+ * the first call of a wait: the previous wait has succeeded, so the deadline moves to a later
+ * time. The cause of a failure is left to report_aborted_wait() at the end of the CTA, because
+ * waiting warps have few registers. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -334,9 +325,9 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
 }
 
 /* Finds out why a wait was given up, and reports the cause. Called by one thread of the CTA. If
- * it is not known for which peer the wait was, the thread waits for REPORT_GRACE_NS, so that
- * other ranks can report first. Then it looks for the culprit among the ranks for which other
- * threads of this rank have published waits. */
+ * the peer of the wait is not known, first waits for REPORT_GRACE_NS, so that other ranks can
+ * report, and then looks for the culprit among the ranks for which threads of this rank have
+ * published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -356,19 +347,18 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 }
 
 #ifndef LOW_LATENCY
-/* 1 if the file that includes this header has low-latency kernels. They poll more often than
- * other kernels, because few rows compete with their polls for memory bandwidth. */
+/* 1 in files with low-latency kernels. They poll more often, because few rows compete with
+ * their polls for memory bandwidth. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 
-/* Polls ready() until it returns true. ready() must return the same value in all lanes. `peer`:
- * the rank for which this lane waits, or -1 if it is not known. `peer` is a reference, because
- * ready() may change the variable. `phase`: a p2p_phase, for error reports. Called by a whole
- * warp. Returns false if the wait was given up, which means that the group of ranks has
- * failed. */
+/* Polls ready(), which is equal in all lanes, until it returns true. `peer`: the rank for which
+ * this lane waits, or -1; a reference, because ready() may change it. `phase`: a p2p_phase, for
+ * error reports. Called by a whole warp. Returns false if the wait was given up, because the
+ * group has failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
@@ -383,7 +373,7 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
 }
 
 /* Polls ready() until it returns true, like wait_warp(), but for one thread instead of a warp.
- * Returns false if the wait was given up, because the group of ranks has failed. */
+ * Returns false if the wait was given up, because the group has failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
                                             Ready ready)

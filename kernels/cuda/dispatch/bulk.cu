@@ -39,8 +39,8 @@ struct Unit {
     /* step: position in the list of units. role: 0 if the token is this rank's own, n if it is
      * a token of the n-th peer (rank_of_role()). */
     int step, role;
-    /* In lane k: choice k of the token, and word k of the token's record (its slots on this
-     * rank). take_unit() loads both early, before the warp moves the row. */
+    /* In lane k: choice k of the token, and word k of its record (its slots on this rank).
+     * take_unit() loads both before the warp moves the row. */
     uint64_t choice_word, record_word;
 
     /* Returns true if the unit's token is this rank's own. */
@@ -50,26 +50,26 @@ struct Unit {
     }
 };
 
-/* Returns the number of the token of a unit. A unit that sends has token number unit.step. A
- * unit that receives is `lag` tokens behind. */
+/* Returns the number of the token of a unit: unit.step if it sends, `lag` less if it receives.
+ */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
 /* Returns true if the unit's token exists in the running round, which ends before token `end`.
- * In the first steps there is nothing to receive yet, and in the last steps nothing to send. */
+ * In the first steps there is nothing to receive, and in the last steps nothing to send. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Gets the next unit of work for this warp, and loads the words that the unit needs first. Some
- * units take longer than others, so the warps of a CTA get units one by one from a common
- * counter, *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets
- * one unit of each section, at a position that changes from section to section. With a fixed
- * position, all units of a CTA could be for the same peer. Called by a whole warp. */
+/* Gets the next unit for this warp, and loads the words that it needs first. Some units take
+ * longer than others, so the warps of a CTA get units one by one from a common counter,
+ * *num_taken. Each CTA gets one unit of each section of gridDim.x units, at a position that
+ * changes from section to section. With a fixed position, all units of a CTA could be for one
+ * peer. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -88,8 +88,7 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, i
 }
 
 /* Returns true if it is already known that the token has no row on this rank. `record`: the
- * word of the token's record that take_unit() has loaded. If the word has not arrived yet,
- * returns false. */
+ * word of its record that take_unit() has loaded, which may not have arrived yet. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -99,8 +98,8 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Starts to copy the row of the unit to `buffer` in shared memory. If the row will be
- * quantized, starts to load it into the L2 cache instead. Called by a whole warp. */
+/* Starts to copy the row of the unit to `buffer` in shared memory or, if the row will be
+ * quantized, to load it into the L2 cache. Called by a whole warp. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t buffer)
@@ -118,9 +117,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). The caller has loaded `extras` or `weight` early, with peek_extras() or
- * peek_weight(). If they had not arrived at that time, they contain poison ("not arrived"), and
- * the function waits for them. Called by a whole warp. Returns false if the group of ranks has
+ * experts and weights). The caller has loaded them early with peek_weight() or peek_extras().
+ * Waits for those that are still poison. Called by a whole warp. Returns false if the group has
  * failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
@@ -137,9 +135,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller must
- * have called fence_buffers() before, so that the bulk stores read what the lanes have
- * written. */
+/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller has
+ * called fence_buffers(), so that the bulk stores read what the lanes have written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -148,8 +145,8 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
 }
 
 /* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into it,
- * or checks the copy that is already there. Returns true if the row has special words, which
- * must be replaced before the row is sent (send_special()). Called by a whole warp. */
+ * or checks the copy there. Returns true if the row has special words, which must be replaced
+ * before it is sent (send_special()). Called by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -166,7 +163,7 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
 
 /* Moves a unit of this rank's own token: sends the row to the peers that need it, then waits
  * for the token's record and stores the row to its slots on this rank. Called by a whole warp.
- * Returns false if the group of ranks has failed. */
+ * Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -191,8 +188,8 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
 }
 
 /* Moves a unit of a peer's token: waits for the row, stores it to its slots on this rank, and
- * stores poison back to staging. Called by a whole warp. Returns false if the group of ranks
- * has failed. */
+ * stores poison back to staging. Called by a whole warp. Returns false if the group has failed.
+ */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -228,14 +225,13 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 struct RoundProgress { /* what a warp knows about the running round */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the numbers of tokens of all ranks are known */
-    /* log2 of the number of slabs (parts of the receive buffer, one per expert) into which this
-     * warp also writes padding; a negative value if it writes none (find_padding_slabs()) */
+    /* log2 of the number of slabs (one per expert) into which this warp also writes padding;
+     * negative: none (find_padding_slabs()) */
     int slab_bits;
 };
 
-/* At the first call, waits until all ranks have announced how many tokens they have. Before
- * this call, a warp moves only this rank's own tokens. Returns false if the group of ranks has
- * failed. */
+/* At the first call, waits until all ranks have announced their numbers of tokens, without
+ * which a warp moves only this rank's own tokens. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -244,9 +240,8 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Called after a unit of this rank's own token: writes zeros to some padding slots, so that
- * padding needs no separate pass. Called by a whole warp. Returns false if the group of ranks
- * has failed. */
+/* Called after a unit of this rank's own token: zeroes some padding slots, so that padding
+ * needs no separate pass. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {
@@ -259,7 +254,7 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
 }
 
 /* Sends or receives the row of a unit of work. The caller has started to copy the row to the
- * current buffer. Returns false if the group of ranks has failed. */
+ * current buffer. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -278,7 +273,7 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
 }
 
 /* Moves the rows of one round: tokens [m.round_begin, end) of every rank. Returns false if the
- * group of ranks has failed. */
+ * group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
                                             int *num_taken)
@@ -303,9 +298,9 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     return ok;
 }
 
-/* Moves the rows in rounds. A round has as many tokens of each rank as fit in the staging. A
- * kernel that makes the plan has one round. *num_taken: counter in shared memory, by which the
- * warps of this CTA get their units. Returns false if the group of ranks has failed. */
+/* Moves the rows in rounds of as many tokens of each rank as fit in the staging. A kernel that
+ * makes the plan has one round. *num_taken: counter in shared memory for take_unit(). Returns
+ * false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *num_taken)
@@ -329,9 +324,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding slots. Does nothing if the warps that moved this rank's own
- * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
- * group of ranks has failed. */
+/* Zeroes all padding slots, unless the warps that moved this rank's own tokens have done so
+ * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
     const BulkBuffers buffers(m, memory, 0);
@@ -348,9 +342,9 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* The kernel. OwnPiece defines how this rank's rows become packed rows: JoinedPiece copies rows
- * and scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT:
- * the layout of the receive buffer is flat. */
+/* The kernel. OwnPiece makes packed rows of this rank's rows: JoinedPiece copies rows and
+ * scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT: the
+ * layout of the receive buffer is flat. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -374,8 +368,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* In lane q, tokens_of is the number of tokens of rank q. read_counts_once() reads these
-     * numbers later; until then only this rank's own number is needed. */
+    /* In lane q, tokens_of is the number of tokens of rank q. Until read_counts_once() reads
+     * it, only this rank's own number is needed. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -417,10 +411,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets how many warps per CTA move rows, how many buffers each warp has (two to four), and the
- * lag: how many tokens are sent before the first one is received. A kernel that quantizes rows
- * gets more warps, and usually a longer lag, than one that only copies them. The values are
- * measured (docs/lab/cuda.md). */
+/* Sets the warps per CTA that move rows, the buffers of each warp (two to four), and the lag. A
+ * kernel that quantizes gets more warps, and usually a longer lag, than one that only copies.
+ * The values are measured (docs/lab/cuda.md). */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

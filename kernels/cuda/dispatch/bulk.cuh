@@ -22,15 +22,15 @@
 #define BULK_MEMORY (216 << 10) /* bytes of dynamic shared memory per CTA */
 #define CONSTANT_BYTES 2048     /* bytes of each of two arrays: zeros, and poison */
 
-/* The buffers of a warp in shared memory, each for one packed row. The warp uses them in
- * turn. */
+/* The buffers of a warp in shared memory, each for one packed row, which the warp uses in turn.
+ */
 struct BulkBuffers {
     /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: bytes of
      * each buffer. */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* num_buffers: how many buffers the warp has. current: number of the buffer that has the
-     * row of the current unit of work. */
+    /* num_buffers: number of the warp's buffers. current: the one with the row of the current
+     * unit. */
     int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
@@ -55,9 +55,9 @@ struct BulkBuffers {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The bulk stores of the latest num_buffers - 2 units of work may still be running, because
-     * they read other buffers. So that they can be counted, the caller must call end_bulk()
-     * exactly once per unit. Called by a whole warp. */
+     * Those of the last num_buffers - 2 units read other buffers and may continue. The caller
+     * must call end_bulk() exactly once per unit, because the groups are counted. Called by a
+     * whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -106,8 +106,8 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Starts to load the row of this rank's token into the L2 cache, because the warp will quantize
- * it as its next unit. */
+/* Starts to load the row of this rank's token, which the warp will quantize as its next unit,
+ * into the L2 cache. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -115,8 +115,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a packed row of rank `rank` from staging to a buffer, before the warp knows
- * whether the row has arrived. Words that have not arrived are poison in the copy. */
+/* Starts to copy a packed row of rank `rank` from staging to a buffer, perhaps before the row
+ * has arrived. Words that have not arrived are poison in the copy. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -125,10 +125,9 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a row of this rank's token, and stores the packed row to a buffer. Returns true in
- * a lane whose scales include a word that equals poison. The receiver would take such a word
- * for one that has not arrived, so it must be replaced before the row is sent. Called by a
- * whole warp. */
+/* Quantizes a row of this rank's token into a buffer. Returns true in a lane whose scales
+ * include a word that equals poison, which must be replaced before the row is sent: the
+ * receiver would take it for a missing word. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
@@ -161,7 +160,7 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
 }
 
 /* Changes a piece of a packed row in its buffer: loads this lane's vectors into q, calls
- * change(q), and stores them back. Called by a whole warp. */
+ * change(q), and stores them. Called by a whole warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
@@ -186,10 +185,9 @@ struct ScanResult { /* result of scan_packed(); each lane has the result for its
 };
 
 /* Checks a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: a word may have been replaced by the sender, because it equaled poison. In a row
- * that the sender has not quantized, this is any word that equals poison or its stand-in (sign
- * bits are ignored). In a row that the sender has quantized (QUANTIZED), it is a word of scales
- * that equals E8M0_STAND_IN. */
+ * `special`: the sender may have replaced a word that equaled poison. In a row that the sender
+ * has quantized (QUANTIZED), that is a word of scales that equals E8M0_STAND_IN. In other rows
+ * it is a word that equals poison or its stand-in, without regard to sign bits. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -207,9 +205,9 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for those words of a packed row of rank `rank` that had not arrived when the row was
- * copied to its buffer. Stores them to the buffer. Called by a whole warp. Returns false if the
- * group of ranks has failed. */
+/* Waits for the words of a packed row of rank `rank` that had not arrived when the row was
+ * copied to its buffer, and stores them there. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -224,9 +222,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores words of a packed row that the sender had to replace, because they equal poison (the
- * mark of a word that has not arrived). The row is in its buffer. Called by a whole warp after
- * the whole row has arrived. Returns false if the group of ranks has failed. */
+/* Restores the words of a packed row in its buffer that the sender had to replace, because they
+ * equaled poison. Called by a whole warp after the whole row has arrived. Returns false if the
+ * group has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -246,8 +244,8 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Divides `bytes` bytes at `to` into parts that are at most as long as the arrays of zeros and
- * of poison, and calls store(address, bytes) for each part. Called by one lane. */
+/* Calls store(address, bytes) for `bytes` bytes at `to`, in parts that are at most as long as
+ * the arrays of zeros and of poison. Called by one lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -266,9 +264,8 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if the scales of a row are so short that the lanes of a warp store them to the
- * slots, 16 bytes per lane. For so few bytes a bulk store would be slow: it takes as long as
- * one of a kilobyte. */
+/* Returns true if the scales of a row are so short that lanes store them to the slots, 16 bytes
+ * per lane. A bulk store of so few bytes takes as long as one of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
@@ -320,8 +317,8 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison back to the staging of a packed row that has been received, so that a later
- * operation can use the staging. Called by a whole warp. */
+/* Stores poison to the staging of a packed row that has been received, so that a later
+ * operation can use it. Called by a whole warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {
@@ -333,12 +330,12 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row that has special words. A word that equals poison is special, because the
- * receiver would take it for a missing word. It is sent as another word, the stand-in. So if
- * the row was not quantized, a word that equals the stand-in is special, too. The function
- * waits until bulk stores have read the buffer, replaces poison in the buffer by its stand-in,
- * and sends the row. If the row was not quantized, it also sends escape words, which show the
- * receiver which stand-ins were poison. Called by a whole warp. */
+/* Sends a packed row with special words. A word that equals poison, which the receiver would
+ * take for a missing word, is sent as another word, the stand-in. In a row that was not
+ * quantized, the stand-in itself is then special too. This function waits until bulk stores
+ * have read the buffer, replaces poison in it, and sends the row. If the row was not quantized,
+ * it also sends escape words, which show which stand-ins were poison. Called by a whole warp.
+ */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

@@ -47,8 +47,8 @@
 #include "cuda/dispatch/stream.cuh"
 
 /* The kernel. There is one instance for each value of ROWS (stream.cuh), with and without
- * making the plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). One kernel for
- * all cases would need more registers than a thread can have. */
+ * making the plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). A single
+ * kernel would need more registers than a thread can have. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

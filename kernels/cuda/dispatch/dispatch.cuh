@@ -1,49 +1,46 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions that all dispatch kernels use. They read choices, records and weights, send a
- * piece, store it to slots, and determine the order of tokens. Used by dispatch.cu, packed.cu,
- * bulk.cu and the low-latency kernels.
+ * piece, store it to slots, and determine the order of tokens.
  *
- *   choice      one of a token's top_k expert ids
- *   record      the slots that a token has on this rank
- *   chunk       32 choices or 32 words of a record, one per lane; tokens with more than 32
- *               choices have two chunks
- *   piece       2 KB of a row
- *   unit        the work of a warp at a time: to send, forward or receive some pieces of one
- *               row
- *   role        number that shows what a unit does, and for which peer
- *   forward     to send a row that came from another host to ranks of this host
- *   poison      0xffffffff, the mark of a word that has not arrived. A word of a row that
- *               equals poison is replaced before it is sent
- *   escape word word that tells the receiver which words of a piece the sender has replaced
- *   source      number of a rank from which this rank receives: 0 is the next higher rank,
- *               num_ranks - 1 is this rank itself. The heap has a part for each source */
+ *   choice       one of a token's top_k expert ids
+ *   record       the slots that a token has on this rank
+ *   chunk        32 choices or 32 words of a record, one per lane; tokens with more than 32
+ *                choices have two chunks
+ *   piece        2 KB of a row
+ *   unit         the work of a warp at a time: to send, forward or receive some pieces of a row
+ *   role         number that shows what a unit does, and for which peer
+ *   forward      to send a row that came from another host to ranks of this host
+ *   poison       0xffffffff, the mark of a word that has not arrived. A word of a row that
+ *                equals poison is replaced before it is sent
+ *   escape word  bits that show the receiver which words of a piece the sender has replaced
+ *   source       number of a rank from which this rank receives: 0 is the next higher rank,
+ *                num_ranks - 1 is this rank itself. The heap has a part for each source */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* Number of 16-byte vectors that each lane has in a piece. All dispatch kernels use the same
- * number. Otherwise sender and receiver would disagree to which piece an escape word
- * belongs. */
+/* Number of 16-byte vectors of each lane in a piece. It must be equal in all dispatch kernels,
+ * so that sender and receiver agree to which piece an escape word belongs. */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t num_early_tokens; /* tokens [0, num_early_tokens) are sent while the plan is made */
     RankNumbers tokens_of;    /* number of tokens of each rank */
-    /* largest number of tokens of any rank; an upper limit until the ranks have announced their
-     * numbers */
+    /* largest number of tokens of any rank; an upper limit until the ranks have announced them
+     */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* How many of the roles (kinds of units) forward rows from other hosts; only in backend
+    /* Number of roles (kinds of units) that forward rows from other hosts; only in backend
      * `hosts`. */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* If the unit receives, returns the number of the rank from which it receives, plus 1 (an
- * argument for rank_of_role()). Otherwise returns 0 or less. */
+/* Returns the number of the rank from which a unit receives, plus 1 (an argument for
+ * rank_of_role()), or 0 or less if the unit does not receive. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -56,8 +53,7 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
 }
 
 /* Returns the destination of choice k of this rank's token: a rank if the kernel reads a plan,
- * or an expert id if the kernel makes the plan. If there is no choice k, all bits of the result
- * are 1. */
+ * or an expert id if the kernel makes the plan. All bits are 1 if there is no choice k. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -99,9 +95,8 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* Returns the bits of the weight of choice k of this rank's token. If they equal poison (a
- * NaN), returns another NaN, because the receiver would take poison for a weight that has not
- * arrived. */
+/* Returns the bits of the weight of choice k of this rank's token. Another NaN replaces poison
+ * (also a NaN), which the receiver would take for a weight that has not arrived. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -111,8 +106,8 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
 }
 
 /* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
- * sends weights to each of these peers: those of the token's choices that go to this peer.
- * `word`: this lane's choice, from read_choice(). Called by a whole warp. */
+ * sends to each of them the weights of the choices that go there. `word`: this lane's choice,
+ * from read_choice(). Called by a whole warp. */
 __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -132,8 +127,8 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         add_rank(peers, rank);
         if (!with_weights) continue;
-        /* `source` is the number that the peer gives to this rank. The peer's heap has a part
-         * for the weights from each source. */
+        /* `source` is the number that the peer gives to this rank, and that of its part of the
+         * peer's heap. */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
@@ -144,13 +139,13 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Number of a token by which its escape words are indexed. With many ranks it is the number in the
- * round, so that the array of escape words does not grow with the number of tokens. */
+/* Number of a token by which its escape words are indexed. With many ranks it counts from the
+ * beginning of the round, so that the array does not grow with the number of tokens. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
 /* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
  * poison or its stand-in (net/staging.cuh), also sends escape words, with which the receiver
- * restores the poison. For peers on other hosts, the caller must then post the put of the row
+ * restores the poison. The caller must then post the put of the row for peers on other hosts
  * (post_put_pieces()). Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
@@ -173,9 +168,9 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of a record (the list of the slots that a token of `rank` has on this
- * rank). Does not wait: if the kernel makes the plan, the word may not have arrived yet.
- * `chunk`: 0 for the first 32 words of the record, 1 for the next 32. */
+/* Loads this lane's word of the record of a token of `rank`. If the kernel makes the plan, it
+ * may not have arrived yet. `chunk`: 0 for the first 32 words of the record, 1 for the next 32.
+ */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int chunk)
 {
@@ -191,11 +186,11 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for 32 words of a record (the slots on this rank of a token of `rank`), and sets `slot`
- * to the slot in this lane's word, or to -1. `chunk`: 0 for the first 32 words, 1 for the next
- * 32. `word`: this lane's word, from peek_record(). `more` becomes true if the record may have
- * slots after these 32. If `keep` is true, also copies the slots into the plan that this kernel
- * makes. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for 32 words of the record of a token of `rank`, and sets `slot` to the slot in this
+ * lane's word, or to -1. `chunk`: 0 for the first 32 words, 1 for the next 32. `word`: this
+ * lane's word, from peek_record(). `more` becomes true if the record may have slots after these
+ * 32. If `keep` is true, also copies the slots into the plan that this kernel makes. Called by
+ * a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -215,7 +210,7 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
 }
 
 /* Writes -1 to the unused words at the end of a token's record in the plan. `chunk`: 0 if only
- * the first 32 words of the record can be slots, 1 if later words can be slots, too. */
+ * the first 32 words can be slots, otherwise 1. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int chunk)
 {
@@ -225,8 +220,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
 }
 
 /* Returns the address at which weight number n of a peer's token arrives on this rank. A peer
- * sends only the weights of those choices that go to this rank, and stores them without gaps.
- * `source`: number of the peer among this rank's sources. */
+ * sends only the weights of choices that go to this rank, without gaps. `source`: number of the
+ * peer among this rank's sources. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -235,10 +230,9 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot. For this rank's own token, the weight comes from the
- * caller's array. For a peer's token, it comes from the heap. The function does not wait: if
- * the weight has not arrived, the result is poison. `chunk`: 0 if this lane's slot is among the
- * token's first 32 slots here, else 1. */
+/* Loads the weight of this lane's slot: from the caller's array for this rank's own token,
+ * otherwise from the heap, where it is poison if it has not arrived. `chunk`: 0 if the slot is
+ * among the token's first 32 slots here, else 1. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int chunk, int32_t slot)
 {
@@ -255,10 +249,9 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Writes the weight of this lane's slot to slot_weights. If the token is a peer's, first waits
- * for the weight to arrive, and then stores poison ("not written") back to the heap, so that
- * the word can be used again. `word`: from peek_weight(). Called by a whole warp. Returns false
- * if the group of ranks has failed. */
+/* Writes the weight of this lane's slot to slot_weights. For a peer's token, first waits for
+ * the weight, and then stores poison to the heap, so that the word can be used again. `word`:
+ * from peek_weight(). Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int chunk, int32_t slot,
                                                uint32_t word)
@@ -290,19 +283,19 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores to this one. After the stores, the shuffle would
-         * have to wait for them. */
+        /* Read the next slot before the stores to this one, because the shuffle would have to
+         * wait for them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* Reads a piece of a row of `rank` into q. If `rank` is a peer, waits for the piece in staging,
- * and then stores poison ("not written") back, so that the staging can be used again. If it is
- * this rank itself, reads the piece from the caller's rows. If `copied` is true, q contains an
- * earlier copy of the piece, in which words that had not arrived yet are poison. Called by a
- * whole warp. Returns false if the group of ranks has failed. */
+/* Reads a piece of a row of `rank` into q. For this rank itself, reads the caller's rows. For a
+ * peer, waits for the piece in staging, and then stores poison there, so that the staging can
+ * be used again. If `copied` is true, q contains an earlier copy of the piece, in which words
+ * that had not arrived are poison. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -327,8 +320,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Writes zeros to a piece of a padding slot's row and, with piece 0, to the slot's weight.
- * Called by a whole warp. */
+/* Zeroes a piece of a padding slot's row and, with piece 0, the slot's weight. Called by a
+ * whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
@@ -338,9 +331,8 @@ __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Waits until the planner CTAs have completed the plan, so that its tables can be read. Only
- * for kernels that make a plan. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Waits until the planner CTAs of this kernel have completed the plan. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
 {
     const uint32_t *planned = &control_of(m.op)->planned;
@@ -349,23 +341,23 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the header of the plan in memory. The pointer is to volatile data, because a planner
- * CTA of this kernel may still be writing the header. */
+/* Returns the header of the plan in memory, volatile because a planner CTA of this kernel may
+ * still be writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Two values that the variables slab_bits can have instead of a number of bits. NOT_KNOWN: the
- * warp has not yet decided whether it writes padding (zeros to slots without a token) while it
- * receives tokens. NOT_WITH_TOKENS: pad_all() writes the padding at the end. */
+/* Values of slab_bits that are no number of bits. NOT_KNOWN: the warp has not yet decided
+ * whether it writes padding (zeros to slots without a token) while it receives tokens.
+ * NOT_WITH_TOKENS: it does not, so pad_all() writes the padding at the end. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Decides whether warps also write padding (zeros to slots without a token) while they receive
- * this rank's own tokens. If so, sets slab_bits to log2 of the number of this rank's slabs,
- * rounded up. If not, sets it to NOT_WITH_TOKENS. Waits for the plan if this kernel makes it.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Decides whether warps also write padding while they receive this rank's own tokens. Sets
+ * slab_bits to log2 of the number of this rank's slabs, rounded up, or to NOT_WITH_TOKENS.
+ * Waits for the plan if this kernel makes it. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -377,7 +369,7 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
 }
 
 /* Waits for the numbers of tokens that all ranks announce, and sets tokens_of and most_tokens.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
@@ -398,26 +390,25 @@ __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const Plan
     });
 }
 
-/* Returns how many tokens of each source are received before step `step` of the list of units.
- * Step i sends token i. The first token is received after max(m.num_early_tokens, lag) tokens
- * have been sent. Then receiving catches up: in one of 2^catch_up steps it receives two tokens,
- * until it is only `lag` tokens behind. */
+/* Returns how many tokens of each source are received before step `step` of the list of units,
+ * which sends token `step`. Receiving begins after max(m.num_early_tokens, lag) tokens have
+ * been sent. Then one of 2^catch_up steps receives two tokens, until receiving is only `lag`
+ * tokens behind. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.num_early_tokens, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* Returns the number of the token that a unit of work moves. If the unit receives two tokens,
- * returns the number of the first one. */
+/* Returns the number of the token that a unit moves, or of the first one if it receives two. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit of work needs first, while the warp still works on its previous
- * unit. If the unit sends a token, lane k loads choice k. If it receives a token, each lane
- * loads its word of the token's record (list of slots) by peek(rank, token). */
+/* Loads the word that a unit needs first, while the warp still works on its previous unit: in
+ * lane k, choice k of a token to send, or this lane's word of the record of a token to receive
+ * (peek(rank, token)). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -433,9 +424,9 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* --------------------------------------------------------------- the kernel's own plan ---- */
 
-/* Sets `plan`, through which the kernel reads the plan. If the caller passes a plan, checks
- * that plan. If this kernel makes the plan (WITH_PLAN), sets only the fields that are known
- * before the plan is made. Called by all threads of a CTA, before begin_operation(). */
+/* Sets `plan`, through which the kernel reads the plan, and checks a plan of the caller. If
+ * this kernel makes the plan (WITH_PLAN), sets only the fields that are already known. Called
+ * by all threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -452,15 +443,14 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan, if the kernel makes one and this CTA is a planner CTA (one of the first
- * job.plan.planners CTAs). Called by all threads, after begin_operation(). `memory`: dynamic
- * shared memory, which is free for rows when the function returns. Returns false if the group
- * of ranks has failed. */
+/* Makes the plan, if the kernel makes one and this CTA is one of the first job.plan.planners
+ * CTAs. Called by all threads, after begin_operation(). `memory`: dynamic shared memory, which
+ * is free for rows afterwards. Returns false if the group has failed. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* Here FEATURES has only the layout: if the layer has replicas or drops choices,
+    /* FEATURES has only the layout here: if the layer has replicas or drops choices,
      * plan_kernel makes the plan before this kernel runs. */
     constexpr int FEATURES = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;

@@ -11,9 +11,8 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the word that contains the number of the row that a token of `rank` has on this rank.
- * Does not wait: if the kernel makes the plan, the word may not have arrived yet. All lanes get
- * the same word. */
+/* Loads the word with the number of the row of a token of `rank` on this rank, the same word in
+ * all lanes. If the kernel makes the plan, it may not have arrived yet. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -21,9 +20,8 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes to the plan that a token of `rank` has only one slot, `first`. The table `entries` has
- * top_k entries for the token: entry 0 becomes `first`, the others become -1. Called by a whole
- * warp. */
+/* Writes to the plan that a token of `rank` has only one slot, `first`: entry 0 of its top_k
+ * `entries` becomes `first`, the others -1. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -32,11 +30,11 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Like read_record(), but for FLAT plans: waits for the number of the row that a token of
- * `rank` has on this rank. `word`: from peek_row(). The row is the token's only slot on this
- * rank, so lane 0 gets the row number in `slot`, and all other lanes get -1. `more` becomes
- * false. If `keep` is true, also copies the row number into the plan that this kernel makes.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Like read_record(), but for FLAT plans: waits for the number of the row of a token of `rank`
+ * on this rank, its only slot here. `word`: from peek_row(). `slot` becomes the row number in
+ * lane 0, and -1 in all other lanes. `more` becomes false. If `keep` is true, also copies the
+ * row number into the plan that this kernel makes. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -62,16 +60,14 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
 }
 
 /* The local expert and the weight of one choice of a token, loaded before the token's row has
- * arrived. Lane n has the token's n-th choice on this rank (choices of experts on other ranks
- * are not counted). */
+ * arrived. Lane n has the token's n-th choice of an expert on this rank. */
 struct FlatExtras {
     uint64_t expert; /* local expert of the choice, as a word of a record (peek_record()) */
     uint32_t weight; /* weight of the choice; poison if it has not arrived yet */
 };
 
-/* Loads the extras (local experts and weights) of 32 choices of a token. Does not wait for
- * words that have not arrived. `chunk`: 0 for the first 32 choices that go to this rank, 1 for
- * the next 32. */
+/* Loads the extras (local experts and weights) of 32 choices of a token, as far as they have
+ * arrived. `chunk`: 0 for the first 32 choices that go to this rank, 1 for the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int chunk)
 {
@@ -88,11 +84,11 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return extras;
 }
 
-/* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if the
- * token has no such choice on this rank. `word`: from peek_record(). `chunk`: 0 for the first
- * 32 choices that go to this rank, 1 for the next 32. `more` becomes true if there may be
- * choices after these 32. If the kernel makes the plan, also copies the experts into the plan.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if there
+ * is no such choice. `word`: from peek_record(). `chunk`: 0 for the first 32 choices that go to
+ * this rank, 1 for the next 32. `more` becomes true if there may be choices after these 32. If
+ * the kernel makes the plan, also copies the experts into it. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -113,12 +109,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice. If the weight came from a peer, stores poison
- * ("not written") back to the heap, so that the word can be used again. If the token is this
- * rank's own, the weight comes from the caller's array. `there`: true if this lane has a
- * choice. `word`: on entry, the word that peek_extras() has loaded, which may be poison; on
- * return, the weight. Called by a whole warp. Returns false if the group of ranks has
- * failed. */
+/* Waits for the weight of this lane's choice (`there`: it has one). That of a peer's token is
+ * in the heap, where poison then replaces it, so that the word can be used again. `word`: on
+ * entry the word from peek_extras(), which may be poison; on return the weight. Called by a
+ * whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
@@ -142,7 +136,7 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
 
 /* Receives the extras (local experts and weights) of a token, and stores them for row number
  * `row` of the receive buffer. `extras`: from peek_extras() for the first 32 choices. Called by
- * a whole warp. Returns false if the group of ranks has failed. */
+ * a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {
@@ -166,9 +160,8 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Clears the extras of all rows from `first` to the end: local experts become -1, weights
- * become 0. The threads divide the work: each of `threads` threads calls the function with its
- * own number `thread`. */
+/* Clears the extras of all rows from `first` on: local experts become -1, weights 0. Each of
+ * `threads` threads calls the function with its own number `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

@@ -11,9 +11,8 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the bytes of dynamic shared memory of a CTA. The memory has two uses, one after the
- * other. First the planner uses `planning` bytes of it. Then each warp uses a part of it as a
- * ring buffer for pieces of rows. */
+/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses `planning` bytes
+ * of it. Then each warp uses a part of it as a ring buffer for pieces of rows. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -32,9 +31,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with the fields lag, span, total_warps, num_early_tokens and
- * catch_up set. They determine how units are divided among warps, and how many tokens are sent
- * before the first one is received. `bytes`: bytes that are sent per token. */
+/* Returns a copy of the job with lag, span, total_warps, num_early_tokens and catch_up set.
+ * They determine how units are divided among warps, and how many tokens are sent before the
+ * first one is received. `bytes`: bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -47,16 +46,15 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* The kernel reads a plan, so a receiving warp need not wait for the list of a token's
-         * slots (record). So half of the lag suffices. A shorter lag is better: fewer rows are
-         * left to receive after the last row has been sent. */
+        /* Half of the lag suffices if the kernel reads a plan, because a receiving warp need
+         * not wait for the token's record. A shorter lag leaves fewer rows to receive after the
+         * last row has been sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md).
-     * copy.num_early_tokens is the number of tokens that are sent while the plan is made. If a
-     * row has several spans, it takes longer to send, so fewer tokens are sent in that time.
-     * Receiving stays `lag` tokens behind in any case, so copy.num_early_tokens is 0 or at
-     * least copy.lag. */
+     * copy.num_early_tokens is the number of tokens that are sent while the plan is made: fewer
+     * if a row has several spans, and 0 or at least copy.lag, by which receiving stays behind
+     * in any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)

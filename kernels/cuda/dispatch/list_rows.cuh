@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lists the rows of tokens that a CTA must copy to their slots: in a direct dispatch (windows.cuh)
- * or a direct combine_backward (combine/backward_windows.cu). Every token has at most one slot on
- * each rank. */
+/* Lists the rows of tokens that a CTA must copy to their slots in a direct dispatch
+ * (windows.cuh) or combine_backward (combine/backward_windows.cu). Every token has at most one
+ * slot on each rank. */
 #ifndef EPIC_LIST_ROWS_CUH
 #define EPIC_LIST_ROWS_CUH
 

@@ -1,18 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward share. Both move rows of tokens to slots: dispatch
- * moves the tokens' rows, combine_backward moves the gradients of combine's outputs. A unit is
- * the work of a warp at a time: to send, forward or receive a span (some pieces) of one row.
- * This file has the arguments that all functions share, the pieces of a unit, and functions
- * that write zeros to padding slots. */
+/* Code that dispatch and combine_backward share. Both move rows of tokens to slots: the tokens'
+ * rows, or the gradients of combine's outputs. A unit is the work of a warp at a time: to send,
+ * forward or receive a span (some pieces) of one row. This file has the common arguments, the
+ * pieces of a unit, and functions that zero padding slots. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* Arguments that the functions of dispatch and combine_backward share, for the running round.
- * The functions below get them as `m`. `policy` is the L2 cache policy for rows that are stored
- * once. */
+/* Arguments that the functions of dispatch and combine_backward share, for the running round;
+ * here `m`. `policy` is the L2 cache policy for rows that are stored once. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
@@ -26,11 +24,10 @@ template <class Job> struct RowMove {
 
 #define NO_PADDING 0 /* value of header.alignment that means: write no zeros to padding slots */
 
-/* Returns the number of roles, without those that forward. The role of a unit of work shows
- * what the unit does. A unit with role 0 sends. Units with roles 1 to F forward rows that came
- * from other hosts, where F is num_forward_roles() (0 without relays). A unit with role F + n
- * receives from the rank that is n above this rank, modulo num_ranks. So with n = num_ranks it
- * receives from this rank itself. */
+/* Returns the number of roles without those that forward. Role 0 sends. Roles 1 to F forward
+ * rows from other hosts, where F is num_forward_roles() (0 without relays). Role F + n receives
+ * from the rank that is n above this rank, modulo num_ranks; with n = num_ranks, from this rank
+ * itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
@@ -39,10 +36,10 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 /* rows of at most this many pieces (64 KB) are sent with one put */
 #define MAX_ROW_PUT_PIECES 32
 
-/* Like deal_units(), which decides how units are divided among warps. But if there are ranks on
- * other hosts and enough tokens, each unit is a whole row. Each unit becomes an entry of the
- * proxy ring, and the proxy thread needs time for each entry. Longer units do not slow down the
- * operation, because the net is slower than the warps. */
+/* Like deal_units(), which divides units among warps. But with ranks on other hosts and enough
+ * tokens, each unit is a whole row: a unit becomes an entry of the proxy ring, for which the
+ * proxy thread needs time. Longer units do not slow down the operation, because the net is
+ * slower than the warps. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -57,8 +54,8 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* Returns the rank that is `role` above this rank, modulo num_ranks. For example, role 1 is the
- * next higher rank, and role num_ranks is this rank itself. */
+/* Returns the rank that is `role` above this rank, modulo num_ranks: role 1 is the next higher
+ * rank, and role num_ranks is this rank itself. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
@@ -77,11 +74,10 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* Only in backend `hosts`: this warp has stored pieces [first, first + count) of a row to the
- * outbox. Posts a put (remote write) of them to each rank of `peers` (bit mask) that is on
- * another host. One put sends all pieces, because each entry of the proxy ring costs a fence
- * and time of the proxy thread. `index`: number of the token within the round. Called by a
- * whole warp. */
+/* Only in backend `hosts`: posts a put of pieces [first, first + count) of a row, which this
+ * warp has stored to the outbox, to each rank of `peers` (bit mask) on another host. One put
+ * sends all pieces, because each entry of the proxy ring costs a fence and time of the proxy
+ * thread. `index`: number of the token within the round. Called by a whole warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, RankMask peers)
@@ -95,10 +91,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if warps write zeros to padding slots while they receive this rank's own tokens:
- * each unit of this work also writes some of the zeros. This needs enough such units: at least
- * one per warp, and at least two per expert of the layer. If the function returns false, a
- * separate pass at the end writes the zeros. */
+/* Returns true if the units that receive this rank's own tokens also zero padding slots. This
+ * needs enough such units: at least one per warp, and at least two per expert of the layer.
+ * Otherwise a separate pass at the end zeroes them. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -114,21 +109,19 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns which slots of a slab (the slots of one expert) are padding. In an intact plan they
- * are fewer than `alignment`. A damaged plan could contain any number, so this function limits
- * it to `alignment`. */
+/* Returns which slots of a slab (the slots of one expert) are padding. They are fewer than
+ * `alignment`; the limit is for a damaged plan. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Units that receive spans of this rank's own tokens also write zeros to the padding slots.
- * Calls write(slot) for the padding slots that one such unit must write. `spans`: number of all
- * these units (tokens times spans per row). `span`: number of this unit among them. Unit s
- * writes padding of slab s mod 2^slab_bits, and all units with the same slab divide its padding
- * slots among themselves. The function uses no divisions, because a division would wait for
- * earlier stores. */
+/* Calls write(slot) for the padding slots that one unit must zero. Units that receive spans of
+ * this rank's own tokens do this work. `spans`: number of these units (tokens times spans per
+ * row). `span`: number of this unit. Unit s zeroes padding of slab s mod 2^slab_bits, which all
+ * its units divide among themselves. There are no divisions, which would wait for earlier
+ * stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -143,16 +136,15 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Divides the padding of this rank's `owned` slabs (one slab per local expert), piece by piece,
- * among `warps` warps. Calls write(slot, piece) for the share of warp number `warp`. `pieces`:
- * number of pieces per row. padding_in(slab): returns the padding slots of a slab. Called by a
- * whole warp. */
+/* Calls write(slot, piece) for the share of warp number `warp` of the padding of this rank's
+ * `owned` slabs, which `warps` warps divide piece by piece. `pieces`: pieces per row.
+ * padding_in(slab): returns the padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* Which piece this warp writes next. The pieces of the padding of a slab are numbered from
-     * 0. */
+    /* number of the piece that this warp writes next, among the pieces of the padding of a slab
+     */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();

@@ -15,10 +15,9 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces that a unit of work moves. first: index of the first piece in the row. count:
- * number of pieces; if it is 0 or less, the unit has no pieces. is_own: true if these are
- * pieces of the caller's rows, false if they are pieces of packed rows. If the kernel
- * quantizes, the two kinds of rows have different numbers of pieces. */
+/* The pieces that a unit moves. first: index of the first piece in the row. count: number of
+ * pieces; 0 or less: none. is_own: true for pieces of the caller's rows, false for pieces of
+ * packed rows. If the kernel quantizes, the two have different numbers of pieces. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -33,26 +32,26 @@ struct Pieces {
     }
 };
 
-/* Copies the pieces of a warp's units from memory into the warp's ring buffer in shared memory,
- * some pieces before the warp uses them. Returns the pieces in the same order. A unit without
- * pieces uses one buffer of the ring, which stays empty. */
+/* Copies the pieces of a warp's units into the warp's ring buffer in shared memory, some pieces
+ * before the warp uses them, and returns them in the same order. A unit without pieces uses one
+ * buffer of the ring, which stays empty. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
     UnitWalk walk; /* the unit of work whose pieces are copied now */
-    /* The row of that unit, in staging or in the caller's memory. NULL: its pieces must not be
-     * copied through the ring. */
+    /* The row of that unit, in staging or in the caller's memory. NULL: do not copy its pieces.
+     */
     const uint8_t *row;
-    /* The caller's scales of the unit's token follow the row_end vectors of the row. The
-     * pointer is the address of the scales minus 16 * row_end, so vector v of the packed row is
-     * at scales + 16 * v if v >= row_end. */
+    /* The address of the scales of the unit's token, minus 16 * row_end. They follow the
+     * row_end vectors of the row, so vector v of the packed row is at scales + 16 * v if v >=
+     * row_end. */
     const uint8_t *scales;
-    /* row_end: number of the first vector that comes from `scales`, not from `row`. copy_end:
-     * only vectors with lower numbers are copied. */
+    /* row_end: first vector that comes from `scales`, not from `row`. copy_end: first vector
+     * that is not copied. */
     int32_t row_end, copy_end;
-    /* vector: index of the first vector of the piece that is copied next. pieces_left: how many
-     * pieces of the unit have not been copied. */
+    /* vector: first vector of the piece that is copied next. pieces_left: pieces of the unit
+     * that have not been copied. */
     int32_t vector, pieces_left;
     int32_t round_end; /* the first token after the running round */
 
@@ -62,9 +61,8 @@ template <class OwnPiece> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit of work to which `walk` points. Two kinds of
-     * pieces are not copied: those in host memory, and those that this rank only forwards to
-     * other ranks. */
+    /* Prepares to copy the pieces of the unit at `walk`, unless they are in host memory, or
+     * this rank only forwards them. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -116,8 +114,8 @@ template <class OwnPiece> struct PieceFeed {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
-    /* Discards the next `pieces` pieces of the ring, because their unit does not need them.
-     * After the call, the next piece in the ring belongs to the next unit. */
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them. The
+     * next piece then belongs to the next unit. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -203,10 +201,9 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Receives the pieces that a unit of work has for one token, and stores them to the token's
- * slots on this rank. In lane n, slot[0] is slot number n of the token, and slot[1] is slot
- * number 32 + n. `copied`: true if the pieces are in the warp's ring in shared memory. Returns
- * false if the group of ranks has failed. */
+/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
+ * rank: in lane n, slot[0] is its slot n, and slot[1] its slot 32 + n. `copied`: the pieces are
+ * in the warp's ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -237,11 +234,10 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Does the part of a receiving unit that belongs to one token: finds the token's slots,
- * receives the pieces, and stores them there. The unit of the first span also receives the
- * weights. `word`: this lane's word of the token's record (list of slots), from peek_record()
- * or, if FLAT, peek_row(). `copied`: true if the pieces are in the warp's ring in shared
- * memory. Returns false if the group of ranks has failed. */
+/* Does the part of a receiving unit that belongs to one token: finds its slots, receives the
+ * pieces, and stores them there. The unit of the first span also receives the weights. `word`:
+ * this lane's word of the token's record, from peek_record() or, if FLAT, peek_row(). `copied`:
+ * the pieces are in the warp's ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -272,11 +268,10 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
- * receivers are the ranks of this host in `wants` (bit mask). Quantized pieces contain no
- * poison, so they have no escape words. The function is not inlined, because it would use so
- * many registers that the main loop would spill registers to memory. Returns false if the group
- * of ranks has failed. */
+/* Forwards a piece of a row that rank `from` of another host has sent to this rank to the ranks
+ * of this host in `wants` (bit mask). Quantized pieces contain no poison, so they have no
+ * escape words. Not inlined, because the main loop would otherwise spill registers. Returns
+ * false if the group has failed. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -290,8 +285,8 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
 }
 
 /* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
- * Called by all CTAs; planner CTAs return at once. The function is not inlined, because it
- * would use so many registers that the main loop would spill registers to memory. */
+ * Called by all CTAs; planner CTAs return at once. Not inlined, because the main loop would
+ * otherwise spill registers. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 {
@@ -313,10 +308,9 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 }
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
- * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs (one per local expert), rounded
- * up; a negative value means that no padding is written here. Returns false if the group of
- * ranks has failed. */
+ * (received_before()). For this rank itself, also zeroes some padding slots. slab_bits: log2 of
+ * the number of slabs (one per local expert), rounded up; negative: no padding here. Returns
+ * false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -344,7 +338,7 @@ __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk
 }
 
 /* Moves the rows of one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's
- * ring. Returns false if the group of ranks has failed. */
+ * ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const uint8_t *memory)
 {
@@ -390,8 +384,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
-/* Moves all rounds. A round has as many tokens of each rank as fit in the staging. A kernel
- * that makes the plan has one round. Returns false if the group of ranks has failed. */
+/* Moves all rounds, each of as many tokens of each rank as fit in the staging. A kernel that
+ * makes the plan has one round. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
@@ -409,9 +403,8 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Writes zeros to all padding slots. Does nothing if the warps that received this rank's own
- * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
- * group of ranks has failed. */
+/* Zeroes all padding slots, unless the warps that received this rank's own tokens have done so
+ * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -425,11 +418,10 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* The kernel. OwnPiece defines how this rank's rows become packed rows: JoinedPiece copies rows
- * and scales, QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if the
- * kernel quantizes them, have elements of 16 bits. Only FAST kernels copy pieces through the
- * ring. WITH_PLAN: the kernel also makes the plan. FLAT: the layout of the receive buffer is
- * flat. */
+/* The kernel. OwnPiece makes packed rows of this rank's rows: JoinedPiece copies rows and
+ * scales, QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if they are
+ * quantized, have elements of 16 bits; only then pieces are copied through the ring. WITH_PLAN:
+ * the kernel also makes the plan. FLAT: the layout of the receive buffer is flat. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -20,24 +20,22 @@
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* A word of four e8m0 scales that are all NaN has the bits of poison. It is sent as
- * E8M0_STAND_IN instead, a word that quantizing never produces. */
+/* A word of four e8m0 scales that are all NaN equals poison. It is sent as E8M0_STAND_IN, a
+ * word that quantizing never produces. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-/* A quantized piece of 1024 elements: each lane has 32 of them, in two runs of 16 adjacent
- * elements. */
+/* A quantized piece of 1024 elements: two runs of 16 adjacent elements per lane. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments that all functions for packed rows share. The inherited member `shape` describes
- * packed rows (row and scales). Exceptions are shape.row_bytes and shape.aligned, which
- * describe rows of the receive buffer, without scales. */
+/* Arguments that all functions for packed rows share. The inherited `shape` describes packed
+ * rows (row and scales), except shape.row_bytes and shape.aligned, which describe rows of the
+ * receive buffer, without scales. */
 struct PackedMove : DispatchMove {
     /* Sizes of the caller's rows. own_shape.pieces is the number of pieces that are made from
      * such a row. */
     RowShape own_shape;
-    /* How many vectors of a packed row belong to the row itself. The vectors after them are
-     * scales. */
+    /* number of vectors of a packed row that belong to the row; the others are scales */
     int32_t row_vectors;
     int32_t own_span; /* number of pieces per span if the rows are the caller's */
 };
@@ -68,9 +66,9 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector number i (16 bytes) of a row, or of the scales of a row. The row need not be
- * aligned, and may end inside the vector; bytes past its end are 0. Loads words if the row is
- * aligned to 4 bytes, else bytes. */
+/* Returns vector number i (16 bytes) of a row, or of its scales, which need not be aligned and
+ * may end inside the vector. Bytes past the end are 0. Loads words if the row is aligned to 4
+ * bytes, else bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -82,8 +80,8 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector number i (16 bytes) of a row, or of the scales of a row. The row need not be
- * aligned. If it ends inside the vector, the bytes past its end are not stored. */
+/* Stores vector number i (16 bytes) of a row, or of its scales, which need not be aligned,
+ * without bytes past the end. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -115,8 +113,8 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row to a slot. If the piece has only vectors of the row, no
- * scales, uses a faster way. Called by a whole warp. */
+/* Stores a piece of a packed row to a slot, in a faster way if the piece has no scales. Called
+ * by a whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -130,8 +128,8 @@ __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, 
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
-/* Writes zeros to a piece of a padding slot's row and scales and, with piece 0, to the slot's
- * weight. Called by a whole warp. */
+/* Zeroes a piece of a padding slot's row and scales and, with piece 0, the slot's weight.
+ * Called by a whole warp. */
 __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
     uint4 zeros[V];
@@ -142,8 +140,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Writes zeros to the rows and scales of all slots from `first` on. The threads divide the
- * work: each of `threads` threads calls the function with its own number `thread`. */
+/* Zeroes the rows and scales of all slots from `first` on. Each of `threads` threads calls the
+ * function with its own number `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -170,8 +168,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores to this one. After the stores, the shuffle would
-         * have to wait for them. */
+        /* Read the next slot before the stores to this one, because the shuffle would have to
+         * wait for them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -179,9 +177,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns where in `heap` the escape words of a piece of a packed row are. They show which
- * words of the piece the sender has replaced, because they equaled poison. `source`: number of
- * the sender among the sources of the heap's owner. */
+/* Returns where in `heap` the escape words of a piece of a packed row are, which show the words
+ * that the sender has replaced. `source`: number of the sender among the sources of the heap's
+ * owner. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -189,8 +187,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Restores words of scales in the piece that begins with vector number `vector`. If all four
- * scales of a word were NaN, the sender has sent E8M0_STAND_IN; replaces it by E8M0_NANS. */
+/* Restores words of scales in the piece that begins with vector number `vector`: E8M0_NANS in
+ * place of E8M0_STAND_IN. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -204,9 +202,9 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
 }
 
 /* Waits for a piece of a peer's packed row in staging, reads it into q, restores the words that
- * the sender has replaced, and stores poison back to the staging. If `copied` is true, q
- * contains an earlier copy of the piece, in which words that had not arrived yet are poison.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+ * the sender has replaced, and stores poison to the staging. If `copied` is true, q contains an
+ * earlier copy of the piece, in which words that had not arrived are poison. Called by a whole
+ * warp. Returns false if the group has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -225,9 +223,8 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
     return true;
 }
 
-/* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: address of the
- * token's packed row in the staging of this peer. `distance`: rank minus this rank, modulo
- * num_ranks. */
+/* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: the token's packed
+ * row in the staging of this peer. `distance`: rank minus this rank, modulo num_ranks. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               RankMask peers, Write write)
@@ -244,7 +241,7 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
 
 /* Only in backend `hosts`: counts the pieces of a token's row that warps have stored for `rank`
  * at `staged`. The call for the last of the `pieces` pieces posts the put of the whole row.
- * Called by a whole warp after it has stored a piece. Does nothing in p2p. */
+ * Called by a whole warp after it has stored a piece. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
 {
@@ -305,9 +302,8 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Loads the scales of a piece that the warp has copied through its ring buffer, if the
-     * scales are not aligned to 16 bytes. The ring copies only aligned vectors, so these scales
-     * are missing. */
+    /* Loads the scales of a piece in the ring if they are not aligned to 16 bytes, because the
+     * ring copies only aligned vectors. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -317,9 +313,9 @@ struct JoinedPiece {
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). If the piece contains poison or
-     * its stand-in (net/staging.cuh), also sends escape words, with which the receiver restores
-     * the poison. Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). If it contains poison or its
+     * stand-in (net/staging.cuh), also sends escape words, with which the receiver restores the
+     * poison. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   RankMask peers)
     {
@@ -346,9 +342,8 @@ struct JoinedPiece {
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements of a row, from element `first` on, and converts them to floats. The row has
- * `count` elements of type `type`, and need not be aligned. For elements past its end, the
- * floats are 0. */
+/* Loads 16 elements from element `first` on, as floats, of a row of `count` elements of type
+ * `type`, which need not be aligned. Elements past its end are 0. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -370,21 +365,20 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
-/* A piece of this rank's packed row that is quantized before it is sent. Each lane has two runs
- * of 16 adjacent elements. */
+/* A piece of this rank's packed row that is quantized before it is sent: two runs of 16
+ * adjacent elements per lane. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Each lane has four vectors of a piece. Returns the index within the piece of vector v of
-     * this lane. Vectors 0 and 1 are the lane's first run of 16 elements, vectors 2 and 3 its
-     * second run. */
+    /* Returns the index within the piece of vector v of this lane. Vectors 0 and 1 are the
+     * lane's first run of 16 elements, vectors 2 and 3 its second run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* Loads this lane's vectors of a piece of the caller's row; elements must have 16 bits.
-     * Does nothing if rows are not aligned: make_piece() then loads the piece itself. */
+    /* Loads this lane's vectors of a piece of the caller's row, whose elements have 16 bits. If
+     * rows are not aligned, make_piece() does so. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -416,8 +410,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes this lane's vectors of 16-bit elements, first one run of 16 elements and then
-     * the other. Handling all 32 floats at once would need too many registers. */
+    /* Quantizes this lane's vectors of 16-bit elements, one run of 16 elements after the other,
+     * because 32 floats would need too many registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -460,9 +454,8 @@ struct QuantizedPiece {
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). Words of e4m3 numbers and of
-     * float32 scales never equal poison. A word of four e8m0 scales that are all NaN equals
-     * poison, so E8M0_STAND_IN is sent instead. Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). Only a word of four e8m0 scales
+     * that are all NaN equals poison; E8M0_STAND_IN replaces it. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   RankMask peers) const
     {

@@ -7,11 +7,11 @@
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Waits for the record (list of slots on this rank) of a token of `rank`. In lane n, sets
- * slot[0] to slot number n of the token, and slot[1] to slot number 32 + n. A slot that does
- * not exist is -1. With layout FLAT, slot[0] of lane 0 is the token's row. `word`: from
- * peek_record() or peek_row(). If `keep` is true, also copies the record into the plan that
- * this kernel makes. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n of the token,
+ * and slot[1] slot 32 + n, or -1. With layout FLAT, slot[0] of lane 0 is the token's row.
+ * `word`: from peek_record() or peek_row(). If `keep` is true, also copies the record into the
+ * plan that this kernel makes. Called by a whole warp. Returns false if the group has failed.
+ */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -30,9 +30,9 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Writes zeros to the receive buffer from row `first` on: rows, scales and weights. With layout
- * FLAT, also writes -1 to the local experts (recv_expert). The threads divide the work: each of
- * `threads` threads calls the function with its own number `thread`. */
+/* Zeroes rows, scales and weights of the receive buffer from row `first` on. With layout FLAT,
+ * recv_expert becomes -1 there. Each of `threads` threads calls the function with its own
+ * number `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -44,8 +44,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the caller of
- * dispatch asks for a zeroed tail. Returns false if the group of ranks has failed. */
+/* Zeroes the tail, the slots after the last slab, if the caller of dispatch requests that.
+ * Called by all CTAs. Returns false if the group has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -54,9 +54,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of any rank has
- * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
- * the CTA that finishes last. */
+/* Zeroes all outputs if the plan is invalid, or if the receive buffer of any rank has too few
+ * rows, because the rows in it must not be used. Called by the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

@@ -1,42 +1,39 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch with relays, for backend `hosts` with several ranks per host. A row crosses the net
- * once for every other host that needs it. The sender sends the row to its *mate* on that host.
- * The mate is the rank that has the same index there as the sender has on its own host. The
- * mate forwards the row to the ranks of its host that need it (net/relay.cuh).
+ * once for every other host that needs it. The sender sends it to its *mate* there, the rank
+ * with the sender's index within the host. The mate forwards the row to the ranks of its host
+ * that need it (net/relay.cuh).
  *
- * Units of work form a list, which is divided into steps. Step i has these units, in this
- * order. `lag` tokens are sent before the first one is forwarded and received.
+ * All units form a list. Part i of the list has these units, in this order. `lag` tokens are
+ * sent before the first one is forwarded and received.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
  *   forward  token i - lag of each mate: from the net inbox to the staging of ranks of this
  *            host
  *   receive  token i - lag of each source
  *
- * Ranks cannot wait for each other in a circle. A warp that forwards waits for a row that was
- * sent in an earlier step. A warp that receives waits for a row that was forwarded earlier in
- * the list. */
+ * Ranks cannot wait for each other in a circle: the row for which a unit waits was sent or
+ * forwarded by a unit that is earlier in the list. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Returns a bit mask of the ranks to which this rank itself sends a token, so that the token
- * reaches all `peers` (a bit mask). The ranks of every other host are replaced by one: this
- * rank's mate there. `first`: true if the unit has the token's first piece. Then the function
- * also sends the word *wants* to each mate. This word is a bit mask of the ranks of the mate's
- * host that need the row (bit i: the i-th rank of that host). */
+/* Returns a bit mask of the ranks to which this rank itself sends a token that all `peers` (bit
+ * mask) need: its mate in place of the ranks of every other host. If the unit has the token's
+ * first piece (`first`), also sends the word *wants* to each mate: a bit mask of the ranks of
+ * the mate's host that need the row. */
 __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, RankMask peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Does a unit of work that forwards: pieces of one or two tokens that come from one mate (a
- * rank of another host). For each piece calls hand(from, token, piece, wants), which forwards
- * it to the ranks of this host in `wants` (bit mask). `copied`: true if the ring buffer of
- * `feed` has one buffer for each piece of every unit. Forwarding does not use these buffers, so
- * the function discards them. Returns false if the group of ranks has failed. */
+/* Does a unit that forwards pieces of one or two tokens from one mate: calls hand(from, token,
+ * piece, wants) for each piece, which forwards it to the ranks of this host in `wants` (bit
+ * mask). `copied`: the ring buffer of `feed` has one buffer for each piece of every unit, which
+ * forwarding discards. Returns false if the group has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

@@ -9,16 +9,16 @@
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Copies the pieces of a warp's units from memory into the warp's ring buffer in shared memory,
- * some pieces before the warp uses them. Returns the pieces in the same order. EXACT: rows
- * consist of whole pieces. */
+/* Copies the pieces of a warp's units into the warp's ring buffer in shared memory, some pieces
+ * before the warp uses them, and returns them in the same order. EXACT: rows consist of whole
+ * pieces. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit of work whose pieces are copied now */
-    /* Address of this lane's first vector of the piece that is copied next. NULL: the pieces of
-     * this unit must not be copied. */
+    /* Address of this lane's first vector of the piece that is copied next. NULL: do not copy
+     * the pieces of this unit. */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* how many pieces of the unit have not been copied */
@@ -30,10 +30,9 @@ template <bool EXACT> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`. Two kinds of pieces are not copied:
-     * those in host memory, and those that this rank only forwards to other ranks. Each of them
-     * still uses one buffer of the ring, which stays empty. So the buffers keep the order of the
-     * pieces. */
+    /* Prepares to copy the pieces of the unit at `walk`, unless they are in host memory, or
+     * this rank only forwards them. Such a piece uses a buffer of the ring, which stays empty,
+     * so that the buffers keep the order of the pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -72,8 +71,8 @@ template <bool EXACT> struct PieceFeed {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Discards the next `pieces` pieces of the ring, because their unit does not need them.
-     * After the call, the next piece in the ring belongs to the next unit. */
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them. The
+     * next piece then belongs to the next unit. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -117,9 +116,8 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
 }
 
 /* Only for tokens with more than 32 choices: stores a piece to the token's slots after the
- * first 32 (one per lane). The caller has already stored it to the first 32 slots. With piece
- * 0, also receives the weights of the later slots. Returns false if the group of ranks has
- * failed. */
+ * first 32 (one per lane). With piece 0, also receives their weights. Returns false if the
+ * group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -139,8 +137,8 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
  * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
- * peek_row(). `copied`: true if the pieces are in the warp's ring in shared memory. Returns
- * false if the group of ranks has failed. */
+ * peek_row(). `copied`: the pieces are in the warp's ring. Returns false if the group has
+ * failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -180,10 +178,9 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has sent to this rank. The
- * receivers are the ranks of this host in `wants` (bit mask). The function is not inlined,
- * because it would use so many registers that the main loop would spill registers to memory.
- * Returns false if the group of ranks has failed. */
+/* Forwards a piece of a row that rank `from` of another host has sent to this rank to the ranks
+ * of this host in `wants` (bit mask). Not inlined, because the main loop would otherwise spill
+ * registers. Returns false if the group has failed. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -197,8 +194,8 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
 }
 
 /* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
- * Called by all CTAs; planner CTAs return at once. The function is not inlined, because it
- * would use so many registers that the main loop would spill registers to memory. */
+ * Called by all CTAs; planner CTAs return at once. Not inlined, because the main loop would
+ * otherwise spill registers. */
 template <bool EXACT>
 static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
 {
@@ -245,8 +242,8 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
     }
 }
 
-/* Sends the first m.num_early_tokens tokens before the first unit of a round. In windows.cu it
- * does nothing, because the kernel has sent them before. */
+/* Sends the first m.num_early_tokens tokens before the first unit of a round. windows.cu
+ * replaces this function by one that does nothing, because its kernel has sent them before. */
 template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchMove &m)
 {
     if (m.num_early_tokens && HOSTS)
@@ -256,9 +253,9 @@ template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchM
 }
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
- * with sending (received_before()). If the source is this rank itself, also writes zeros to
- * some padding slots. slab_bits: log2 of the number of slabs, rounded up. If slab_bits is
- * negative, writes no padding. Returns false if the group of ranks has failed. */
+ * (received_before()). For this rank itself, also zeroes some padding slots. slab_bits: log2 of
+ * the number of slabs, rounded up; negative: no padding here. Returns false if the group has
+ * failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -286,7 +283,7 @@ __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWa
 }
 
 /* Moves the rows of one round: tokens [m.round_begin, end) of every rank. `memory`: this warp's
- * ring. Returns false if the group of ranks has failed. */
+ * ring. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t *memory)
 {
@@ -332,9 +329,8 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     }
 }
 
-/* Writes zeros to all padding slots. Does nothing if the warps that received this rank's own
- * tokens have already done it (pads_with_tokens()). Called by all CTAs. Returns false if the
- * group of ranks has failed. */
+/* Zeroes all padding slots, unless the warps that received this rank's own tokens have done so
+ * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
     if (m.plan.header.alignment <= 1) return true;
@@ -349,9 +345,8 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* Writes zeros to all outputs if the plan is invalid, or if the receive buffer of any rank has
- * too few rows. In these cases, the rows that the kernel has moved must not be used. Called by
- * the CTA that finishes last. */
+/* Zeroes all outputs if the plan is invalid, or if the receive buffer of any rank has too few
+ * rows, because the rows in it must not be used. Called by the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -364,8 +359,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Writes zeros to the tail: the slots after the last slab. Called by all CTAs, if the caller of
- * dispatch asks for a zeroed tail. Returns false if the group of ranks has failed. */
+/* Zeroes the tail, the slots after the last slab, if the caller of dispatch requests that.
+ * Called by all CTAs. Returns false if the group has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -379,8 +374,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
-/* Moves all rounds. A round has as many tokens of each rank as fit in the staging. A kernel
- * that makes the plan has one round. Returns false if the group of ranks has failed. */
+/* Moves all rounds, each of as many tokens of each rank as fit in the staging. A kernel that
+ * makes the plan has one round. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool move_rounds(Move &m, OpState &op, const uint8_t *memory)
 {

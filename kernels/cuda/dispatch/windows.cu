@@ -12,8 +12,8 @@
 #include "cuda/dispatch/windows.cuh"
 
 /* Moves all rows through staging, because the operation is not direct. Called by all threads of
- * all CTAs. Not inlined, because inlining would make the kernel spill registers. Returns false if
- * the group of ranks has failed. */
+ * all CTAs. Not inlined, because the kernel would otherwise spill registers. Returns false if
+ * the group has failed. */
 template <bool EXACT, bool FLAT>
 static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
                                                 const uint8_t *memory)

@@ -25,14 +25,14 @@ struct WindowMove : DispatchMove {
     const int32_t *slot_of;
 };
 
-/* Does for windows.cu what stream.cuh describes: nothing, because the kernel itself has called
+/* Replaces send_early() of stream.cuh: does nothing, because the kernel has called
  * send_early_tokens(). */
 template <bool EXACT> __device__ __forceinline__ void send_early(const WindowMove &)
 {
 }
 
-/* Waits until all planner CTAs of this rank have made their parts of the plan. Called by a whole
- * warp. Returns false if the group of ranks has failed. */
+/* Waits until all planner CTAs of this rank have made their parts of the plan. Called by a
+ * whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_planners(const WindowMove &m)
 {
     const uint32_t *planned = &window_area(m.job.plan.self, m.op.heap)->num_planned;
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool wait_planners(const WindowMove &m)
 }
 
 /* Waits until the plan exists and all peers have sent their permits. Called by all threads of a
- * CTA. Returns false if the group of ranks has failed. */
+ * CTA. Returns false if the group has failed. */
 __device__ __forceinline__ bool open_windows(const WindowMove &m)
 {
     bool ok = true;
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool open_windows(const WindowMove &m)
 
 /* --------------------------------------------------------------------------------- rows ---- */
 
-/* Sends the weight of choice k of a token to a peer. n: how many choices of the token with lower
- * k go to this peer. */
+/* Sends the weight of choice k of a token to a peer. n: number of choices of the token with
+ * lower k that go to this peer. */
 __device__ __forceinline__ void send_weight(const WindowMove &m, int32_t token, int k, int rank,
                                             int n)
 {
@@ -89,9 +89,9 @@ static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLO
 
 /* ---------------------------------------------------------------------------- the rest ---- */
 
-/* Receives what is not a row, of one token of the rank with number `role`: the record, the
- * weights and, with FLAT, the local experts. If the token was sent early, also receives its row.
- * Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Receives the data that comes with the row of one token of the rank with number `role`: the
+ * record, the weights and, with FLAT, the local experts. If the token was sent early, also
+ * receives its row. Called by a whole warp. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32_t token)
 {
@@ -122,9 +122,9 @@ __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Reads the slot of this lane's token of `rank`, which has one choice. Sets `slot` to -1 if the
- * token has no slot here. If the kernel makes the plan, waits for the record, and copies it into
- * the plan. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Sets `slot` to the slot of this lane's token of `rank`, which has one choice, or to -1 if it
+ * has none here. If the kernel makes the plan, waits for the record, and copies it into the
+ * plan. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32_t token,
                                             bool exists, int32_t &slot)
 {
@@ -147,9 +147,9 @@ __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32
     return ok;
 }
 
-/* Like receive_one(), but for up to 32 tokens with one choice each, which were not sent early:
- * tokens from `first` on, one per lane. Called by a whole warp. Returns false if the group of
- * ranks has failed. */
+/* Like receive_one(), but for up to 32 tokens from `first` on, one per lane, with one choice
+ * each, which were not sent early. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, int32_t first)
 {
     const int rank = rank_of_role(m.job.plan.self, role);
@@ -174,9 +174,9 @@ __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, i
     return true;
 }
 
-/* Writes padding, and receives what is not a row, and the rows of early tokens. `warp`: number
- * of this warp among the `warps` warps of all local CTAs. Returns false if the group of ranks
- * has failed. */
+/* Writes padding, and receives the data that comes with rows and the rows of early tokens.
+ * `warp`: number of this warp among the `warps` warps of all local CTAs. Returns false if the
+ * group has failed. */
 template <bool EXACT, bool FLAT>
 static __device__ __noinline__ bool receive_rest(WindowMove &m, int warp, int warps)
 {
@@ -198,8 +198,8 @@ static __device__ __noinline__ bool receive_rest(WindowMove &m, int warp, int wa
     return true;
 }
 
-/* Moves all rows of a direct dispatch. `memory`: dynamic shared memory. Called by all threads of
- * all CTAs. Returns false if the group of ranks has failed. */
+/* Moves all rows of a direct dispatch. `memory`: dynamic shared memory. Called by all threads
+ * of all CTAs. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool move_directly(WindowMove &m, uint8_t *memory)
 {

@@ -55,9 +55,9 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* A faster compute_swish() for rows of 16-bit numbers. It uses the approximate exp2 and
- * reciprocal instructions, without a branch or a division. The error is a few units in the last
- * place of float32. */
+/* A faster compute_swish() for rows of 16-bit numbers, with the approximate exp2 and reciprocal
+ * instructions, without a branch or a division. The error is a few units in the last place of
+ * float32. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));
@@ -86,10 +86,9 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* A gated expert multiplies the activation of the gate by a factor that depends on the up value
- * u. Returns this factor and its derivative. For experts without a gate the factor is 1.
- * EPIC_CLAMPED_SWIGLU clamps u and adds 1. EPIC_CLAMPED_SILU only clamps u. For all other
- * activations the factor is u. */
+/* Returns the factor, and its derivative, by which a gated expert multiplies the activation of
+ * the gate. It depends on the up value u: EPIC_CLAMPED_SWIGLU clamps u and adds 1,
+ * EPIC_CLAMPED_SILU only clamps u, and otherwise the factor is u. Without a gate it is 1. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -101,10 +100,9 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Values of the kernels' template argument ACTIVATION. ANY_ACTIVATION: the kernel reads
- * job.experts to select the activation function. GATED_SILU: a kernel only for gated experts
- * with EPIC_SILU. GATED_CLAMPED: a kernel only for gated experts with EPIC_CLAMPED_SWIGLU or
- * EPIC_CLAMPED_SILU. The last two are faster, and support only rows of 16-bit numbers. */
+/* Values of the template argument ACTIVATION. ANY_ACTIVATION selects the activation function by
+ * job.experts. The others are faster, for rows of 16-bit numbers and gated experts: with
+ * EPIC_SILU (GATED_SILU), or EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU (GATED_CLAMPED). */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
 /* Variants of compute_activation() and compute_up_factor() that select the activation at

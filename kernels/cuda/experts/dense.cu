@@ -29,10 +29,10 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the n numbers of each row of values [2, n] in a binary tree, and writes the two sums to
- * values[0] and values[1]. n is a power of two. One warp works on both rows as one array of 2 *
- * n numbers. At each level of the tree, lane i adds the pairs with numbers i, i + 32, and so
- * on. */
+/* Adds the n numbers (a power of two) of each row of values [2, n] in a binary tree, and writes
+ * the two sums to values[0] and values[1]. One warp works on both rows as one array of 2 * n
+ * numbers. At each level of the tree, lane i adds the pairs with numbers i, i + 32, and so on.
+ */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {
@@ -54,9 +54,9 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job 
     if (job.to_second) *job.to_second = second;
 }
 
-/* Writes the gradients of the balance loss and of the z-loss to job.to. The caller passes
- * gradients for the sum of both losses and for each loss alone. The gradient of a loss is the
- * sum of the two that apply to it. Only thread 0 works. */
+/* Writes the gradients of the balance loss and of the z-loss to job.to: each is the sum of the
+ * caller's gradient of that loss and of the caller's gradient of both losses' sum. Only thread
+ * 0 works. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_loss_gradients_job job)
 {
     if (threadIdx.x != 0) return;

@@ -32,23 +32,22 @@ static __device__ __forceinline__ int64_t first_token()
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Returns how far apart the tokens of this warp are: after token t it continues with t + the
- * result, which is the number of warps in the grid. */
+/* Returns the distance between two tokens of this warp: the number of warps in the grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
 /* Returns true if element `choice` of topk_idx is the id of a zero-expert (an expert whose
- * output is its input). These ids are num_experts to num_columns - 1. If the caller passes its
- * own ids, they may be larger; the plan reports them as an error. */
+ * output is its input): num_experts to num_columns - 1. The caller's own ids may be larger,
+ * which the plan reports as an error. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
-/* Returns, on every lane, by which factor zero-experts (whose output is their input) multiply a
- * token: the sum of the weights of its choices that are zero-experts. */
+/* Returns, on every lane, the sum of the weights of a token's choices that are zero-experts
+ * (whose output is their input). */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -58,9 +57,8 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
     return add_lanes(w);
 }
 
-/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert
- * (an expert whose output is its input). Dispatch reads `choices`, so it sends no rows to
- * zero-experts. */
+/* Copies topk_idx to choices [num_tokens, top_k], with -1 in place of each zero-expert (an
+ * expert whose output is its input), to which dispatch then sends no rows. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -86,7 +84,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Multiplies d_shared_weights [num_tokens], the gradient of the sigmoid's value s, by s * (1 -
- * s), in place. The result is the gradient of the sigmoid's argument. */
+ * s), in place, which gives the gradient of the sigmoid's argument. */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -98,9 +96,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Computes the gradient of the weight of each choice that is a zero-expert. The output of a
- * zero-expert is weight * x, so the function writes dot(d_out, x) of the token to d_weights.
- * The other elements of d_weights stay unchanged. */
+/* Writes the gradient of the weight of each choice that is a zero-expert to d_weights:
+ * dot(d_out, x) of the token, because the zero-expert's output is weight * x. The other
+ * elements stay unchanged. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -140,8 +138,8 @@ static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    /* the row that a zero-expert passes through unchanged: x in forward, its gradient d_out in
-     * backward */
+    /* the row that a zero-expert passes through: x in forward, its gradient d_out in backward
+     */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
@@ -163,8 +161,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch, at most 8 * sms. `units`: number of tokens or choices
- * to process. `each`: how many of them a CTA processes at a time. */
+/* Returns the number of CTAs to launch, at most 8 * sms, for `units` tokens or choices, of
+ * which a CTA processes `each` at a time. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Launchers of experts/dense_tokens.cu and experts/layer_fits.cu, for the host code of
- * src/backend/p2p. This header is plain C. A zero-expert is an expert whose output is its
- * input, so its rows are never sent. Every launcher enqueues kernels on `stream` and returns
- * the error of the launch. A grid has at most 8 * sms CTAs. */
+ * src/backend/p2p. Plain C. A zero-expert is an expert whose output is its input, so its rows
+ * are never sent. Every launcher enqueues kernels on `stream`, with at most 8 * sms CTAs, and
+ * returns the error of the launch. */
 #ifndef EPIC_CUDA_DENSE_TOKENS_H
 #define EPIC_CUDA_DENSE_TOKENS_H
 
@@ -13,17 +13,15 @@
 extern "C" {
 #endif
 
-/* Copies topk_idx to choices [num_tokens, top_k], and writes -1 in place of each zero-expert
- * (an expert whose output is its input). Dispatch reads `choices`, so it sends no rows to
- * zero-experts. */
+/* Copies topk_idx to choices [num_tokens, top_k], with -1 in place of each zero-expert, to
+ * which dispatch then sends no rows. */
 cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
                             cudaStream_t stream);
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
  * sigmoid(dot(x, w_shared_gate)). */
 cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Multiplies d_shared_weights [num_tokens] in place by the derivative of the sigmoid. On entry
- * it contains the gradient of shared_weights, on return the gradient of dot(x,
- * w_shared_gate). */
+/* Replaces d_shared_weights [num_tokens], the gradient of shared_weights, by the gradient of
+ * dot(x, w_shared_gate), in place. */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Computes the gradients of the weights of zero-experts (whose output is weight * x): d_weights
  * = dot(d_out, x). Other elements of d_weights stay unchanged. */
@@ -41,8 +39,8 @@ cudaError_t p2p_load_dense_tokens(void);
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan; /* the plan to check */
-    /* Output: two arrays [num_local]. If the plan does not fit the layer, the kernel sets them
-     * to zero, so that later kernels process no rows. */
+    /* Output: two arrays [num_local], which become zero if the plan does not fit the layer, so
+     * that later kernels process no rows. */
     int32_t *expert_rows, *expert_tokens;
     /* number of experts per rank for which the layer's memory has space */
     int32_t num_local;

@@ -54,10 +54,9 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* The kernel. Each leaf of the tree is the gradient of one block of tokens. Adds the terms of
- * each leaf in order, and then adds the leaves in a binary tree. At each level of the tree the
- * sum x[b + distance] is added to the sum x[b], and `distance` doubles from level to level. The
- * leaves do not depend on each other, so a thread can load the terms of all leaves at the same
- * time. */
+ * each leaf in order, and then the leaves in a binary tree: the sum x[b + distance] to the sum
+ * x[b], with a `distance` that doubles from level to level. A thread can load the terms of all
+ * leaves at the same time, because they do not depend on each other. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

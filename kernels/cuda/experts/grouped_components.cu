@@ -23,8 +23,8 @@
 
 #define THREADS 256
 
-/* Splits each float32 number into its three components (high, middle, low). For each number,
- * stores job.places components, in an order that job.order describes. */
+/* Splits each float32 number into its three components (high, middle, low), and stores
+ * job.places of them in the order of job.order. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_components_job job)
 {
@@ -63,10 +63,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* A result consists of three sums (for the low, middle and high components), each cut into
- * slices. Adds them: first the slices of the low components in order, then those of the middle
- * and of the high components. Then adds the bias. The order of the additions depends on
- * `slices` only. */
+/* Adds the slices of the low components of each result in order, then those of the middle and
+ * of the high components, and then the bias. The order of the additions depends on `slices`
+ * only. */
 static __global__ void __launch_bounds__(THREADS)
     fold_slices_kernel(const __grid_constant__ p2p_components_job job, int slices)
 {
@@ -80,8 +79,8 @@ static __global__ void __launch_bounds__(THREADS)
         for (int p = GATE_COMPONENTS - 1; p >= 0; p--) {
 #pragma unroll
             for (int s = 0; s < GATE_SLICES; s++) {
-                /* Run the loop always GATE_SLICES times, not `slices` times, so that the
-                 * compiler can unroll it and start many loads at once. */
+                /* Always GATE_SLICES iterations, so that the compiler can unroll the loop and
+                 * start many loads at once. */
                 const float4 more =
                     s < slices ? sums[s * slice + p * fours] : make_float4(0, 0, 0, 0);
                 x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;

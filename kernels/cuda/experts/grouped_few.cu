@@ -21,8 +21,7 @@
 #define BATCH 32  /* weights that a thread loads at a time */
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
- * rows. `weights`: the column's first weight. `stride`: the distance from a weight of the column to
- * the next one. */
+ * rows. `weights`: the column's weights, which are `stride` numbers apart. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,

@@ -14,8 +14,8 @@
 
 #include "cuda/experts/grouped.h"
 
-/* The tests' emulator of GPUs has no tensor cores. Without nvcc, only the functions at the end
- * of this file are compiled, which report that the kernels are missing. */
+/* The emulator of the tests has no tensor cores. Without nvcc, only the functions at the end of
+ * this file are compiled, which report that the kernels are missing. */
 #if defined(__NVCC__)
 
 #include "cuda/experts/grouped_hopper.cuh"
@@ -120,9 +120,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs to launch. It is at most g->sms, and at most one for each tile
- * that the product can have. It is a multiple of `pair`, the number of CTAs in a cluster (1 or
- * 2). */
+/* Returns the number of CTAs to launch: at most g->sms, at most one for each tile that the
+ * product can have, and a multiple of `pair`, the number of CTAs in a cluster (1 or 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down =
@@ -156,8 +155,8 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product. For e4m3 the kernel is compiled only with the pass EPIC_GEMM_INPUT.
- * So p2p_as_input() turns a FORWARD product into an INPUT product. */
+/* Launches an e4m3 product, with the pass EPIC_GEMM_INPUT, because the kernel is compiled only
+ * for that: p2p_as_input() makes an INPUT product of a FORWARD product. */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -186,9 +185,9 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses and launches the kernel instance for a product. Some INPUT products of bf16 also add
- * g->addend or the old values of out. They use the instance without clusters, because only this
- * instance contains the addition. */
+/* Chooses and launches the kernel instance for a product. INPUT products of bf16 that also add
+ * g->addend or the old values of out use the instance without clusters, because only this one
+ * contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -242,9 +241,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the build
- * has no code of this instance for this GPU, sets *good to false. The instance is then an empty
- * function, which has 0 bytes of static shared memory. */
+/* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
+ * false if the build has no code of it for this GPU: the instance is then an empty function,
+ * which has 0 bytes of static shared memory. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;

@@ -43,9 +43,9 @@
 /* --------------------------------------------------------------------------- consumers ---- */
 
 /* Reports to the producer thread that this warpgroup no longer reads a stage (buffer) of the
- * ring: arrives at the stage's barrier `empty`. Called after the warpgroup's wgmma have read
- * the stage. With clusters, the warpgroup also arrives at the other CTA's barrier, because that
- * CTA's producer writes into this stage, too. */
+ * ring: arrives at the stage's barrier `empty`, with clusters also at that of the other CTA,
+ * whose producer writes into this stage too. Called after the warpgroup's wgmma have read the
+ * stage. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const SharedLayout &at, int stage,
                                                      int thread)
@@ -58,11 +58,10 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
     }
 }
 
-/* Sets lines `first` to 63 of both matrices in a stage to zero. Called only in the pass WEIGHT,
- * where each line of a stage belongs to one slot. The slots of these lines do not hold tokens
- * of the slab, so they must add nothing to the sums. Each of the two consumer warpgroups
- * (`warpgroup` is 0 or 1) sets half of the columns to zero. `stage`: shared-memory address of
- * the stage. */
+/* Zeroes lines `first` to 63 of both matrices in a stage. Only in the pass WEIGHT, where each
+ * line belongs to one slot: these slots hold no tokens of the slab, so they must add nothing to
+ * the sums. Each of the two consumer warpgroups (`warpgroup` is 0 or 1) zeroes half of the
+ * columns. `stage`: shared-memory address of the stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int warpgroup,
                                                   int thread)
 {
@@ -79,17 +78,17 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. The function issues the
- * wgmma of each stage before it waits for the wgmma of the previous stage, so that the tensor
- * cores stay busy. After this wait it releases the previous stage. */
+/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Issues the wgmma of each
+ * stage before it waits for those of the previous stage, which it then releases, so that the
+ * tensor cores stay busy. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
                                                      const SharedLayout &at, Stage &s,
                                                      int warpgroup, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* how far apart two blocks of 16 numbers are along the summed dimension in shared memory,
-     * in units of 16 bytes */
+    /* distance in shared memory between two blocks of 16 numbers along the summed dimension, in
+     * units of 16 bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -123,7 +122,7 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* Where the results of a thread are in the 64 rows of its warpgroup, as wgmma defines it.
+/* The places of a thread's results in the 64 rows of its warpgroup, as wgmma defines them.
  * Result d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column
  * + i % 2. */
 struct Lane {
@@ -186,10 +185,10 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of the array `from` to the results in registers. A result is rounded only after
- * this addition, so it is rounded only once. Each thread adds numbers of two rows of `from`:
- * `row` and row + 8. `num_rows`: number of rows of `from` that may be read, counted from `row`.
- * This function is not used for float32 results, which add_box() adds in memory. */
+/* Adds rows of the array `from` to the results in registers, before they are rounded. Each
+ * thread adds numbers of two rows of `from`: `row` and row + 8. `num_rows`: number of rows of
+ * `from` that may be read, counted from `row`. Not for float32 results, which add_box() adds in
+ * memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
@@ -212,7 +211,7 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
 
 /* Adds to the results, before they are rounded, the rows of job.addend, if it is set, and the
  * old values of out, if job.accumulate is set. In the pass WEIGHT, callers check job.accumulate
- * themselves, and call the function only if the old values of out must be added. */
+ * themselves. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void
 add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, const Lane &lane)
@@ -240,10 +239,10 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Writes box q of this warpgroup's results (0 is the leftmost one) to shared memory, from where
- * a tensor copy will read it. A box has 64 rows and 64 columns of 16-bit numbers, or 32 columns
- * of float32. It has the 128-byte swizzle of tensor copies: 16-byte vector v of line r is
- * stored at position v ^ r % 8. */
+/* Writes box q of this warpgroup's results (0 is the leftmost one) to shared memory for a
+ * tensor copy. A box has 64 rows and 64 columns of 16-bit numbers, or 32 columns of float32. It
+ * has the 128-byte swizzle of tensor copies: 16-byte vector v of line r is stored at position v
+ * ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -277,10 +276,10 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box from shared memory to out by ordinary stores.
+/* Copies the first `rows` lines of a box from shared memory to out by ordinary stores, because
+ * a tensor copy of a box that reaches past the end of the slab would overwrite the next slab.
  * `line_bytes`: bytes of a row of out. `vectors`: number of 16-byte vectors of a line that are
- * inside out. Used for a box that reaches past the end of the slab, because a tensor copy of
- * the whole box would overwrite the next slab. */
+ * inside out. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -301,9 +300,8 @@ template <int PASS> static __device__ __forceinline__ int out_row(const Job &job
     return PASS == PASS_SLICES ? w.expert * (int)job.lines + w.row : w.row;
 }
 
-/* Rounds the results of a tile to type Out and stores them, one box after the other. The
- * warpgroup has two boxes in shared memory: while a tensor copy reads one of them, the
- * warpgroup writes the other. */
+/* Rounds the results of a tile to type Out and stores them, one box after the other. A tensor
+ * copy reads one of the warpgroup's two boxes in shared memory while the other is written. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
@@ -343,24 +341,23 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* The scales that one thread needs for an e4m3 tile. A thread has results in two rows of the
- * tile. In this struct, `first` stands for the upper of these rows, and `second` for the lower
- * one, which is 8 rows below. In arrays, index 0 stands for the left 128 columns of the tile,
- * and index 1 for the right 128 columns. Each block of 128 numbers along the summed dimension
- * has its own scales. Four lanes have results in the same two rows, and share the loads. Lane i
- * of the four loads the scales of blocks i, i + 4, and so on. A lane starts each load four
- * blocks before the scale is used. */
+/* The scales that one thread needs for an e4m3 tile. It has results in two rows of the tile:
+ * `first` is the upper one, and `second` is 8 rows below. Index 0 of the arrays is the left 128
+ * columns of the tile, and index 1 the right ones. Each block of 128 numbers along the summed
+ * dimension has its own scales. Four lanes have results in the same two rows, and share the
+ * loads: lane i of the four loads the scales of blocks i, i + 4, and so on, four blocks before
+ * they are used. */
 struct Scales {
-    /* first, second: addresses of the scales of the thread's two rows of matrix a; NULL for a
-     * row without a token. b: address of the scales of matrix b for the left 128 columns. */
+    /* first, second: the scales of the thread's two rows of matrix a; NULL for a row without a
+     * token. b: the scales of matrix b for the left 128 columns. */
     const float *first, *second, *b;
     /* steps: number of blocks of 128 numbers along the summed dimension. right: distance, in
      * floats, from the scales of the left columns to those of the right columns in b. */
     int steps, right;
     float next_first, next_second, next_b[2];
-    /* Each is the product of a scale of matrix a and a scale of matrix b, for the four blocks
-     * in use. use_next_blocks() computes them from next_first, next_second and next_b, which
-     * are loaded four blocks earlier. */
+    /* Products of a scale of matrix a and one of matrix b, for the four blocks in use.
+     * use_next_blocks() computes them from next_first, next_second and next_b, which are loaded
+     * four blocks earlier. */
     float now_first[2], now_second[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane,
@@ -387,11 +384,10 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Called before every fourth block. The four lanes have then loaded the scales of the next
-     * four blocks, one block per lane. The function multiplies this lane's scales of matrix a
-     * by those of matrix b. The warpgroup uses the products for these four blocks. Then the
-     * function starts to load the scales of the four blocks after them, of which this lane
-     * loads block number `step`. */
+    /* Called before every fourth block, when the four lanes have loaded the scales of the next
+     * four blocks, one block per lane. Multiplies this lane's scales of matrix a by those of
+     * matrix b, which gives the products for these blocks. Then starts to load the scales of
+     * the four blocks after them, of which this lane loads block number `step`. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -404,10 +400,10 @@ struct Scales {
 };
 
 /* Computes this warpgroup's 64 rows of a tile from e4m3 numbers. The tensor cores keep fewer
- * bits of a sum than float32 has. So they add only the 128 products of one block. Then each
- * thread multiplies its sums of the block by the block's scale, and adds them to d in float32.
- * These additions take a quarter as many clock cycles as the products. They run at the same
- * time as the copies, but not at the same time as the products of this warpgroup. */
+ * bits of a sum than float32 has, so they add only the 128 products of one block. Each thread
+ * multiplies its sums of the block by the block's scale, and adds them to d in float32. These
+ * additions take a quarter as many clock cycles as the products. They overlap with the copies,
+ * but not with the products of this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Tile &w, const SharedLayout &at,
@@ -485,16 +481,16 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
 /* ------------------------------------------------------------------------------ kernel ---- */
 
 /* The kernel, described at the top of this file. T: type of the matrices a and b. Out: type of
- * the result. PASS: an epic_gemm_pass, which selects the product. CTAS: number of CTAs in a
- * cluster. The body is compiled only for sm_90a. PASS may also be PASS_SLICES. */
+ * the result. PASS: an epic_gemm_pass, or PASS_SLICES. CTAS: number of CTAs in a cluster. The
+ * body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* This shared memory must be static, because load_hopper() tests whether the kernel has
-     * any. It has none if this body was not compiled (builds for other GPUs than sm_90a). */
+    /* Static shared memory, by which load_hopper() notices that this body was compiled, which
+     * it is only for sm_90a. */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     SharedLayout at;
@@ -505,8 +501,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            /* arrivals per phase: each of the two consumer warpgroups of each CTA of the
-             * cluster arrives once */
+            /* arrivals per phase: one from each of the two consumer warpgroups of each CTA of
+             * the cluster */
             barrier_init(at.empty + 8 * i, 2 * CTAS);
         }
         barrier_init_done();
@@ -518,9 +514,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* The shuffle shows ptxas that `warpgroup` is equal in all lanes of a warp. ptxas then
-         * keeps the wgmma descriptors in uniform registers, which makes e4m3 products
-         * faster. */
+        /* The shuffle shows ptxas that `warpgroup` is equal in all lanes of a warp, so that the
+         * wgmma descriptors stay in uniform registers. This makes e4m3 products faster. */
         const int warpgroup = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }

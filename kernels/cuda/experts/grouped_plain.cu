@@ -41,8 +41,8 @@
 /* number of groups of four numbers that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* What a CTA computes at a time: one tile of out. If sums are cut into slices, it computes only
- * one slice of each sum of the tile. */
+/* The work of a CTA at a time: one tile of out or, if sums are cut into slices, one slice of
+ * each sum of the tile. */
 struct TileSlice {
     /* In FORWARD and INPUT: the tile's first row, in matrices a and out. In WEIGHT: the first
      * row of the expert's slab, in matrices a and b. */

@@ -32,8 +32,8 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* A stage (buffer of the ring) holds this many 16-bit numbers along the summed dimension. Of
- * e4m3 numbers it holds 128. */
+/* number of 16-bit numbers along the summed dimension in a stage (buffer of the ring); of e4m3
+ * numbers a stage holds 128 */
 #define BK 64
 #define STAGES 4
 /* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
@@ -92,9 +92,9 @@ struct Job {
     /* Not in WEIGHT: number of stages that a tile needs. Each stage adds BK (e4m3:
      * 128) products to every sum of the tile. */
     int steps;
-    /* The kernel computes the tiles of out in groups of this many rows of tiles (with clusters:
-     * pairs of rows). Within a group it goes from one column of tiles to the next, so that the
-     * tiles of a column read the same part of matrix b from the L2 cache. */
+    /* The tiles of out are computed in groups of this many rows of tiles (with clusters: pairs
+     * of rows). Within a group the kernel goes from one column of tiles to the next, so that
+     * the tiles of a column read the same part of matrix b from the L2 cache. */
     int group;
     int accumulate;
 };
@@ -116,23 +116,24 @@ struct Tile {
     /* only in FORWARD and INPUT: number of rows of the tile that are stored: those with a token
      * and the padding */
     int rows;
-    /* false: this CTA does not store the tile, for one of two reasons. Either the other CTA of
-     * the cluster stores the same tile, and this CTA only takes part because the other CTA
-     * needs its copies and its arrivals at barriers. Or the results are added to out
-     * (job.accumulate) and the expert has no token, so there is nothing to add. */
+    /* false: this CTA does not store the tile. Either the other CTA of the cluster stores this
+     * tile, and only needs the copies and arrivals of this CTA. Or the results are added to out
+     * (job.accumulate) and the expert has no token. */
     bool store;
-    /* true: both CTAs of the cluster need the same part of matrix b, so each CTA copies one
-     * half of this part to both CTAs */
+    /* true: both CTAs of the cluster need the same part of matrix b, so each copies one half to
+     * both */
     bool share;
 };
 
 /* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
  * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles; not used in WEIGHT
- * products. Returns false if t is past the last tile. Tiles are numbered group by group, and
- * within a group column by column. A group is job.group rows of tiles (with clusters: pairs of
- * rows). This order keeps the part of matrix b that is in use in the L2 cache. In WEIGHT
- * products, all tiles of one expert come before those of the next expert. In PASS_SLICES, the
- * rows of tiles of slice 0 come first, then those of slice 1, and so on. */
+ * products. Returns false if t is past the last tile.
+ *
+ * Tiles are numbered group by group, and within a group column by column, which keeps the part
+ * of matrix b that is in use in the L2 cache. A group is job.group rows of tiles (with
+ * clusters: pairs of rows). In WEIGHT products, all tiles of one expert come before those of
+ * the next expert. In PASS_SLICES, the rows of tiles of slice 0 come first, then those of slice
+ * 1, and so on. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -154,8 +155,8 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    /* If the number of rows of tiles is odd, the last pair has only one row. Its second CTA
-     * computes the same row as the first one, but does not store it. */
+    /* If the number of rows of tiles is odd, the second CTA of the last pair computes the row
+     * of the first one again, but does not store it. */
     w.store = line < down;
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
@@ -191,9 +192,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* Where a thread is in the ring of stages (buffers). index: number of the stage. parity: 0 or
- * 1, the parity of the phase for which the thread waits at the barriers of this stage. The
- * parity changes each time the thread comes back to stage 0. */
+/* The position of a thread in the ring of stages (buffers). index: number of the stage. parity:
+ * 0 or 1, the parity of the phase for which the thread waits at the stage's barriers. It
+ * changes each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 
@@ -220,9 +221,8 @@ struct SharedLayout {
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts to copy the part of matrix a that one stage needs, to shared memory address `to`.
- * `step`: the part's first index along the summed dimension. The barrier `full` counts the
- * bytes that arrive. */
+/* Starts to copy the part of matrix a for one stage to shared memory address `to`. `step`: the
+ * part's first index along the summed dimension. The barrier `full` counts the bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
@@ -235,10 +235,10 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts to copy the part of matrix b that one stage needs, to shared memory address `to`.
- * `step`: the part's first index along the summed dimension. If `share` is set, this CTA copies
- * only half of the part, but to both CTAs of the cluster. `rank`: number of this CTA in the
- * cluster. The barrier `full` counts the bytes that arrive. */
+/* Starts to copy the part of matrix b for one stage to shared memory address `to`. `step`: the
+ * part's first index along the summed dimension. With `share`, this CTA, number `rank` in the
+ * cluster, copies only half of the part, but to both CTAs. The barrier `full` counts the bytes.
+ */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step, bool share, int rank)
@@ -259,8 +259,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
 }
 
 /* Main loop of the producer thread. For each tile of the CTA, copies the parts of matrices a
- * and b that the tile needs into the ring, one stage after the other. Before it fills a stage,
- * it waits until the consumers have released the stage. */
+ * and b into the ring, one stage after the other. Before it fills a stage, waits until the
+ * consumers have released it. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks on the device that a plan fits its layer: no rank owns more than job.num_local
- * experts. The host cannot check this when it enqueues the call, because the result depends on
- * the table rank_of_expert, which is in device memory.
+ * experts. The host cannot check this when it enqueues the call, because it depends on
+ * rank_of_expert in device memory.
  *
- * All ranks get the same result, because num_local in the plan's header, the largest number of
- * experts that one rank owns, is equal on all ranks. If the plan does not fit, the kernel marks
- * it as failed and sets the number of rows of each local expert to 0. Later operations with
- * this plan then move no rows, and epic_check() returns the error. One thread does the work. It
- * accesses only memory of this rank. */
+ * All ranks get the same result, because the plan's header has the largest number of experts
+ * that a rank owns (num_local). If the plan does not fit, the kernel marks it as failed and
+ * sets the number of rows of each local expert to 0. Later operations with this plan then move
+ * no rows, and epic_check() returns the error. One thread does the work, in memory of this rank
+ * only. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns true if the plan does not fit the layer. In this case stores in `notice` which fault
- * it is, and the numbers for the host's error message. `h`: header of the plan. */
+/* Returns true if the plan does not fit the layer, with the fault and the numbers for its error
+ * sentence in `notice`. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {
@@ -24,9 +24,8 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return true;
 }
 
-/* The kernel: checks the plan. If the plan does not fit the layer, the kernel sets the result
- * in the plan's header to an error, and computes the header's checksum again. It also reports
- * the fault to the host. */
+/* The kernel. If the plan does not fit the layer, sets the result in its header to an error,
+ * computes the header's checksum again, and reports the fault to the host. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

@@ -42,14 +42,13 @@ static __device__ float add_lanes(float x)
  * used. */
 struct Slot {
     int64_t slot, expert;
-    /* Two factors, one of which is the slot's weight and the other one 1. input: multiplies the
-     * result of the first product. early: multiplies the activation. */
+    /* The slot's weight and 1, in one of two orders. `input` multiplies the result of the first
+     * product, `early` the activation. */
     float input, early;
 };
 
 /* Divides the slots among the warps of the grid. Each warp calls f(slot, expert) for each of
- * its slots that holds a token, and padding(slot) for each of its padding slots. All lanes of
- * the warp make these calls together. */
+ * its slots with a token, and padding(slot) for each of its padding slots, with all lanes. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -66,8 +65,8 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the Slot of slot number `slot`. With EPIC_WEIGHT_INPUT, its member `input` is the
- * weight of the slot. Otherwise its member `early` is this weight. */
+/* Returns the Slot of slot number `slot`. The weight of the slot is `input` with
+ * EPIC_WEIGHT_INPUT, otherwise `early`. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -82,9 +81,8 @@ template <int V> struct Pair {
 };
 
 /* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has all gate columns
- * and then all up columns or, with job.experts.interleaved, gate and up columns in turn. For
- * experts without a gate, a row has only one set of columns, which the function returns as
- * `gate`. */
+ * and then all up columns or, with job.experts.interleaved, gate and up columns in turn.
+ * Without a gate, a row has one set of columns, which becomes `gate`. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -186,8 +184,8 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
 }
 
 /* Forward: computes the activations of all slots. Each warp has few loads in flight, because
- * the compiler does not move a load before a store that may write the same memory. So several
- * CTAs must run on each SM to hide the latency of loads. The launch bounds require this. */
+ * the compiler does not move a load before a store that may write the same memory. So the
+ * launch bounds require several CTAs on each SM, which hide the latency of loads. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -214,8 +212,8 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         [](int64_t) {});
 }
 
-/* Returns the largest |x| in a block of 128 numbers, as float32 bits. LANES adjacent lanes call
- * it together; each passes N numbers of the block, and all get the same result. */
+/* Returns the largest |x| in a block of 128 numbers, as float32 bits, on all of the LANES
+ * adjacent lanes that call it together with N numbers of the block each. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -226,10 +224,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N numbers of a row of n columns, from column `base` on. Stores the e4m3
- * numbers to the row `to`, and their scales to the row `scales`. Each lane passes N of these
- * numbers in x. If V > 1 they are adjacent columns, else columns 32 apart. Called by a whole
- * warp. */
+/* Quantizes 32 * N numbers of a row of n columns, from column `base` on, to the row `to`, and
+ * their scales to the row `scales`. Each lane passes N of these numbers in x: adjacent columns
+ * if V > 1, else columns 32 apart. Called by a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -316,9 +313,8 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Backward for one slot (row of the receive buffer): computes its activations and d_gate_up.
- * Returns this lane's part of the gradient of the slot's weight: the sum over the columns that
- * this lane handles. */
+/* Backward for one slot: computes its activations and d_gate_up. Returns this lane's part of
+ * the gradient of the slot's weight: the sum over its columns. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -353,9 +349,8 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY, the weight
- * of the slot multiplies the bias b_down, too, so this dot product is a part of the weight's
- * gradient. */
+/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY, it is a
+ * part of the gradient of the slot's weight, which then multiplies the bias b_down too. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -407,9 +402,9 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
 /* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* The warps of a CTA share the rows of an expert's slab: warp number `warp` adds rows `warp`,
- * warp + WARPS, warp + 2 WARPS, ... to sum, each multiplied by its weight. Each lane adds two
- * columns: `column` to sum[0] and column + 32 to sum[1]. */
+/* Adds this warp's share of the rows of an expert's slab, each times its weight, to sum: rows
+ * `warp`, warp + WARPS, warp + 2 WARPS, ... Each lane adds two columns: `column` to sum[0] and
+ * column + 32 to sum[1]. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -437,8 +432,8 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
 }
 
 /* Computes the gradients of the biases: for each expert the weighted sum of its rows. A CTA
- * computes 64 columns of one expert. Then it adds the sums of its warps in a fixed order, so
- * that every run gives the same bits. */
+ * computes 64 columns of one expert, and adds the sums of its warps in a fixed order, so that
+ * every run gives the same bits. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {

@@ -18,9 +18,8 @@
 
 #define THREADS 256
 
-/* Each thread passes a number x. Returns the sum of x over all threads with lower numbers, and
- * sets *total to the sum over all threads. Called by all threads of the CTA. `memory`: THREADS
- * numbers in shared memory. */
+/* Returns the sum of x over all threads with lower numbers, and sets *total to the sum over all
+ * threads. Called by all threads of the CTA. `memory`: THREADS numbers in shared memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;
@@ -45,9 +44,8 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* The kernel: computes slabs and tiles. Each iteration of the loop handles THREADS experts, one
- * per thread. first_row and first_tile: first row and first tile of the first of these
- * experts. */
+/* The kernel: computes slabs and tiles. Each iteration handles THREADS experts, one per thread.
+ * first_row and first_tile are those of the first of these experts. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

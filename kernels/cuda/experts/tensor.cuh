@@ -24,8 +24,8 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once at the barrier, and makes its current phase wait for `bytes` more bytes. The
- * phase completes only after tensor copies have written this many bytes. */
+/* Arrives once at the barrier. Its current phase then completes only after tensor copies have
+ * written `bytes` more bytes. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -54,8 +54,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 }
 
 /* Arrives once at the barrier with the same offset in CTA `cta` of the cluster. The arrival
- * only reports that wgmma has read a part of shared memory, so it needs no memory order.
- * Therefore it is not a .release.cluster, which would be slow. */
+ * only reports that wgmma has read a part of shared memory, so it needs no memory order. A
+ * .release.cluster would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -110,8 +110,8 @@ template <int N> __device__ __forceinline__ void shrink_registers()
 
 /* ----------------------------------------------------------------------------- copies ---- */
 
-/* Starts the tensor copy of a box from a matrix in global memory to shared memory. (x, y) or
- * (x, y, z): position of the box in the matrix. The barrier counts the bytes that arrive. */
+/* Starts the tensor copy of the box at (x, y) or (x, y, z) of a matrix in global memory to
+ * shared memory. The barrier counts the bytes that arrive. */
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          int x, int y)
 {
@@ -168,8 +168,8 @@ __device__ __forceinline__ void commit_boxes()
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's box stores have read their data from shared memory, except those of
- * the newest PENDING groups. The CTA may then overwrite that memory. */
+/* Waits until this thread's box stores, except those of the newest PENDING groups, have read
+ * their data from shared memory, which may then be overwritten. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -202,9 +202,9 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane number L
- * passes in `to` the address of row L % 8 of matrix L / 8. In a, b, c and d it passes two
- * numbers of each of the four matrices. Called by a whole warp. */
+/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane L passes the
+ * address of row L % 8 of matrix L / 8 in `to`, and two numbers of each of the four matrices in
+ * a, b, c and d. Called by a whole warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -252,7 +252,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
 /* One wgmma: d [64, 256] += a [64, 16] * b [16, 256], or d = a * b if `add` is 0. TRANSPOSE_A
- * (TRANSPOSE_B) is 1 if the dimension over which the product sums (16) is not contiguous in
+ * (TRANSPOSE_B) is 1 if the dimension of 16, over which the product sums, is not contiguous in
  * matrix a (matrix b). */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \

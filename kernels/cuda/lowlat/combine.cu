@@ -24,43 +24,39 @@
  * be defined before the first #include. */
 #define LOW_LATENCY 1
 /* Workers (warps that move rows) per CTA. With the control warp there are 16 warps, four per
- * scheduler of the SM, which leaves 128 registers per thread. */
+ * scheduler of the SM, and 128 registers per thread. */
 #define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Divides the units of work among the workers. A unit is one piece of a token's row. For a
- * token of a peer, the worker sends a partial sum. For a token of this rank ("own token"), it
- * adds the partial sums of all ranks. To balance the work, the first units of peers' tokens go
- * to the first workers, and the first units of own tokens go to the last workers. */
+/* Divides the units among the workers. A unit is one piece of a token's row: of a peer's token,
+ * to send a partial sum, or of this rank's token ("own"), to add the partial sums of all ranks.
+ * The first units of peers' tokens go to the first workers, and the first units of own tokens
+ * to the last ones, which balances the work. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* Number of this worker. The number comes from a shuffle, so that the compiler knows that
-     * it is equal in all lanes. */
+    /* Number of this worker, from a shuffle, so that the compiler knows that it is equal in all
+     * lanes. */
     const int worker;
 
-    /* Divides the units of work (pieces of rows) among the workers (warps that move rows) of
-     * all CTAs. */
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
         : c(combine), all_ctas{0, (int)gridDim.x},
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns the unit of work with number u: a piece of one of this rank's tokens if `own` is
-     * true, else a piece of a peer's token. The caller must still look up which slots (rows of
-     * the receive buffer) the token has. */
+    /* Returns the unit with number u, of own tokens if `own` is true, else of peers' tokens.
+     * The caller must still look up the token's slots (rows of the receive buffer). */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of the first unit of work (piece of a row) that this worker does: a
-     * piece of this rank's own tokens if `own` is true, else of peers' tokens. The last worker
-     * of each CTA also checks the plan, so all other workers get a unit of own tokens before it
-     * gets one. */
+    /* Returns the number of this worker's first unit, of own tokens if `own` is true, else of
+     * peers' tokens. The last worker of each CTA also checks the plan, so it is the last to get
+     * a unit of own tokens. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -68,10 +64,10 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns the unit of work with number u, and loads the slot (row of the receive buffer)
-     * that this lane handles. For an own token, also loads the rank to which this lane's choice
-     * goes. `end`: number of units of own tokens if `own` is true, else of peers' tokens. If u
-     * >= end, returns an empty unit. */
+    /* Returns the unit with number u, with the slot (row of the receive buffer) of this lane
+     * and, for an own token, the rank to which this lane's choice goes. `end`: number of units
+     * of own tokens if `own` is true, else of peers' tokens. If u >= end, returns an empty
+     * unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -81,11 +77,10 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns the first unit of work of this worker: a piece of one of this rank's own tokens
-     * if `own` is true, else of a peer's token. The unit is loaded before the plan's header has
-     * been checked, so the numbers of tokens of the peers are not known yet. So the function
-     * guesses whether the unit exists: most often all ranks have equally many tokens. It sets
-     * is_likely to true if this rank has a token with the number of the unit's token. */
+    /* Returns the first unit of this worker, of own tokens if `own` is true, else of peers'
+     * tokens. The plan's header has not been checked yet, so the peers' numbers of tokens are
+     * not known. is_likely becomes true if this rank has a token with the number of the unit's
+     * token, because most often all ranks have equally many. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -102,10 +97,9 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for each unit of work of this worker: for pieces of own
-     * tokens if `own` is true, else of peers' tokens. `is_loaded`: the caller has already
-     * loaded the first unit and passes it as first_unit. is_first is true only for this loaded
-     * unit. Returns false as soon as do_unit() returns false. */
+    /* Calls do_unit(unit, is_first) for each unit of this worker, of own tokens if `own` is
+     * true, else of peers' tokens. `is_loaded`: the caller has already loaded the first unit,
+     * first_unit; is_first is true only for it. Returns false as soon as do_unit() does. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -126,25 +120,23 @@ struct CombineUnits {
     }
 };
 
-/* Values of Worker::loaded, which shows whether rows are already loaded: none, the rows of the
- * unit Worker::sent, or the rows of the unit Worker::own. */
+/* Values of Worker::loaded: no rows are loaded, the rows of Worker::sent, or those of
+ * Worker::own. */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* The work of one worker. The template argument Sums (QuickSums or PlainSums) defines how rows
- * are loaded and added. To save time, the worker loads its first units, and the rows of one of
- * them, before the plan's header has been checked. It sends and stores nothing before that
- * check. */
+/* The work of one worker. Sums (QuickSums or PlainSums) loads and adds rows. To save time, the
+ * worker loads its first units, and the rows of one of them, before the plan's header has been
+ * checked. It sends and stores nothing before that. */
 template <class Sums> struct Worker {
-    /* This worker's first piece of a peer's token (to send), and its first piece of a token of
-     * this rank (to add). */
+    /* This worker's first piece of a peer's token (to send), and of a token of this rank (to
+     * add). */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false; /* true: read_ahead() has set `sent` and `own` */
 
-    /* Looks up this worker's first two pieces: one of a peer's token, and one of a token of
-     * this rank. Also loads the rows of one of the two, to save time. Called before the first
-     * barrier of the CTA, while another warp checks the plan's header. */
+    /* Looks up this worker's first two pieces, and loads the rows of one of them. Called before
+     * the first barrier of the CTA, while another warp checks the plan's header. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
         bool sends, adds;
@@ -154,15 +146,14 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* In a valid plan, the slots of a token are in the lowest lanes. If they are not, the
-         * plan is damaged, so its slot numbers must not be used as addresses. */
+        /* In a valid plan, the slots of a token are in the lowest lanes. Otherwise its slot
+         * numbers must not be used as addresses. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Does all units of this worker: first it sends the partial sums for peers' tokens, then it
-     * adds the partial sums for this rank's tokens. Returns false if the group of ranks has
-     * failed. */
+    /* Does all units of this worker: first sends the partial sums for peers' tokens, then adds
+     * those for this rank's tokens. Returns false if the group has failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
@@ -178,9 +169,9 @@ template <class Sums> struct Worker {
     }
 };
 
-/* The functions with which lowlat_combine_kernel() loads and adds rows, if rows are aligned and
- * partial sums are added in the order of ranks. EXACT: a row consists of whole pieces. AT_ONCE:
- * how many partial sums a warp polls together. */
+/* Loads and adds rows for lowlat_combine_kernel(), if rows are aligned and partial sums are
+ * added in the order of ranks. EXACT: a row consists of whole pieces. AT_ONCE: number of
+ * partial sums that a warp polls together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* 16-byte vectors per lane and piece */
@@ -203,8 +194,8 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* The function with which lowlat_combine_kernel() adds rows, if rows are not aligned or partial
- * sums are added in tree order. A worker with PlainSums loads no rows ahead. */
+/* Adds rows for lowlat_combine_kernel(), if rows are not aligned or partial sums are added in
+ * tree order. Loads no rows ahead. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -226,8 +217,8 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Writes zeros to all outputs, because the plan is invalid or the receive buffer of a rank has
- * too few rows. Each of `threads` threads calls it with its own number `thread`. */
+/* Zeroes all outputs, because the plan is invalid or the receive buffer of a rank has too few
+ * rows. Each of `threads` threads calls it with its own number `thread`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -297,8 +288,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* A copy of top_k that the compiler keeps in a register. Without it, the compiler would
-     * load job.top_k again in each unit. */
+    /* a copy of top_k that stays in a register; job.top_k would be loaded again in each unit */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);

@@ -17,9 +17,8 @@
 #include "cuda/plan/store_records.cuh"
 
 /* Only in backend `hosts`: sends a token's row to those ranks of `peers` (bit mask) that are on
- * other hosts, with one put per rank. Several warps store the pieces of a row, and each warp
- * calls this function after each piece. The warp that stores the last piece posts the puts
- * (remote writes). */
+ * other hosts. Each warp that stores pieces of the row calls this function after each piece.
+ * The call for the last piece posts one put per rank. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -44,7 +43,7 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
  *                       already arrived, and poison for the others
  *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot)
  *   pad_slot            writes zeros to a piece of a slot
- *   clear_rows          writes zeros to all slots from `first` on */
+ *   clear_rows          zeroes all slots from `first` on */
 template <bool WHOLE> struct PlainRows {
     static constexpr bool EXACT = WHOLE;
 
@@ -88,9 +87,8 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Writes zeros to the receive buffer from row `first` on, and to the weights of these rows.
-     * The threads divide the work: each of `threads` threads calls the function with its own
-     * number `thread`. */
+    /* Zeroes rows of the receive buffer, and their weights, from row `first` on. Each of
+     * `threads` threads calls the function with its own number `thread`. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -139,9 +137,8 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Only for mixed plans (plans for which another rank has too many tokens for the planner of
- * lowlat/plan.cuh). Receives a record for each token that has slots on this rank. A record
- * contains these slots. Copies the records to the plan. Called by all warps of the CTAs that
+/* Only for mixed plans (lowlat/plan.cuh): receives a record, a list of slots, for each token
+ * that has slots on this rank, and copies it to the plan. Called by all warps of the CTAs that
  * have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
@@ -157,9 +154,9 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                          });
 }
 
-/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan, except
- * the last CTA if there are several. The last CTA only announces and ends the operation and, in
- * backend `hosts`, polls the net inbox. */
+/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan. If
+ * there are several, the last one does not: it announces and ends the operation and, in backend
+ * `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

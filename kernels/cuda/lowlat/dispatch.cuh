@@ -40,9 +40,8 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Writes zeros to this rank's padding: the rows at the end of each expert's part of the receive
- * buffer that have no token. Does nothing if the caller does not need the zeros. Called by all
- * workers of receiving CTAs. */
+/* Zeroes this rank's padding, the rows without a token at the end of each expert's part of the
+ * receive buffer, if the caller needs the zeros. Called by all workers of receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -64,9 +63,8 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the address of the table `fate` of a plan in memory. For each choice (pair of token
- * and k) of this rank's tokens, the table has the choice's slot or, if the choice has no slot,
- * a negative EPIC_FATE_*. */
+/* Returns the address of the table `fate` of a plan in memory. For each choice of this rank's
+ * tokens it has the choice's slot or a negative EPIC_FATE_*. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -77,10 +75,9 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
-/* Waits for the record (list of slots) that `rank` sends for its token number `token`, and sets
- * `slot` to this lane's entry of the record: a slot or -1. If `keep` is true, also stores the
- * record in the plan. Only for mixed plans, which this kernel makes with the general planner
- * (plan/planner.cuh). Returns false if the group of ranks has failed. */
+/* Only for mixed plans: waits for the record (list of slots) of token number `token` of `rank`,
+ * and sets `slot` to this lane's entry: a slot or -1. If `keep` is true, also stores the record
+ * in the plan. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -89,11 +86,9 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Receives the weights and records (lists of slots) of the tokens that this worker handles.
- * Only for mixed plans, which this kernel makes with the general planner. In a mixed plan,
- * slots come from the records that the ranks send, not from the tables in shared memory
- * (LowlatPlan). receive_words() is the function for other plans. Returns false if the group of
- * ranks has failed. */
+/* Like receive_words(), but for mixed plans: receives the weights and records (lists of slots)
+ * of the tokens that this worker handles. Slots come from the records, not from the tables in
+ * shared memory (LowlatPlan). Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -110,11 +105,9 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Receives the pieces of rows that this worker handles, and stores them to the receive buffer.
- * Only for mixed plans, which this kernel makes with the general planner. In a mixed plan,
- * slots come from the records that the ranks send, not from the tables in shared memory.
- * receive_all() is the function for other plans. Returns false if the group of ranks has
- * failed. */
+/* Like receive_all(), but for mixed plans: receives the pieces of rows that this worker
+ * handles, and stores them to the receive buffer. Slots come from the records, not from the
+ * tables in shared memory. Returns false if the group has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -135,11 +128,10 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes the plan with the general planner (a mixed plan, lowlat/plan.cuh), and then receives
- * all rows and weights. Used if another rank has too many tokens for the planner of the
- * low-latency kernels. Called by all threads of the receiving CTAs. The function is not
- * inlined, so m is passed by value: a reference would force the compiler to keep m in memory on
- * all paths of the kernel. */
+/* Makes a mixed plan with the general planner, because another rank has too many tokens for the
+ * planner of the low-latency kernels, and then receives all rows and weights. Called by all
+ * threads of the receiving CTAs. Not inlined, with m by value: a reference would force the
+ * compiler to keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -165,10 +157,10 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Computes the plan in tables in the shared memory of this CTA. Sets m.is_mixed if another rank
- * has too many tokens for the tables; then the caller must make a mixed plan instead. Sets
- * m.discards if the plan has an error, so that received rows must not be stored. Called by all
- * threads of the receiving CTAs. Returns false if the group of ranks has failed. */
+/* Computes the plan in tables in the shared memory of this CTA. m.is_mixed becomes true if
+ * another rank has too many tokens for the tables: the caller must then make a mixed plan.
+ * m.discards becomes true if the plan has an error, so that received rows must not be stored.
+ * Called by all threads of the receiving CTAs. Returns false if the group has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -193,8 +185,8 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* Static shared memory of a CTA. The arrays of `tables` are in dynamic shared memory. */
 struct LowlatShared {
     OpState op;
-    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN: the kernel makes the
-     * plan, and only the addresses of the tables to write and the alignment are set here. */
+    /* The plan that the kernel reads. With WITH_PLAN, only the alignment and the addresses of
+     * the tables to write are set here. */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused; /* the base class RowMove needs a Stride, but these kernels never read it */
@@ -203,9 +195,8 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* The words that a warp loads first when the kernel starts. A control warp loads `start`, the
- * state of the group of ranks. Without WITH_PLAN, the last worker of each CTA loads `header`,
- * the plan's header. */
+/* The words that a warp loads first: a control warp `start`, the state of the group and,
+ * without WITH_PLAN, the last worker of each CTA `header`, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -217,9 +208,8 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Returns whether this warp is the one that loads and checks the plan's header. If the
-     * kernel reads a plan, the last worker of each CTA does so. If it makes the plan, no warp
-     * does. */
+    /* Returns whether this warp loads and checks the plan's header: the last worker of each
+     * CTA, if the kernel reads a plan. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
@@ -227,7 +217,7 @@ template <bool WITH_PLAN> struct Opening {
 };
 
 /* The first piece of a row and the first words (weights and record of a token) that a worker
- * receives. The worker loads them early, so that its first wait is short. */
+ * receives. They are loaded early, so that the first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
@@ -241,18 +231,18 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 }
 
 /* Returns whether this warp may still send data after phase 2 of the kernel (see
- * lowlat_dispatch_kernel() below). If the kernel makes a plan, control warps may: they call
- * end_header(), which reports a wrong value in the caller's ids to all ranks.
- * count_posted_warp() must come after all puts of a warp, so these warps call it after phase 3,
- * and all other warps after phase 2. */
+ * lowlat_dispatch_kernel() below). With a new plan, control warps may: end_header() reports a
+ * wrong value in the caller's ids to all ranks. These warps call count_posted_warp() after
+ * phase 3, because it must come after all puts of a warp. All other warps call it after phase
+ * 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
-/* Returns the arguments that all functions of this kernel share (LowlatMove). Decides which
- * CTAs send and which CTAs receive. */
+/* Returns the arguments that all functions of this kernel share, among them the CTAs that send
+ * and those that receive. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
                                                     LowlatShared &s)
@@ -266,8 +256,7 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     m.discards = m.is_mixed = false;
     m.tables = &s.tables;
     const int ctas = (int)gridDim.x, send_only = job.num_send_only_ctas;
-    /* Number of CTAs that announce the operation instead of receiving: 1 (the last CTA) or
-     * 0. */
+    /* 1 if the last CTA announces the operation instead of receiving, otherwise 0 */
     const int announcers = WITH_PLAN && ctas > 1;
     m.senders = {send_only ? ctas - send_only : 0,
                  send_only ? send_only : ctas - (HOSTS ? announcers : 0)};
@@ -277,8 +266,8 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
 
 /* Phase 1 of a control warp: sets op, the state of the operation. With WITH_PLAN, also sends
  * the warp's share of the expert ids, and this rank's sizes. Returns false if this rank must
- * not send. This happens if the group of ranks has failed, for example because the net has not
- * read the outbox of an earlier operation in time. */
+ * not send, because the group has failed, for example if the net has not read the outbox in
+ * time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -298,9 +287,8 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads the first piece that the worker will receive, if the piece belongs
- * to a token of this rank. Such a piece is in the caller's memory, so the worker need not wait
- * for it. */
+/* Phase 1 of a worker: loads the first piece that the worker will receive, if it belongs to a
+ * token of this rank and so is in the caller's memory. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -313,9 +301,8 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
         first.piece.record_word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
 }
 
-/* Phase 1. With WITH_PLAN, sets up empty tables for the plan that the kernel makes. Without
- * WITH_PLAN, checks the header of the plan that the kernel reads. Also sets the operation's
- * signature, which the announcement contains. */
+/* Phase 1: sets up empty tables for a new plan (WITH_PLAN), or checks the header of the plan
+ * that the kernel reads. Sets the operation's signature, which the announcement contains. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
                                           const Opening<WITH_PLAN> &opening)
@@ -354,8 +341,8 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
     return true;
 }
 
-/* Phase 2: workers send this rank's rows, control warps send its weights. This phase waits for
- * no other rank. is_valid: false if the kernel reads a plan that is invalid. */
+/* Phase 2, which waits for no other rank: workers send this rank's rows, control warps its
+ * weights. is_valid: false if the kernel reads a plan that is invalid. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -369,9 +356,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load what the worker receives first: the words (weights and record)
- * of a token, and a piece of a row. If the piece belongs to a token of this rank, phase 1 has
- * loaded it already. */
+/* End of phase 2: starts to load the words (weights and record) and the piece that the worker
+ * receives first. Phase 1 has loaded a piece of this rank's token already. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -382,9 +368,9 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
     if (first_words(m) < num_words(m)) load_words(m, first_words(m), first.words);
 }
 
-/* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan by itself, in shared
- * memory. In backend `hosts`, the last CTA polls the net inbox for the receiving CTAs. Returns
- * false if the group of ranks has failed. */
+/* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan in shared memory. In
+ * backend `hosts`, the last CTA polls the net inbox for them. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {
     bool ok = true;
@@ -395,9 +381,9 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
     return ok;
 }
 
-/* Phase 4: receives rows and weights and stores them to the caller's buffers, writes zeros to
- * the padding, and ends the operation. is_valid: true if the plan is valid. `ok`: false if the
- * group of ranks has failed. */
+/* Phase 4: receives rows and weights and stores them to the caller's buffers, zeroes the
+ * padding, and ends the operation. is_valid: the plan is valid. `ok`: false if the group has
+ * failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -426,9 +412,9 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 if the kernel must make a mixed plan (lowlat/plan.cuh). The control warp of the last
- * CTA ends the operation. The receiving CTAs make the plan with the general planner, and
- * receive all rows. */
+/* Phase 4 with a mixed plan (lowlat/plan.cuh). The control warp of the last CTA ends the
+ * operation. The receiving CTAs make the plan with the general planner, and receive all rows.
+ */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -482,9 +468,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
-/* Returns how many CTAs only send. If a rank has many tokens, its stores to peers delay all
- * other memory accesses of the same SM. Therefore a rank with many tokens uses separate CTAs to
- * send and to receive. */
+/* Returns how many CTAs only send. A rank with many tokens uses separate CTAs to send and to
+ * receive, because its stores to peers delay all other memory accesses of the same SM. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -492,8 +477,8 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches kernels[1], which makes a plan and then moves rows, if the job asks for a plan.
- * Otherwise launches kernels[0], which reads a plan. */
+/* Launches kernels[1], which makes a plan and moves rows, or kernels[0], which reads a plan, as
+ * the job requires. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)

@@ -9,10 +9,9 @@
  * lowlat/dispatch.cuh describes which warp does what. */
 #include "cuda/lowlat/dispatch.cuh"
 
-/* The functions with which lowlat_dispatch_kernel() moves packed rows. PlainRows
- * (lowlat/dispatch.cu) explains each function. The template argument OwnPiece makes a piece of
- * a packed row from this rank's rows: JoinedPiece copies it from the caller's rows and scales,
- * QuantizedPiece quantizes the caller's row. */
+/* Moves packed rows for lowlat_dispatch_kernel(). PlainRows (lowlat/dispatch.cu) explains each
+ * function. OwnPiece makes packed rows of this rank's rows: JoinedPiece copies rows and scales,
+ * QuantizedPiece quantizes rows. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 
@@ -52,9 +51,8 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* A piece of a peer's token arrives as a piece of a packed row (row and scales
-         * together), so it can be stored as it is. A token of this rank is still in the
-         * caller's form, so its piece must first be packed. */
+        /* A piece of a peer's token arrives as a piece of a packed row. A token of this rank is
+         * still in the caller's form, so its piece must first be packed. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

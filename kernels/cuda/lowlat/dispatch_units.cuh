@@ -24,20 +24,20 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments that all functions of this kernel share. If has_new_plan is true, the kernel itself
- * makes the plan, and finds the slot of a choice in tables in shared memory. Otherwise it reads
- * slots from a plan in memory. */
+/* Arguments that all functions of this kernel share. With has_new_plan, the kernel makes the
+ * plan, and finds slots in tables in shared memory. Otherwise it reads them from a plan in
+ * memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
     /* If the kernel makes the plan: whether the plan is valid (an epic_result). */
     uint32_t result;
     const int32_t *fates; /* if the kernel reads a plan: the slots of this rank's choices */
-    /* true: received rows are read from staging, but not stored, because the plan has an error
-     * or the receive buffer of a rank has too few rows. */
+    /* true: received rows are read from staging, but not stored, because of an error in the
+     * plan or a receive buffer with too few rows */
     bool discards;
-    /* true: the plan is mixed (lowlat/plan.cuh). Another rank has too many tokens for the
-     * planner's tables in shared memory, so slots come from the records (lists of slots per
-     * token) that the ranks send. */
+    /* true: the plan is mixed (lowlat/plan.cuh). Slots come from the records (lists of slots
+     * per token) that ranks send, because one of them has too many tokens for the tables in
+     * shared memory. */
     bool is_mixed;
     /* The CTAs that send rows, and the CTAs that receive rows. They may overlap: a CTA can do
      * both. */
@@ -50,40 +50,38 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* One piece (2 KB) of a row of a token of `rank`. A warp is receiving it. The warp first loads
- * all its pending pieces, and then waits for the words that had not arrived. */
+/* One piece (2 KB) of a row of a token of `rank`, which a warp is receiving. The warp first
+ * loads all its pending pieces, and then waits for the words that had not arrived. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    /* If the kernel reads a plan: one word of the token's record (list of the token's slots on
-     * this rank). Each lane has one word: a slot or -1. */
+    /* In each lane, a word of the token's record (list of slots): a slot or -1. Only if the
+     * kernel reads a plan. */
     uint64_t record_word;
-    /* Each lane has V vectors of 16 bytes of the piece. Words that have not arrived are poison
-     * (0xffffffff). */
+    /* In each lane, V vectors of 16 bytes of the piece. Words that have not arrived are poison.
+     */
     uint4 q[V];
 };
 
-/* The weights and the record (list of slots) of a token of `rank`. A warp is receiving them. In
- * this file they are called the "words" of the token. */
+/* The weights and the record (list of slots) of a token of `rank`, which a warp is receiving.
+ * In this file they are called the "words" of the token. */
 struct PendingWords {
     int32_t token;
     int rank;
-    /* If the kernel reads a plan: one word of the token's record (list of the token's slots on
-     * this rank). Each lane has one word: a slot or -1. */
+    /* In each lane, a word of the token's record: a slot or -1. Only if the kernel reads a
+     * plan. */
     uint64_t record_word;
-    /* The slot of this lane's choice, if three conditions are met: the token is this rank's
-     * own, the kernel reads a plan, and the choice goes to this rank. Otherwise -1. */
+    /* The slot of this lane's choice, if the token is this rank's own, the kernel reads a plan,
+     * and the choice goes to this rank. Otherwise -1. */
     int32_t own_slot;
-    /* If the token is this rank's own: weight of this lane's choice. If the token is a peer's:
-     * lane n has the weight of the n-th slot that the token has on this rank, or poison
-     * (0xffffffff) if the weight has not arrived. */
+    /* For this rank's own token: weight of this lane's choice. For a peer's token: in lane n,
+     * the weight of the token's n-th slot on this rank, or poison if it has not arrived. */
     uint32_t weight;
 };
 
-/* Loads the destination of choice k of a token of this rank. If the kernel makes the plan, this
- * is the caller's expert id. Otherwise it is the rank from the plan's table rank_of. Called
- * before the plan's header has been checked. If the plan turns out to be invalid, the caller
- * must not use the result. */
+/* Loads the destination of choice k of a token of this rank: the caller's expert id if the
+ * kernel makes the plan, otherwise the rank from the plan's table rank_of. Called before the
+ * plan's header has been checked: with an invalid plan the result must not be used. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -95,10 +93,10 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends one worker's share of the pieces of this rank's tokens. Pieces are numbered through all
- * tokens: piece `piece` of a token is unit number token * own_pieces + piece. No warp may send
- * before the CTA's first barrier, because the control warp must first set up the operation.
- * Before the barrier, the sender loads its first piece and finds the peers that need it. */
+/* Sends one worker's share of the pieces of this rank's tokens. Piece `piece` of a token is
+ * unit number token * own_pieces + piece. Before the CTA's first barrier, at which the control
+ * warp has set up the operation, the sender only loads its first piece and finds the peers that
+ * need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -107,8 +105,8 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Starts to load this worker's first piece. Each lane also loads one choice of the piece's
-     * token, from which find_peers() later computes the peers that need the piece. */
+    /* Starts to load this worker's first piece and, in each lane, one choice of its token, from
+     * which find_peers() computes the peers that need the piece. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -136,7 +134,7 @@ template <class Rows> struct PieceSender {
             if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
                 peers |= 1u << q;
     }
-    /* Sends all pieces of this worker. It starts to load the next piece before it sends the
+    /* Sends all pieces of this worker. Starts to load the next piece before it sends the
      * current one, so that the load and the stores overlap. */
     __device__ __forceinline__ void send_all()
     {
@@ -158,25 +156,25 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends the
- * weights of some tokens. It handles several tokens at a time, and each lane has one choice of
- * one of these tokens. read_ahead() loads the first weights, and send_weights() sends all. */
+/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends those
+ * of some tokens, several at a time, with one choice per lane. read_ahead() loads the first
+ * weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
-    /* choice_bits: log2 of the number of lanes that share one token, one lane per choice.
-     * first_token: the first of the tokens that the warp handles now. */
+    /* choice_bits: log2 of the number of lanes that share one token. first_token: the first of
+     * the tokens that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
     uint64_t word;   /* where this lane's choice goes: the result of read_choice_ahead() */
     uint32_t weight; /* weight of this lane's choice */
 
-    /* Creates a sender that has no tokens yet: first_token is past the last one. read_ahead()
-     * then sets the warp's first tokens. */
+    /* Creates a sender without tokens (first_token is past the last one). read_ahead() sets the
+     * warp's first tokens. */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* Loads the weights of this warp's first tokens. Does nothing in warps that send no
-     * weights: only control warps of receiving CTAs send weights. */
+    /* Loads the weights of this warp's first tokens, if it is a control warp of a receiving
+     * CTA. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -215,8 +213,8 @@ struct WeightSender {
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens to all peers. Each peer gets only the weights of
-     * the choices that go to it, in ascending k and without gaps. */
+    /* Sends the weights of the current tokens to the peers: to each those of the choices that
+     * go there, in ascending k and without gaps. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -230,9 +228,9 @@ struct WeightSender {
             /* In backend `hosts` all lanes must call post_put_weights(), which contains a
              * barrier of the warp. */
             if (!HOSTS && !goes) continue;
-            /* Each rank numbers the other ranks upwards from itself (modulo num_ranks): the
-             * next higher rank has number 0. `source` is the number that the peer gives to this
-             * rank. The peer's heap has a part for the weights of each rank, in this order. */
+            /* `source` is the number that the peer gives to this rank, and of this rank's part
+             * for weights in the peer's heap. A rank numbers the others from the next higher
+             * one, modulo num_ranks. */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -242,11 +240,10 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(sent_choices));
         }
     }
-    /* Only in backend `hosts`: posts one put per token, which sends the token's weights to
-     * `rank`. `count`: number of weights that this lane's token has for `rank`. A put copies
-     * words of 8 bytes, but a weight has 4 bytes. So if `count` is odd, a poison word
-     * (0xffffffff, "not written") is sent after the last weight. Called by all lanes of the
-     * warp; the lane of the token's first choice posts the put. */
+    /* Only in backend `hosts`: posts one put per token, with the token's weights for `rank`.
+     * `count`: their number for this lane's token. A put copies words of 8 bytes, so if `count`
+     * is odd, poison follows the last weight. Called by all lanes of the warp; the lane of the
+     * token's first choice posts the put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -272,9 +269,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece: which piece of a row is number u among all pieces that this
- * rank receives. The first numbers are pieces of this rank's own tokens. Then come pieces of
- * the peers' tokens: of token 0 of each peer, token 1 of each peer, and so on. */
+/* Sets p.rank, p.token and p.piece to piece number u of all pieces that this rank receives:
+ * first those of its own tokens, then those of token 0 of each peer, token 1 of each peer, and
+ * so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -290,16 +287,16 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns how many pieces this rank receives. Pieces of all tokens of all ranks are counted,
- * because it is not known yet which tokens have slots here. */
+/* Returns how many pieces this rank receives. Counts all tokens of all ranks, because it is not
+ * known yet which of them have slots here. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns the number that this rank gives to `rank`. Each rank numbers the other ranks upwards
- * from itself (modulo num_ranks): the next higher rank has number 0. */
+/* Returns the number that this rank gives to `rank`. A rank numbers the others from the next
+ * higher one, modulo num_ranks. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
@@ -307,8 +304,8 @@ __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 }
 
 /* Loads this lane's word of the record of a token of `rank` (its slots on this rank) from the
- * plan in memory. Called before the plan's header has been checked. If the plan turns out to be
- * invalid, the caller must not use the result. */
+ * plan in memory. Called before the plan's header has been checked: with an invalid plan the
+ * result must not be used. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -320,9 +317,9 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
 }
 
 /* Loads a piece of a peer's token from staging, before the warp waits for it. Words that have
- * not arrived are poison. If this rank has no token with this number, the peer probably has no
- * such token either, because in most steps all ranks have equally many tokens. In this case the
- * function sets the vectors to poison without a load. */
+ * not arrived are poison. If this rank has no token with this number, the peer probably has
+ * none either, because most often all ranks have equally many. Then sets the vectors to poison
+ * without a load. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -337,9 +334,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to piece number u of the pieces that this rank receives (locate_unit()), and loads it:
- * from the caller's rows if the token is this rank's own, else from staging. Does nothing if
- * there is no such piece. */
+/* Sets p to received piece number u (locate_unit()), and loads it: from the caller's rows if
+ * the token is this rank's own, else from staging. Does nothing if there is no such piece. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -351,9 +347,9 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record (list of slots) of the token to which received piece
- * number u belongs. Does nothing if the kernel makes the plan, because then the plan's tables
- * have the slots, or if there is no such piece. */
+/* Loads this lane's word of the record of the token of received piece number u. Does nothing if
+ * there is no such piece, or if the kernel makes the plan, because then its tables have the
+ * slots. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -361,9 +357,8 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and list of slots) of token number u. In this numbering, this rank's
- * tokens come first, then the tokens of the peers: token 0 of each peer, token 1 of each peer,
- * and so on. */
+/* Loads the words (weights and record) of token number u: first this rank's tokens, then token
+ * 0 of each peer, token 1 of each peer, and so on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -384,19 +379,18 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot]. Does nothing if the lane has no slot (slot is -1), or
- * if received data must be discarded because of an error. */
+/* Stores a weight to slot_weights[slot], unless slot is -1, or received data must be discarded
+ * because of an error. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Waits for the weights of a token, and stores them to slot_weights of the token's slots on
- * this rank. For a peer's token, stores poison ("not written") back to staging, for the next
- * operation that uses this memory. `slot`: this lane's slot, or -1. `n`: number of this slot
- * among the token's slots on this rank. The slot's weight is the n-th weight that the peer has
- * sent. Returns false if the group of ranks has failed. */
+/* Waits for the weights of a token, and stores them to slot_weights of its slots on this rank.
+ * For a peer's token, then stores poison to staging for its next use. `slot`: this lane's slot,
+ * or -1. `n`: number of this slot among the token's slots here, and of its weight among those
+ * that the peer has sent. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -418,9 +412,9 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, the slot
- * comes from the plan's tables, and lane k returns the slot of choice k. Otherwise the slot is
- * `word`, which the lane has loaded from the token's record in the plan. */
+/* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, that is
+ * the slot of choice k in lane k, from the tables. Otherwise it is `word`, which the lane has
+ * loaded from the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -429,7 +423,7 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
 }
 
 /* Waits for a piece and stores it to the token's slots on this rank. A token without a slot
- * here has no piece to wait for. Returns false if the group of ranks has failed. */
+ * here has no piece to wait for. Returns false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -444,9 +438,9 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker. The caller has loaded `first`, the first piece. The
- * worker starts to load the next piece before it waits for the current one, so that the loads
- * overlap. Returns false if the group of ranks has failed. */
+/* Receives all pieces of this worker, of which the caller has loaded the first one, `first`.
+ * Starts to load the next piece before it waits for the current one, so that the loads overlap.
+ * Returns false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -462,8 +456,8 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
 }
 
 /* Returns the number of the first token whose words (weights and record) this worker receives.
- * Tokens are assigned from the last worker downwards, because the first workers have more
- * pieces of rows to receive. */
+ * The last worker gets the first token, because the first workers have more pieces of rows to
+ * receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
@@ -478,7 +472,7 @@ __device__ __forceinline__ int num_words(const LowlatMove &m)
 
 /* Receives the words of this worker's tokens: stores their weights and, if the kernel makes the
  * plan, their records. `w`: the words of the first token, which the caller has loaded. Returns
- * false if the group of ranks has failed. */
+ * false if the group has failed. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

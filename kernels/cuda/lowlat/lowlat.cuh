@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Low-latency kernels, for few tokens: the functions that all of them share.
  *
- * These kernels send rows in the same way as the general kernels (net/staging.cuh). So one rank
- * can run a low-latency kernel for an operation while a peer with more tokens runs the general
- * kernel. Only the begin and the end of an operation differ. A CTA has LOWLAT_WORKERS workers,
- * which are warps that move rows, and one control warp, its last warp. To announce an
- * operation, a rank stores its sizes (tokens, capacity, rows) and its signature to every rank.
- * These are stamped words: they contain the epoch, which is the number of the operation. "Last
- * CTA" is the CTA with the highest blockIdx. Work that is done once per CTA or once per
- * operation:
+ * These kernels send rows like the general kernels (net/staging.cuh). So one rank can run a
+ * low-latency kernel for an operation while a peer with more tokens runs the general one. Only
+ * the begin and the end of an operation differ.
+ *
+ * A CTA has LOWLAT_WORKERS workers, which are warps that move rows, and one control warp, its
+ * last warp. To announce an operation, a rank stores its sizes (tokens, capacity, rows) and its
+ * signature to every rank. These are stamped words: they contain the epoch, which is the number
+ * of the operation. "Last CTA" is the CTA with the highest blockIdx. Work that is done once per
+ * CTA or once per operation:
  *
  *   every CTA   control warp   counts that the CTA has started
  *   last CTA    worker 0       executes a system fence, then announces the operation to every
@@ -17,11 +18,10 @@
  *   last CTA    control warp   waits for the peers' announcements and for all CTAs to start,
  *                              then counts the operation as done
  *
- * Only the announcement needs a memory order. Each word of a row, weight or id is its own flag.
- * The reader polls a word of a row or weight until the word is not poison (the mark of a word
- * that has not arrived). It polls a word of ids until the word has the stamp of this epoch.
- * Every warp sends everything before it waits for anything, so warps cannot wait for each other
- * in a circle. */
+ * Only the announcement needs a memory order. Each word of a row, weight or id is its own flag:
+ * the reader polls it until it is not poison (the mark of a word that has not arrived) or, for
+ * ids, until it has the stamp of this epoch. Every warp sends everything before it waits for
+ * anything, so warps cannot wait for each other in a circle. */
 #ifndef EPIC_LOWLAT_CUH
 #define EPIC_LOWLAT_CUH
 
@@ -41,10 +41,9 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which share some work. This work consists of numbered units.
- * The CTAs have num_workers() workers together, and worker number u % num_workers() does unit
- * u. Workers with consecutive numbers are in different CTAs, so that a small number of units is
- * spread over many SMs. */
+/* The CTAs [first, first + ctas), which share work of numbered units. Worker number u %
+ * num_workers() does unit u. Workers with consecutive numbers are in different CTAs, so that
+ * few units are spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -82,9 +81,9 @@ struct CtaRange {
     }
 };
 
-/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. The kernel calls
- * this function first, so that all lines are loaded at the same time. Otherwise the first use
- * of each line would wait for memory. */
+/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. Called first in a
+ * kernel, so that all lines are loaded at the same time. Otherwise the first use of each line
+ * would wait for memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -103,23 +102,23 @@ __device__ __forceinline__ int bits_of(int n)
 struct StartState {
     uint32_t epoch; /* number of the last operation that has ended on this rank */
     /* In lane 0: 1 if another operation of this rank is already running, which is an error
-     * (mark_running() detects it). */
+     * (mark_running()). */
     uint32_t overlaps;
-    /* The failure of the group of ranks (P2P_BROKEN()), or 0. In backend `hosts`, this is a
-     * copy of a word in the net inbox. The copy shows only failures that a kernel of this rank
-     * has already seen. Waits also poll the original, so they find later failures. */
+    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, this is a copy of a
+     * word in the net inbox, with only those failures that a kernel of this rank has already
+     * seen. Waits also poll the original. */
     uint64_t broken;
-    /* Only in backend `hosts`. epochs: how many operations of this rank have ended. freed: for
-     * how many of them the net has read all data from the outbox, the memory from which it
-     * sends. The rank may write to this part of the outbox again. */
+    /* Only in backend `hosts`. epochs: number of operations of this rank that have ended.
+     * freed: number of those of which the net has read all data from the outbox, so that their
+     * part may be written again. */
     uint64_t epochs, freed;
-    /* Only in backend `hosts` and in the last CTA: the original of `broken`, which is in the
-     * net inbox. If it is set, finish_lowlat() does not count the operation as done. */
+    /* Only in backend `hosts` and in the last CTA: the original of `broken`, in the net inbox.
+     * If it is set, finish_lowlat() does not count the operation as done. */
     uint64_t net_broken;
 };
 
-/* Reads the words of StartState. Called by all warps at the start of a kernel. Only the control
- * warp reads the words; the other warps get zeros. */
+/* Reads the words of StartState. Called by all warps at the start of a kernel; all but the
+ * control warp get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};
@@ -135,10 +134,9 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return start;
 }
 
-/* Only in backend `hosts`: waits until this rank may write to its outbox. The two halves of the
- * outbox are used alternately. The rank must wait until the net has read all data of the last
- * operation that used this half. In backend p2p there is no outbox, and the function returns
- * true. Called by the control warp. Returns false if the group of ranks has failed. */
+/* Only in backend `hosts`: waits until this rank may write to its outbox, that is, until the
+ * net has read all data of the last operation that used this half. Called by the control warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
@@ -146,11 +144,11 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, is_free || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends the sizes that are part of this rank's announcement to every rank. `tokens`: number of
- * this rank's tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`:
- * number of rows of its receive buffer. Called by all warps; only the control warp of the last
- * CTA sends. Does nothing in backend `hosts`. There announce_start() sends all words of the
- * announcement together with one put. */
+/* Sends the sizes in this rank's announcement to every rank. `tokens`: number of this rank's
+ * tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`: number of
+ * rows of its receive buffer. Called by all warps; the control warp of the last CTA sends. Does
+ * nothing in backend `hosts`, where announce_start() sends the whole announcement with one put.
+ */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -161,20 +159,18 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. In most cases, worker 0 of the last CTA
- * announces it. If the kernel makes a plan (`plans`) in backend `hosts`, the control warp of
- * the last CTA announces it, because the plan waits for the announcement. The announcing warp
- * must execute a system fence before announce_start(). A fence takes long, so the kernel
- * executes it when it starts. */
+/* Returns whether this warp announces the operation. That is worker 0 of the last CTA or, if
+ * the kernel makes a plan (`plans`) in backend `hosts`, its control warp, because the plan
+ * waits for the announcement. The warp must execute a system fence before announce_start(). It
+ * does so when the kernel starts, because a fence takes long. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
-/* Sends the operation's signature to every rank. This is the last word of the announcement.
- * Called by the announcing warp, after its system fence. Without the fence, a peer could read
- * the signature but not yet see the poison that this rank's earlier operations have stored
- * back. */
+/* Sends the operation's signature, the last word of the announcement, to every rank. Called by
+ * the announcing warp, after its system fence. Without the fence, a peer could read the
+ * signature but not yet see the poison that this rank's earlier operations have stored. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -184,9 +180,9 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets the fields of op, the state of the operation. Two things are set later: the signature (a
- * hash of the arguments) and the addresses in staging. `tokens`, `capacity`, `rows`: the sizes
- * that this rank announces. Called by the control warp. */
+/* Sets the fields of op, the state of the operation, except the signature (a hash of the
+ * arguments) and the addresses in staging. `tokens`, `capacity`, `rows`: the sizes that this
+ * rank announces. Called by the control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &start, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -206,15 +202,15 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Sets two addresses per peer in op: where the peer's rows arrive in this rank's staging, and
- * where rows go in the peer's staging. Called by the control warp. */
+/* Sets in op, for each peer, where its rows arrive in this rank's staging, and where this
+ * rank's rows go in the peer's staging. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
 }
 
 /* Waits for the sizes that all ranks announce. Lane q gets the sizes of rank q; a lane without
- * a rank gets zeros. Called by one warp. Returns false if the group of ranks has failed. */
+ * a rank gets zeros. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
@@ -238,11 +234,11 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started. Only after all CTAs have read the epoch (operation number), the
- * last CTA may advance it. (In backend `hosts`, count_posted_warp() counts warps instead.) Also
- * reports a failure if another operation of this rank runs at the same time. Called by all
- * threads after the first barrier. One thread of the control warp does the work, because the
- * workers have rows to send. */
+/* Counts this CTA as started, because the last CTA may advance the epoch (operation number)
+ * only after all CTAs have read it. (In backend `hosts`, count_posted_warp() counts warps
+ * instead.) Also reports a failure if another operation of this rank runs at the same time.
+ * Called by all threads after the first barrier. A thread of the control warp does the work,
+ * because the workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -250,9 +246,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* Only in backend `hosts`: counts this warp as one that has posted all its puts.
- * finish_lowlat() waits until all warps are counted. Called by every warp after its last
- * put. */
+/* Only in backend `hosts`: counts this warp, after its last put. finish_lowlat() waits until
+ * all warps are counted. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -265,8 +260,8 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
  *
  *   p2p    waits until all peers have announced the operation, and until all CTAs of this rank
  *          have started; otherwise a CTA that starts late would read the new epoch
- *   hosts  waits until all warps of this rank have posted their puts, tells the proxy that the
- *          epoch has no more puts, and waits until all peers have announced the operation
+ *   hosts  waits until all warps of this rank have posted their puts, reports to the proxy thread
+ *          that the epoch has no more puts, and waits until all peers have announced the operation
  *
  * are_copied: true if poll_inbox() has copied the peers' announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
@@ -277,8 +272,8 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* The group of ranks had already failed when this kernel started, so the operation must not
-     * count as done, even if all rows have arrived. */
+    /* The group had already failed when this kernel started, so the operation must not count as
+     * done. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -293,9 +288,9 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether the receive buffer of every rank has a row for each slot that the rank has in
- * the plan. If the group of ranks has failed, returns true, because the failure is reported
- * elsewhere. Called by the control warp. */
+/* Returns whether the receive buffer of every rank has a row for each of its slots in the plan.
+ * Also returns true if the group has failed, which is reported elsewhere. Called by the control
+ * warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -305,9 +300,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that calls it last, false in the others. Called by all threads of
- * `ctas` CTAs, after their last store. The last CTA can then safely overwrite what the others
- * have stored. */
+/* Returns true in the CTA that calls it last. Called by all threads of `ctas` CTAs, after their
+ * last store. The last CTA can then safely overwrite the stores of the others. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -320,8 +314,7 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 }
 
 /* Called by all threads of all CTAs if the receive buffer of any rank has too few rows. Returns
- * true in the CTA that calls it last. This CTA also reports to the host which rank has too few
- * rows. */
+ * true in the CTA that calls it last, which also reports the rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -329,8 +322,8 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* If a wait in this CTA has ended without success (deadline, failed group), reports the cause
- * to the host. Called by all threads at the end of the kernel. */
+/* Reports the cause to the host if a wait in this CTA was given up. Called by all threads at
+ * the end of the kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {
     __syncthreads();

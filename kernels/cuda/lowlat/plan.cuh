@@ -29,8 +29,8 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. The warp encodes it later (encode_id()),
- * because encoding at once would make the warp wait for the load. */
+/* An expert id as loaded from the caller's array. It is encoded later (encode_id()), because
+ * encoding would wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -68,8 +68,8 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
 }
 
 /* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * `hosts`, the words of consecutive tokens are adjacent, so that one put sends the ids of
- * several tokens. */
+ * `hosts`, those of consecutive tokens are adjacent, so that one put sends the ids of several
+ * tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -80,26 +80,24 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
-/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends the ids of
- * some tokens, several tokens at a time. Each lane has one word (two ids) of one of these
- * tokens. The constructor starts to load the first ids when the kernel starts. make_words()
- * encodes the ids. send_ids() sends them. It can be called only after op (the state of the
- * operation) has been set. */
+/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends those of
+ * some tokens, several at a time, with one word (two ids) per lane. The constructor starts to
+ * load the first ids when the kernel starts. make_words() encodes the ids. send_ids() sends
+ * them, after op (the state of the operation) has been set. */
 struct IdSender {
     const p2p_plan_job &job;
     /* token_words: number of words per token. word_bits: number of bits needed for the number
      * of a word within its token. */
     const int token_words, word_bits;
     int32_t token; /* the token whose word this lane sends next */
-    /* How far apart the tokens of this lane are: after one token it continues with token +
-     * token_step. */
+    /* distance between two tokens of this lane */
     const int32_t token_step;
     RawId low, high; /* the two ids of this lane's word, before they are encoded */
     /* The word that this lane sends: two encoded ids. */
     uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
-     * if the kernel makes no plan, and therefore sends no ids. */
+     * if the kernel makes no plan, and so sends no ids. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
@@ -167,10 +165,9 @@ struct IdSender {
     }
 };
 
-/* Enters choice k of a token of `rank` in the tables from which the plan is computed. e:
- * encoded expert id. If the id is invalid, stores the number of the choice in bad_choice,
- * unless bad_choice already has the number of an earlier choice. Returns true if another choice
- * of the token has the same expert. */
+/* Enters choice k of a token of `rank` in the tables of the plan. e: encoded expert id. If it
+ * is invalid, bad_choice becomes the number of the choice, unless an earlier choice was
+ * invalid. Returns true if another choice of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -185,8 +182,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
             bit) != 0;
 }
 
-/* Enters four choices of a token of `rank` in the tables: choices 4 * id_lane to 4 * id_lane +
- * 3. `ids` has their encoded expert ids: ids[0] the first two, ids[1] the other two. */
+/* Enters choices 4 * id_lane to 4 * id_lane + 3 of a token of `rank` in the tables. `ids` has
+ * their encoded expert ids, two per word. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
 {
@@ -201,9 +198,9 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
 }
 
 /* Waits for the expert ids of all ranks, and enters them in the tables. A lane handles four ids
- * of a token at a time. All tokens of a lane are from the same rank. Called by the workers of
- * the CTA. The last warps get the first tokens, because the first warps may still be sending
- * rows. Returns false if the group of ranks has failed. */
+ * of a token at a time, of tokens of one rank. Called by the workers of the CTA. The last warps
+ * get the first tokens, because the first warps may still be sending rows. Returns false if the
+ * group has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -242,8 +239,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                 const uint64_t tokens = num_tokens < 0 ? load_relaxed(announced) : 0;
                 if (num_tokens < 0 && is_stamped(op, tokens))
                     num_tokens = (int32_t)(uint32_t)tokens;
-                /* A rank with more than max_tokens tokens uses another planner and sends no
-                 * ids, so do not wait for ids. */
+                /* A rank with more than max_tokens tokens uses the general planner and sends no
+                 * ids. */
                 if (num_tokens > tables.max_tokens) num_tokens = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
@@ -260,7 +257,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
 }
 
 /* Waits for the sizes (tokens, capacity, rows) that all ranks announce, and enters them in the
- * tables. Called by the control warp. Returns false if the group of ranks has failed. */
+ * tables. Called by the control warp. Returns false if the group has failed. */
 static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -332,10 +329,9 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Returns whether the plan can be used. A plan is invalid if an expert id is invalid, or if a
- * rank needs more slots than its capacity. `moves`: true if the operation also moves rows. Then
- * the function also checks that each rank's receive buffer has enough rows. The result is the
- * same on all ranks. Called by one warp. */
+/* Returns whether the plan can be used: all expert ids are valid, and no rank needs more slots
+ * than its capacity or, if the operation also moves rows (`moves`), than the rows of its
+ * receive buffer. The result is equal on all ranks. Called by one warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        bool moves)
 {
@@ -354,10 +350,10 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
             !any_bad && !any_over};
 }
 
-/* Finds duplicates, which are an error in layers with EPIC_DISTINCT. A choice is a duplicate if
- * an earlier choice of its token has the same expert. Sets bad_choice of each rank to the
- * number of the rank's first duplicate. The function uses atomicMin, so the result does not
- * depend on the order of threads. Called by all threads of the CTA. */
+/* Finds duplicates, which are an error in layers with EPIC_DISTINCT: choices of an expert that
+ * an earlier choice of the token has. bad_choice of each rank becomes the number of its first
+ * duplicate, by atomicMin, so that the order of threads does not matter. Called by all threads
+ * of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * LOWLAT_LANE_IDS;
@@ -371,13 +367,13 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
         }
 }
 
-/* In backend `hosts`, words from other hosts arrive in the net inbox. The inbox may be in host
- * memory, where the polls of many warps are served one after the other. So only a few warps,
- * the *inbox pollers*, poll the inbox. They copy the words that have arrived to the same
- * offsets of the heap. All other warps wait for the words in the heap.
+/* Copies the announcements of ranks on other hosts. Called by one warp. Returns false if the
+ * group has failed.
  *
- * copy_announcements() copies the announcements of ranks on other hosts. Called by one warp.
- * Returns false if the group of ranks has failed. */
+ * In backend `hosts`, words from other hosts arrive in the net inbox. It may be in host memory,
+ * where the polls of many warps are served one after the other. So only a few warps, the *inbox
+ * pollers*, poll it, and copy the words that have arrived to the same offsets of the heap. All
+ * other warps wait for them there. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -397,10 +393,10 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
     });
 }
 
-/* Copies the expert ids that ranks on other hosts send from the net inbox to the heap, as they
- * arrive. A lane copies two words at a time. It waits only for words of tokens that exist,
- * according to the rank's announcement. `warps` warps divide the words among themselves; `warp`
- * is the number of the calling warp. Returns false if the group of ranks has failed. */
+/* Copies the expert ids of ranks on other hosts from the net inbox to the heap, as they arrive.
+ * A lane copies two words at a time, and waits only for tokens that exist according to the
+ * rank's announcement. `warp`: number of the calling warp among the `warps` warps that share
+ * the work. Returns false if the group has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -438,9 +434,8 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
 
 /* Only in backend `hosts`: polls the net inbox, and copies the announcements and ids that
  * arrive to the heap. Called by all threads of the last CTA, which receives no rows. If the
- * grid has only one CTA, only its control warp polls, because the workers have rows to move. In
- * p2p there is nothing to copy, because peers store into the heap itself. Returns false if the
- * group of ranks has failed. */
+ * grid has only one CTA, only its control warp polls, because the workers have rows to move.
+ * Returns false if the group has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     if (!HOSTS) return true;
@@ -475,10 +470,9 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
 }
 
 /* Makes the plan with the general planner (plan/planner.cuh), because another rank has more
- * tokens than fit in the tables. (Such a plan is called mixed.) That rank uses the general
- * planner, so this rank must use it, too. The first job.planners CTAs run make_plan(). Called
- * by all threads of every CTA that has called make_lowlat_plan(). Returns false if the group of
- * ranks has failed. */
+ * tokens than fit in the tables and therefore uses it. (Such a plan is called mixed.) The first
+ * job.planners CTAs run make_plan(). Called by all threads of every CTA that has called
+ * make_lowlat_plan(). Returns false if the group has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -487,7 +481,7 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2
 }
 
 /* Fills in the fields of the plan's header that do not depend on the ids. Called by one control
- * warp of the grid, before the ids of all ranks have arrived. */
+ * warp of the grid, before the ids have arrived. */
 static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
                                     const OpState &op)
 {
@@ -499,9 +493,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the fields of the plan's header that begin_header() has not set. Then writes the
- * header and the caller's outputs, and reports invalid ids and overflows. Called by the control
- * warp that called begin_header(), after the ids have arrived. */
+/* Fills in the other fields of the plan's header. Then writes it and the caller's outputs, and
+ * reports invalid ids and overflows. Called by the control warp that called begin_header(),
+ * after the ids have arrived. */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {
@@ -524,8 +518,8 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes where the slab (the slots) of each local expert begins, and the size of its padding,
- * to the plan. Writes the number of tokens and of rows of each local expert to the caller's
+/* Writes to the plan where the slab (the slots) of each local expert begins, and the size of
+ * its padding. Writes the numbers of tokens and rows of each local expert to the caller's
  * arrays. Called by one control warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
@@ -547,10 +541,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the tables of slabs of the plan. Called by all control warps, but only
- * one or two of them write. The control warp of the first planning CTA writes the header, and
- * that of the second one writes the slabs. If there is only one planning CTA, its control warp
- * writes both. */
+/* Writes the header and the tables of slabs of the plan. Called by all control warps. That of
+ * the first planning CTA writes the header, and that of the second one, if there is one, the
+ * slabs. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -24,9 +24,9 @@
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
 #define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
-/* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids, with 2 bytes
- * each. The number of ids of a token is rounded up to a multiple of LOWLAT_LANE_IDS, so in the
- * worst case (top_k = 1) the table has space for LOWLAT_LANE_IDS times as many ids. */
+/* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids of 2 bytes. The
+ * number of ids of a token is rounded up to a multiple of LOWLAT_LANE_IDS, so with top_k = 1
+ * the table has space for LOWLAT_LANE_IDS times as many. */
 #define LOWLAT_PLAN_MAX_BYTES                           \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + \
      P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
@@ -41,30 +41,29 @@ struct PlanCheck {
 /* The tables of a plan (see above). The struct is in static shared memory; the arrays behind
  * its pointers are in dynamic shared memory. */
 struct LowlatPlan {
-    /* The state of the general planner. Here only these members are used: load,
-     * group_slab_start, capacity, demand, needed_slots, bad_ranks and header. */
+    /* The state of the general planner, of which only load, group_slab_start, capacity, demand,
+     * needed_slots, bad_ranks and header are used here. */
     Planner p;
-    /* [token blocks of all ranks][num_experts]: which of the 32 tokens of the block chose the
-     * expert, one bit per token */
+    /* [token blocks of all ranks][num_experts]: one bit per token of the block; 1: it chose the
+     * expert */
     uint32_t *mask;
-    /* [token blocks of all ranks][num_experts]: how many choices of the expert are in earlier
-     * token blocks of the same rank and in the blocks of all lower ranks */
+    /* [token blocks of all ranks][num_experts]: number of choices of the expert in earlier
+     * token blocks of the same rank and in all blocks of lower ranks */
     uint16_t *earlier_choices;
     /* [num_ranks][max_tokens][id_lanes * LOWLAT_LANE_IDS]: encoded expert ids of all choices */
     uint16_t *ids;
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* for each rank: the rank's first wrong choice, as token * top_k + k. A choice is wrong if
-     * its id is invalid or, with EPIC_DISTINCT, if it repeats an expert of the token. NO_INDEX:
-     * none is wrong */
+    /* for each rank, the first choice (token * top_k + k) with an invalid id or, with
+     * EPIC_DISTINCT, with an expert that the token has already chosen; NO_INDEX: none */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* warp_slots[w]: total number of slots of those experts that warp w handles in
+    /* warp_slots[w]: total number of slots of the experts that warp w handles in
      * compute_slabs() */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* number of slots of all ranks together */
-    /* max_tokens: how many tokens of each rank the tables have space for. num_groups: number of
-     * token blocks per rank. */
+    /* max_tokens: number of tokens of each rank for which the tables have space. num_groups:
+     * number of token blocks per rank. */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, LOWLAT_LANE_IDS ids each. */
@@ -80,8 +79,8 @@ struct LowlatPlan {
         return (rank * max_tokens + token) * id_lanes * LOWLAT_LANE_IDS;
     }
     /* Returns the slot of choice k of a token of `rank`: a row number in the receive buffer of
-     * the rank that owns expert e. The slots of an expert are in the order of rank, token and
-     * k. `first`: first expert of the rank that owns e. */
+     * the rank that owns expert e, whose first expert is `first`. The slots of an expert are in
+     * the order of rank, token and k. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -92,9 +91,9 @@ struct LowlatPlan {
                    __popc(mask[index] & ((1u << token % WARP) - 1));
         return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Returns how many choices of `expert` there are in a range of choices: all choices of the
-     * ranks below `rank`, and the first `choices` choices of `rank`. Compares ids one by one,
-     * which is slow. Used only if some token chose an expert twice. */
+    /* Returns the number of choices of `expert` among all choices of the ranks below `rank` and
+     * the first `choices` choices of `rank`. Compares ids one by one, which is slow, and only
+     * needed if some token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -127,11 +126,11 @@ struct LowlatPlan {
         const int e = q * job.block;
         return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
-    /* Writes the record of a token of `rank` (its slots on this rank) to the plan. If the token
-     * is this rank's own, also writes two words per choice: its fate (its slot, or the reason
-     * why it has none) and its rank. `slot`: in lane k, the result of slot_here() for choice k.
-     * `here`: bit mask of the lanes that have a slot. `result`: result of the plan; if it is an
-     * error, no slot is written. Called by one warp. */
+    /* Writes the record of a token of `rank` (its slots on this rank) to the plan. For this
+     * rank's own token, also writes for each choice its fate (its slot, or the reason why it
+     * has none) and its rank. `slot`: in lane k, the result of slot_here() for choice k.
+     * `here`: bit mask of the lanes that have a slot. `result`: result of the plan; with an
+     * error no slot is written. Called by one warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -161,9 +160,8 @@ __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
     return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
 }
 
-/* Returns the bytes of dynamic shared memory that the tables need. If a rank can have too many
- * tokens for the tables, the memory also suffices for plan/planner.cuh, which makes the plan in
- * this case. */
+/* Returns the bytes of dynamic shared memory for the tables or, if a rank can have too many
+ * tokens for them, for plan/planner.cuh, which makes the plan in this case. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;

@@ -41,9 +41,9 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads up to LOWLAT_LOADED_ROWS of the `count` rows that the warp adds for the token,
- * beginning with row number `from`. Each lane loads its own vector of each row. Lane n has the
- * slot (row of the receive buffer) of row n in u.slot. */
+/* Loads up to LOWLAT_LOADED_ROWS of the `count` rows that the warp adds for the token, from row
+ * number `from` on. Each lane loads its own vector of each row. u.slot of lane n is the slot of
+ * row n. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -75,8 +75,8 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
     }
 }
 
-/* Returns whether the slots of the unit's token are in the lowest lanes. They are in every
- * valid plan, but a plan that has not been checked yet may contain anything. */
+/* Returns whether the slots of the unit's token are in the lowest lanes, as in every valid
+ * plan. A plan that has not been checked yet may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
@@ -89,8 +89,8 @@ __device__ __forceinline__ int num_slots_of(const Unit &u)
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads the weights of all rows that the unit's token has on this rank, and the first
- * LOWLAT_LOADED_ROWS of these rows. The caller has set u.slot. */
+/* Loads the weights of all rows of the unit's token on this rank (u.slot), and the first
+ * LOWLAT_LOADED_ROWS of these rows. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u)
@@ -99,9 +99,8 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* Returns this rank's partial sum for the unit: the sum of weight * row over its `count` slots,
- * in the order of the token's choices. The caller has loaded the first LOWLAT_LOADED_ROWS rows;
- * this function loads the rest. */
+/* Returns this rank's partial sum for the unit: weight * row, added over its `count` slots in
+ * the order of the token's choices. The caller has loaded the first LOWLAT_LOADED_ROWS rows. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -117,10 +116,9 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
     return ROW::pack_floats(acc[0]);
 }
 
-/* Adds this rank's rows for one piece of a peer's token, and stores this partial sum to the
- * peer's staging. In dispatch_backward (the job has slot_floats), also sends the gradients of
- * the weights of the token's slots, together with the first piece. The caller has loaded
- * `rows`. */
+/* Stores this rank's partial sum for one piece of a peer's token to the peer's staging. In
+ * dispatch_backward (the job has slot_floats), the first piece also sends the gradients of the
+ * weights of the token's slots. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -131,9 +129,9 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* Each rank numbers the other ranks upwards from itself (modulo num_ranks): the next higher
-     * rank has number 0. `source` is the number that the peer gives to this rank. The peer's
-     * heap has a part for the floats of each rank, in this order. */
+    /* `source` is the number that the peer gives to this rank, and of this rank's part for
+     * floats in the peer's heap. A rank numbers the others from the next higher one, modulo
+     * num_ranks. */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
@@ -149,9 +147,8 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 }
 
 /* Adds the partial sums of all ranks in the bit mask `ranks` to total, in the order of ranks.
- * `own`: this rank's partial sum. The peers' partial sums arrive in staging: the warp polls
- * AT_ONCE of them together, reads them, and stores poison back. Returns false if the group of
- * ranks has failed. */
+ * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers in staging together,
+ * reads them, and stores poison there. Returns false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
@@ -192,10 +189,10 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Adds the partial sums of all ranks for one piece of a token of this rank, and stores the sum
- * to the output. In dispatch_backward, if the caller wants choice_floats, also receives the
- * gradients of the weights of the token's choices, together with the first piece. The caller
- * has loaded `rows`. Returns false if the group of ranks has failed. */
+/* Stores the sum of all ranks' partial sums for one piece of a token of this rank to the
+ * output. In dispatch_backward, if the caller wants choice_floats, the first piece also
+ * receives the gradients of the weights of the token's choices. The caller has loaded `rows`.
+ * Returns false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)

@@ -35,10 +35,10 @@
 
 #include "cuda/common/wait.cuh"
 
-/* Returns how many tokens a kernel must send before it receives the first one (its lag). This
- * is the larger of `lag` and the net's window (EPIC_NET_WINDOW, in tokens). A window above
- * num_tokens counts as num_tokens. With a large lag, the net always has data to send, and the
- * proxy thread can send adjacent rows in one put. */
+/* Returns how many tokens a kernel must send before it receives the first one: the larger of
+ * `lag` and the net's window (EPIC_NET_WINDOW, in tokens, at most num_tokens). With a large
+ * lag, the net always has data to send, and the proxy thread can send adjacent rows in one put.
+ */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -46,25 +46,23 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the ring has space for entry number `index`, that is, if the proxy thread has
- * read the older entry at the same place in the ring. Called by one thread. */
+/* Returns true if the proxy thread has read the ring entry in whose place entry number `index`
+ * goes. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Two threads may store different values, and the older one may be stored last. An older
-     * value is smaller, so it does no harm: a thread then reads `taken` once more than
-     * necessary. */
+    /* An older, smaller value that is stored last does no harm: a thread then reads `taken`
+     * once more than necessary. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring whose memory is `entries`. Waits if the ring is full. `room`:
- * the value of control->ring_room (the ring has space for entries below this number), which the
- * caller has loaded before. If the group of ranks fails during the wait, does not append the
- * entry. Called by one thread. */
+/* Appends an entry to the ring at `entries`, and waits while the ring is full. `room`: an
+ * earlier value of control->ring_room, below which entries have space. Appends nothing if the
+ * group fails during the wait. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -76,9 +74,9 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
-/* Appends an entry to the ring, after a system fence. So a thread that reads the entry sees all
- * stores that this thread has made or observed. The function loads ring_room before the fence,
- * so that the load overlaps with the fence. Called by one thread. */
+/* Appends an entry to the ring, after a system fence, so that a thread that reads the entry
+ * sees all stores that this thread has made or observed. Loads ring_room before the fence, so
+ * that the load overlaps with it. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
@@ -109,10 +107,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Several warps store the pieces of a token's row for rank q. Each calls this function after
- * its piece, and the last call posts one put for the whole row: `bytes` bytes at `whole`.
- * `pieces`: number of pieces of the row. `token`: number of the token. Called by a whole
- * warp. */
+/* Called by each warp that has stored a piece of a token's row for rank q. The call for the
+ * last of the `pieces` pieces posts one put for the whole row: `bytes` bytes at `whole`.
+ * `token`: number of the token. Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -122,17 +119,17 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (lane_id() != 0) return;
     uint32_t *stored =
         (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
-    /* This fence makes the warp's stores visible before its count. The warp that counts last
-     * executes a system fence in post_put(). That fence then covers the stores of all warps. */
+    /* This fence makes the warp's stores visible before its count. The system fence in
+     * post_put() of the last warp then covers the stores of all warps. */
     __threadfence();
     if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(stored, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* Sends the first `count` floats at `floats` (weights of one token, or their gradients) to rank
- * q. The warp has stored them before. The net copies words of 8 bytes. So if count is odd, the
- * function sends one more float, which is poison ("not written"). Called by a whole warp. */
+/* Sends `count` floats at `floats` (weights of one token, or their gradients), which the warp
+ * has stored, to rank q. The net copies words of 8 bytes, so if count is odd, poison follows.
+ * Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -141,9 +138,9 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane has a
- * record of its own, and sends its first `words` words (at least one) if `has_record` is true.
- * Called by a whole warp. */
+/* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane with
+ * has_record sends the first `words` words (at least one) of its own record. Called by a whole
+ * warp. */
 __device__ __forceinline__ void
 post_put_records(const OpState &op, int q, const uint64_t *record, bool has_record, int words)
 {
@@ -152,8 +149,8 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
     if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Appends an entry to the ring that marks the end of the epoch: the epoch has no more puts. No
- * thread may post puts of this epoch after this call. Called by one thread of the rank. */
+/* Appends an entry to the ring that marks the end of the epoch. No thread may post puts of this
+ * epoch afterwards. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -164,9 +161,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch (operation) may write to its half of the outbox. Two epochs
- * before, an operation used the same half, and the net must have read all its data. Called by
- * one thread. Returns false if the group of ranks has failed. */
+/* Waits until the next epoch may write to its half of the outbox: the net must have read all
+ * data of the epoch two before it. Called by one thread. Returns false if the group has failed.
+ */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -180,9 +177,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` from host memory to control memory, where reads are fast. It shows
- * for how many epochs (operations) the net has read all data from the outbox. Called near the
- * end of an operation, so that the next operation finds a recent value. Called by one warp. */
+/* Copies the counter `freed` (epochs of which the net has read all data from the outbox) from
+ * host memory to control memory, where reads are fast. Called near the end of an operation, so
+ * that the next one finds a recent value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -192,9 +189,9 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch. Older epochs have used the same
- * half of the outbox, and the net must have read all their data. Called by all threads of a CTA
- * before their first store for a peer. Returns false if the group of ranks has failed. */
+/* Waits until this CTA may store into the outbox in this epoch: the net must have read all data
+ * of the older epochs that used this half. Called by all threads of a CTA before their first
+ * store for a peer. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -203,8 +200,8 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
 }
 
 /* Reports to the proxy thread that the round has no more puts, and waits until the next round
- * may write to the outbox. Called by one warp of the grid. Returns false if the group of ranks
- * has failed. */
+ * may write to the outbox. Called by one warp of the grid. Returns false if the group has
+ * failed. */
 static __device__ bool end_round_puts(const OpState &op)
 {
     bool ok = true;
@@ -215,11 +212,11 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word number `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`. Reads a
- * copy in control memory, because the net inbox may be in host memory, where polls are slow. If
- * the copy is from an older epoch, a warp that gets a permit (poll_permit()) reads the word in
- * the inbox, at `from`, and updates the copy. If the word has not arrived yet, the result is a
- * word of an older epoch. Called by a whole warp, with a different rank in each lane. */
+/* Returns word number `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`, from a copy
+ * in control memory, because polls of a net inbox in host memory are slow. If the copy is from
+ * an older epoch, a warp with a permit (poll_permit()) reads the word in the inbox, at `from`,
+ * and updates the copy. A word that has not arrived is of an older epoch. Called by a whole
+ * warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -236,8 +233,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return word;
 }
 
-/* Returns true if all words of an announcement have arrived. A kernel must wait for all words,
- * even if it uses only the first. Otherwise a late word could overwrite a word of a later
+/* Returns true if all words of an announcement have arrived. A kernel must wait for all of
+ * them, even if it uses only the first, because a late word could overwrite a word of a later
  * operation (rule 1 at the top of this file). */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)

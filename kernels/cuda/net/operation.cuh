@@ -23,17 +23,16 @@
 #include "cuda/net/net.cuh"
 
 /* Marks in control memory that an operation of this rank is running. Returns 1 if the mark was
- * already set. In this case the caller has started two operations at once, on streams that are
- * not ordered. One thread of each CTA calls the function before it reads the epoch. Only CTA 0
- * sets and checks the mark; the others get 0. A CTA that starts late could not detect the other
- * operation, which may have ended by then. */
+ * already set: the caller has started two operations at once, on streams that are not ordered.
+ * One thread of each CTA calls the function before it reads the epoch. Only CTA 0 sets and
+ * checks the mark, because the other operation may have ended when a late CTA starts. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Reports a failure of the group of ranks if another operation of this rank was already running
- * when this one began (mark_running()). Called by one thread of each CTA. */
+/* Reports a failure of the group if another operation of this rank was running when this one
+ * began (mark_running()). Called by one thread of each CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -50,8 +49,8 @@ __device__ __forceinline__ void complete_operation(p2p_control *control, const O
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* This store must be the last one. The next operation reads this word (mark_running()), and
-     * if it reads 0, it must also see the new epoch. */
+    /* This store must be the last one: an operation that reads 0 here (mark_running()) must
+     * also see the new epoch. */
     store_relaxed(&control->running, 0u);
 }
 
@@ -73,8 +72,8 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
         if (q >= self.num_ranks) return;
         uint64_t *to = announcement_words(self, op, self.heap[q], self.rank);
         store_announced_sizes(op, to);
-        /* The fence is necessary: without it, a peer could read the signature, but not yet see
-         * the poison and the zeros that earlier operations of this rank have stored back. */
+        /* Without this fence, a peer could read the signature, but not yet see the poison and
+         * the zeros that earlier operations of this rank have stored. */
         __threadfence_system();
         store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
         post_put(op, q, to, P2P_ANNOUNCE_WORDS * 8);
@@ -82,8 +81,8 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
 }
 
 /* Only in backend `hosts`: sets op.net->host_box[q], where rows of rank q arrive in the net
- * inbox, and op.net->relay[q], the rank that stores them. `offset`: where rows of rank q
- * arrive, counted from the beginning of a heap or of the net inbox. */
+ * inbox, and op.net->relay[q], the rank that stores them. `offset`: where they arrive, counted
+ * from the beginning of a heap or of the net inbox. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
@@ -96,8 +95,8 @@ __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op
     if (relay != self.rank) op.net->relay[q] = (uint8_t)relay;
 }
 
-/* Sets two addresses for the running epoch: op.inbox[q], where rows of rank q arrive in this
- * rank's staging, and op.outbox[q], where this rank stores rows for rank q. */
+/* Sets, for the running epoch, op.inbox[q], where rows of rank q arrive in this rank's staging,
+ * and op.outbox[q], where this rank stores rows for rank q. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -111,9 +110,9 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken`, which is not 0 if the group of ranks has already failed. Called at
- * the start of a kernel. In backend `hosts`, the function reads a copy of the word in control
- * memory. read_net_broken() reads the original, which the net writes. */
+/* Returns the word `broken`, which is not 0 if the group has already failed. In backend `hosts`
+ * it is a copy in control memory; read_net_broken() reads the original. Called at the start of
+ * a kernel. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken
@@ -128,17 +127,17 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 }
 
 /* Begins an operation: sets all fields of `op`. The last CTA announces the operation to all
- * ranks. Called by all threads of all CTAs. `mark`: a value that must be equal on all ranks,
- * such as the id of a plan; it becomes part of the signature. `tokens`, `capacity`, `rows`: the
- * sizes to announce (OpState). Returns false if the group of ranks has failed, or if this
- * launch only loads the kernel (EPIC_OP_NONE). */
+ * ranks. Called by all threads of all CTAs. `mark`: a part of the signature, which must be
+ * equal on all ranks, such as the id of a plan. `tokens`, `capacity`, `rows`: the sizes to
+ * announce (OpState). Returns false if the group has failed, or if this launch only loads the
+ * kernel (EPIC_OP_NONE). */
 static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32_t mark,
                                        int32_t tokens, int32_t capacity, int32_t rows)
 {
     if (self.operation == EPIC_OP_NONE) return false;
     uint64_t broken = read_broken(self);
-    /* Only one thread of the grid reads `broken` in the net inbox, because it may be in host
-     * memory, where reads are slow. */
+    /* One thread of the grid reads `broken` in the net inbox, because reads of host memory are
+     * slow. */
     if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
     if (threadIdx.x == 0) {
         op.tokens = tokens;
@@ -162,8 +161,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces the operation. It has time: no other warp waits
-     * for it, and its CTA does not take part in making a plan. */
+    /* The first warp of the last CTA announces the operation: no other warp waits for it, and
+     * its CTA does not take part in making a plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) report_overlap(op);
     return true;
@@ -179,8 +178,8 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* The word must be from this epoch or an older one. This half of the array is used
-         * again only two operations later, and no peer can be so far ahead of this rank. */
+        /* The word is from this epoch or an older one, because this half of the array is used
+         * again only two operations later, and no peer is so far ahead. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
@@ -188,13 +187,12 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
     });
 }
 
-/* Waits until every rank has announced this operation. If a rank has announced another
- * operation (another signature), the wait fails, because waits compare signatures from time to
- * time (find_failure()). This function has no fence: later stores of this kernel may become
- * visible before the announcements were read. `are_copied`: true if a low-latency kernel has
- * copied the peers' announcements to this rank's heap, where this function then reads them.
- * Called by one warp; each lane reads the announcement of one rank at a time. Returns false if
- * the group of ranks has failed. */
+/* Waits until every rank has announced this operation. If a rank has announced another one
+ * (another signature), the wait fails (find_failure()). There is no fence: later stores of this
+ * kernel may become visible before the announcements were read. `are_copied`: a low-latency
+ * kernel has copied the peers' announcements to this rank's heap, where they are then read.
+ * Called by one warp; each lane reads one announcement at a time. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -203,9 +201,9 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     return wait_group_announcements(
         self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
 }
-/* Like wait_announcements_unfenced(), but followed by a system fence. So later loads and stores
- * happen after the announcements were read. One fence at the end costs less than an acquire
- * load in each poll. */
+/* Like wait_announcements_unfenced(), but followed by a system fence, so that later loads and
+ * stores happen after the announcements were read. One fence costs less than an acquire load in
+ * each poll. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
@@ -213,16 +211,15 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like wait_announcements(self, op), for kernels that do not keep `self` (the group's p2p_self)
- * in registers. They read it from memory, at op.self. */
+/* Like wait_announcements(self, op), for kernels that do not keep `self` in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
 }
 
-/* Waits until word `which` (P2P_ANNOUNCED_*) of the announcements of the ranks `first` to first +
- * 31 has arrived. Sets `value` to the word of rank first + lane_id(), or to 0 if there is no such
- * rank. Called by one warp. Returns false if the group of ranks has failed. */
+/* Waits until word `which` (P2P_ANNOUNCED_*) of the announcements of the ranks `first` to first
+ * + 31 has arrived. Sets `value` to the word of rank first + lane_id(), or to 0 if there is no
+ * such rank. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, const OpState &op,
                                                         int first, int which, int32_t &value)
 {
@@ -239,7 +236,7 @@ __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, co
 }
 
 /* Waits until word `which` (P2P_ANNOUNCED_*) of every rank's announcement has arrived, and sets
- * `values` to these words. Called by one warp. Returns false if the group of ranks has failed. */
+ * `values` to these words. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, RankNumbers &values)
 {
@@ -252,17 +249,16 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like read_announcement(self, ...), for kernels that do not keep `self` (the group's p2p_self)
- * in registers. They read it from memory, at op.self. */
+/* Like read_announcement(self, ...), for kernels that do not keep `self` in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, RankNumbers &values)
 {
     return read_announcement(*op.self, op, which, values);
 }
 
 /* Ends an operation. Called by all threads of all CTAs. CTA number `waiting_cta` waits until
- * all ranks have announced the operation. Returns true in the CTA that finishes last. This CTA
- * may then do final work, for example report errors. `read`: true if the final work reads what
- * peers have announced. Then a fence follows the wait. */
+ * all ranks have announced the operation. Returns true in the CTA that finishes last, which may
+ * then do final work, for example report errors. `read`: the final work reads what peers have
+ * announced, so a fence follows the wait. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -291,9 +287,8 @@ static __device__ bool finish_operation(OpState &op)
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, and announces it to all ranks. Then sets
- * control->round to the new epoch; the other CTAs of this rank wait for this. Called by one
- * warp. */
+/* Begins the next round: advances the epoch, announces it to all ranks, and sets control->round
+ * to it, for which the other CTAs of this rank wait. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -306,10 +301,10 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round and begins the next one. An operation has several rounds if its rows do not all
- * fit into the staging at once. Each round has its own epoch. Called by all threads of all
- * CTAs. The CTA that calls it last ends the round and begins the next one; the others wait for
- * this CTA. Returns false if the group of ranks has failed. */
+/* Ends a round and begins the next one. An operation has several rounds, each with its own
+ * epoch, if its rows do not all fit into the staging at once. Called by all threads of all
+ * CTAs. The CTA that calls it last does the work, and the others wait for it. Returns false if
+ * the group has failed. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

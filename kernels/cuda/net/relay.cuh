@@ -33,8 +33,8 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`: the rank that has the same index on
- * that host as `like` has on its own host. */
+/* Returns the mate of rank `like` on the host of rank `on`: the rank with the same index there.
+ */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
@@ -49,9 +49,8 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns where in the heap of rank `to` the word *wants* is that rank `by` sends for one
- * token. The value of the word shows which ranks need the row (dispatch), or whether a partial
- * sum follows (combine). `heap`: start of the heap of rank `to`. */
+/* Returns where in the heap of rank `to`, at `heap`, the word *wants* of rank `by` for one
+ * token is. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -62,8 +61,7 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
 }
 
 /* Waits until rank `from` has stored its word *wants* at `at`, and reads its value into
- * `wants`. The value shows which ranks need a row, or whether a partial sum follows. Called by
- * one warp. Returns false if the group of ranks has failed. */
+ * `wants`. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -76,9 +74,9 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* `ranks` is a bit mask of the ranks that must receive a row. Returns a bit mask of the ranks
- * to which this rank itself sends it: the ranks of this host that are in `ranks`, and this
- * rank's mate on every other host that has a rank in `ranks`. */
+/* Returns a bit mask of the ranks to which this rank itself sends a row that the ranks in
+ * `ranks` must receive: those of this host, and this rank's mate on every other host that has
+ * one of them. */
 __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
     RankMask mates = no_ranks();
@@ -93,8 +91,8 @@ __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMa
 }
 
 /* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
- * The value of the word shows which ranks of that host need the token. `peers`: bit mask of all
- * ranks that need it. Called by one warp; each lane sends to one host at a time. */
+ * `peers`: bit mask of all ranks that need the token. Called by one warp; each lane sends to
+ * one host at a time. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, const RankMask &peers)
 {
@@ -109,11 +107,10 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     }
 }
 
-/* `peers` is a bit mask of the ranks that need a token of this rank. Returns a bit mask of the
- * ranks to which this rank itself must send the token. With relays, one rank of every other
- * host (this rank's mate) receives the token for all peers there. `first`: true if the call is
- * for the token's first piece. Such a call also reports to the mates which peers need the token
- * (send_wants()). */
+/* Returns a bit mask of the ranks to which this rank itself sends a token that the ranks in
+ * `peers` need. With relays, this rank's mate on every other host receives the token for all
+ * peers there. `first`: the call is for the token's first piece, so it also sends *wants* to
+ * the mates (send_wants()). */
 __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, RankMask peers)
 {
@@ -122,12 +119,12 @@ __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox.
- * Stores the piece to the staging of the ranks in `wants`, whose bit i stands for the i-th rank
- * of this host. `index`: number of the token within the round. `piece`: number of the piece in
- * the row. `vectors`: number of 16-byte vectors per row. escapes(heap, source): a function that
- * returns where the escape words of the piece are in a heap (staging.cuh), or NULL if rows have
- * none. Called by one warp. Returns false if the group of ranks has failed. */
+/* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
+ * stores it to the staging of the ranks in `wants`, whose bit i stands for the i-th rank of
+ * this host. `index`: number of the token within the round. `piece`: number of the piece in the
+ * row. `vectors`: number of 16-byte vectors per row. escapes(heap, source): a function that
+ * returns where the escape words of the piece are in a heap (staging.cuh), or NULL. Called by
+ * one warp. Returns false if the group has failed. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,
@@ -153,9 +150,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if relays may add the partial sums of the ranks of their host. This needs sums
- * in tree order, in which the ranks of each host form one subtree. Then adding them first does
- * not change the order of additions. */
+/* Returns true if relays may add the partial sums of the ranks of their host: with sums in tree
+ * order, in which the ranks of each host are one subtree. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

@@ -35,9 +35,8 @@ __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns where in the receiver's heap the escape words of one sender arrive. (They show which
- * words of a piece the sender has replaced.) `heap`: start of the receiver's heap. `source`:
- * number of the sender; 0 is the next higher rank after the receiver. */
+/* Returns where in the receiver's heap, at `heap`, the escape words of one sender arrive.
+ * `source`: number of the sender; 0 is the next higher rank after the receiver. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -45,9 +44,9 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns where in a heap the floats (weights of choices, or their gradients) of one sending
- * rank arrive. `source`: number of the sending rank: 0 for the next higher rank after the owner
- * of the heap. `heap`: start of the heap. */
+/* Returns where in the heap at `heap` the floats (weights of choices, or their gradients) of
+ * one sending rank arrive. `source`: number of that rank; 0 is the next higher rank after the
+ * owner of the heap. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -57,18 +56,17 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
 }
 
 /* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff). Sender and
- * receiver call this function to decide whether a piece has escape words, and both get the same
- * result. The function ignores sign bits, so that one comparison tests for both words. So it
- * also returns true for a few other NaNs. That is harmless, because the escape words have a 0
- * for each word that was not replaced. */
+ * receiver decide with this function whether a piece has escape words. It ignores sign bits, so
+ * that one comparison tests for both words. It is also true for a few other NaNs, which is
+ * harmless, because their bits in the escape words are 0. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* If the word equals poison (0xffffffff, "not arrived"), replaces it by the stand-in
- * (0x7fff7fff), and sets bit `bit` of the mask. Otherwise changes nothing. */
+/* Replaces the word by the stand-in (0x7fff7fff) and sets bit `bit` of the mask, if the word is
+ * poison (0xffffffff). */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
@@ -80,10 +78,9 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the words of a piece that equal poison, before the caller sends the piece. Otherwise
- * the receiver would take these words for words that have not arrived. Returns this lane's
- * escape word, which the caller must send together with the piece, or 0 if the piece needs no
- * escape words. Called by a whole warp. */
+/* Replaces the words of a piece that equal poison before it is sent, because the receiver would
+ * take them for words that have not arrived. Returns this lane's escape word, which the caller
+ * must send together with the piece, or 0 if the piece needs none. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -101,10 +98,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* Restores the words of a received piece that the sender has replaced, because they equal
- * poison. The escape words of the piece show which words these are. If the piece has escape
- * words, first waits for them, and sets them back to 0. `escape`: address of the piece's escape
- * words. Called by a whole warp. Returns false if the group of ranks has failed. */
+/* Restores the words of a received piece that the sender has replaced, because they equaled
+ * poison. If the piece has escape words, at `escape`, first waits for them, and sets them to 0.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -141,20 +137,19 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifndef POLL_WINDOW_BYTES
 /* A warp that waits for a piece in host memory polls it at every spin (pass of its wait loop)
- * only if the piece is likely to arrive next. A piece counts as likely if it is at most this
- * many bytes after the farthest piece that has arrived from the same rank. */
+ * only if the piece is at most this many bytes after the farthest piece that has arrived from
+ * the rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-/* A warp that waits for a piece in host memory that is not likely to arrive next polls it only
- * once in this many spins (passes of its wait loop). */
+/* Otherwise the warp polls the piece once in this many spins. */
 #define SPINS_PER_FAR_POLL 32u
 /* If all rows of a rank together have at most this many bytes, warps poll all pieces in host
  * memory at every spin. */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
-/* Returns true if a piece may be the next piece that arrives from `peer`: it is at most
- * POLL_WINDOW_BYTES after the farthest piece that has arrived. `last`: address of the piece's
- * last vector. Called by a whole warp. */
+/* Returns true if a piece is likely to arrive next from `peer`: it is at most POLL_WINDOW_BYTES
+ * after the farthest piece that has arrived. `last`: address of its last vector. Called by a
+ * whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t received = load_relaxed(&control_of(op)->net->received_vectors[peer]);
@@ -164,8 +159,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
 }
 
 /* Records in control memory how far rows of rank `peer` have arrived. `last`: address of the
- * last vector of a piece that has arrived. Two warps may overwrite each other's value, but this
- * does no harm, because the next arrival corrects it. */
+ * last vector of a piece that has arrived. Two warps may overwrite each other's value, which
+ * the next arrival corrects. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->net->received_vectors[peer];
@@ -175,11 +170,10 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
         store_relaxed(seen, stamp_word(op, index));
 }
 
-/* Waits for a piece that arrives in host memory, where polls are slow. Polls only the piece's
- * last vector, at `last`: when it has arrived, most of the piece has arrived. A thousand warps
- * may wait at the same time. So only a warp whose piece is likely to arrive next
- * (may_arrive_next()) polls at every spin of its wait loop. The other warps poll rarely. Called
- * by a whole warp. Returns false if the group of ranks has failed. */
+/* Waits for a piece that arrives in host memory, where polls are slow. Polls only its last
+ * vector, at `last`: when that has arrived, most of the piece has. A thousand warps may wait at
+ * the same time, so only those whose piece is likely to arrive next (may_arrive_next()) poll at
+ * every spin. Called by a whole warp. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -195,24 +189,23 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all waiting warps may poll host memory at every spin of their wait loop,
- * because all rows of this rank together have only few bytes. Only low-latency kernels do
- * this. */
+/* Returns true if all waiting warps may poll host memory at every spin, because all rows of
+ * this rank together have few bytes. Only for low-latency kernels. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
 /* Waits for the last vector of a piece, at `last`, if it is in host memory. Otherwise returns
- * true at once; the caller itself then polls the piece in device memory. Called by a whole
- * warp. Returns false if the group of ranks has failed. */
+ * true at once, and the caller polls the piece in device memory. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
 }
 
 /* Waits until a piece of a row has arrived in staging, and reads it into q. Called by a whole
- * warp. Returns false if the group of ranks has failed.
+ * warp. Returns false if the group has failed.
  *
  *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors`
  *                   vectors
@@ -254,8 +247,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison ("not written") to a piece in staging after the caller has read it. Two epochs
- * later, a receiver polls the same memory, and must not find the old words. */
+/* Stores poison to a piece in staging after the caller has read it. A receiver polls this
+ * memory again two epochs later, and must not find the old words. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -267,8 +260,8 @@ __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32
             store_in_place(staged + v * WARP, poison_vector());
 }
 
-/* Stores a piece to a peer's staging: vectors [first, first + V * 32) of a row, which has
- * `vectors` vectors in all. No word of q may be poison (see hide_poison()). */
+/* Stores a piece, vectors [first, first + V * 32) of the row's `vectors` vectors, to a peer's
+ * staging. No word of q may be poison (see hide_poison()). */
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
@@ -290,8 +283,8 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return index;
 }
 
-/* Writes zeros to rows [first, end) of an array. `threads` threads share the work; each calls
- * the function with its own number `thread`. */
+/* Zeroes rows [first, end) of an array. Each of `threads` threads calls the function with its
+ * own number `thread`. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -304,8 +297,8 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* Writes zeros to elements [first, end) of x. `threads` threads share the work, as in
- * zero_rows(). Does nothing if x is NULL. */
+/* Zeroes elements [first, end) of x, with `threads` threads as in zero_rows(). Does nothing if
+ * x is NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {

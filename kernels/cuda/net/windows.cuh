@@ -34,7 +34,7 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/net/operation.cuh"
 
-/* What the peers permit. Each CTA has a copy in shared memory. */
+/* The permits of the peers. Each CTA has a copy in shared memory. */
 struct WindowState {
     /* for each rank, the address of its output, as this rank has mapped it */
     uint8_t *output[DEVICE_MAX_RANKS];
@@ -54,9 +54,9 @@ __device__ __forceinline__ p2p_window_area *window_area(const p2p_self &self, ui
 /* -------------------------------------------------------------------------- permission ---- */
 
 /* Permits all peers to store into the output of this rank: sends them its place and number of
- * rows, and how many tokens this rank sends through staging in any case. Called by one warp of
- * the grid before begin_operation(). So the fence of announce_operation() orders these words
- * before the signature. */
+ * rows, and the number of tokens that this rank sends through staging in any case. Called by
+ * one warp of the grid before begin_operation(), so that the fence of announce_operation()
+ * orders these words before the signature. */
 __device__ __forceinline__ void permit_stores(const p2p_self &self, uint64_t place,
                                               int32_t rows, int32_t num_early_tokens)
 {
@@ -94,9 +94,9 @@ __device__ __forceinline__ Permit peek_permit(const p2p_self &self, const OpStat
     return {high << 32 | (uint32_t)low, (uint32_t)rows, (uint32_t)begun, is_valid};
 }
 
-/* Lane q waits for the permit of rank q. If q runs a kernel without windows, no permit arrives.
- * Then lane q waits for the signature of q, before which a permit would have been sent. Called
- * by a whole warp. Returns false if the group of ranks has failed. */
+/* Lane q waits for the permit of rank q. If q runs a kernel without windows, it waits for the
+ * signature of q, before which a permit would have been sent. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool wait_permits(const p2p_self &self, const OpState &op,
                                              Permit &permit)
 {
@@ -125,7 +125,7 @@ __device__ __forceinline__ bool wait_permits(const p2p_self &self, const OpState
 
 /* Waits for the permits of all peers, and sets *w. `table`: the windows of all ranks
  * (p2p_dispatch_job.windows). can_be_direct: false if the plan is invalid. Called by one warp.
- * Returns false if the group of ranks has failed. */
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState &op,
                                              WindowState &w, const p2p_mapped_window *table,
                                              int64_t row_bytes, bool can_be_direct)
@@ -198,8 +198,8 @@ __device__ __forceinline__ void reset_window_counters(const p2p_self &self, cons
 /* largest number of CTAs that store rows to peers; measured in docs/lab/cuda.md */
 #define MOST_REMOTE_CTAS 24
 
-/* Returns how many CTAs of a grid store rows to peers. These remote CTAs do nothing else,
- * because NVLink holds up a CTA that stores to peers, and all other work that the CTA has. */
+/* Returns how many CTAs of a grid store rows to peers. They do nothing else, because NVLink
+ * holds up a CTA that stores to peers, with all its other work. */
 static inline int count_remote_ctas(int num_sms)
 {
     const int remote = (num_sms * 3 + 7) / 8;
@@ -270,9 +270,9 @@ copy_items(const WindowState &w, const CopyTeam &team, const RowList<THREADS> &l
 }
 
 /* Calls copy(team) for the teams to which this CTA belongs, first the remote one. Remote CTAs
- * are the last `remote` ones of the grid. They report when they have stored all their rows. Local
- * CTAs are the others, but a CTA that is alone is both. Returns the number of local CTAs, or 0 if
- * this CTA is not one. Called by all threads of all CTAs. */
+ * are the last `remote` ones of the grid. They report when they have stored all their rows.
+ * Local CTAs are the others; a CTA that is alone is both. Returns the number of local CTAs, or
+ * 0 in a CTA that is not one. Called by all threads of all CTAs. */
 template <class Copy>
 __device__ __forceinline__ int copy_as_teams(const p2p_self &self, const OpState &op,
                                              int remote, Copy copy)

@@ -41,11 +41,10 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts the choices of all lanes: adds 1 to the element of `tally` (this warp's counters) that
- * belongs to the expert of each lane's choice. Returns how many choices of the same expert the
- * warp counted before this one, in lower lanes or earlier calls (warp_position). Sets same_id
- * to the bit mask of the lanes with the same expert. Called by all lanes. A lane without a
- * choice passes expert -1. */
+/* Counts the choices of all lanes: adds 1 to the element of `tally` (this warp's counters) for
+ * the expert of each lane's choice. Returns how many choices of that expert the warp counted
+ * before, in lower lanes or earlier calls (warp_position). same_id: bit mask of the lanes with
+ * the same expert. Called by all lanes; a lane without a choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -65,13 +64,12 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return count_group(tally, expert, same_id);
 }
 
-/* Layout FLAT: counts the rows that some tokens need on each rank. A token needs one row on
- * each rank that owns one of its experts, so only its first choice on a rank counts. If this
- * lane's choice is the token's first one on its rank, returns warp_row: how many rows on that
- * rank the warp had counted before. Otherwise returns -1. `tally`: this warp's counters of
- * ranks. `owner`: the rank of the expert of this lane's choice, or -1. A token with more than
- * 32 choices needs two calls, with chunk = 0 and chunk = 1. `seen`: a bit mask by which the
- * first call passes the ranks of its choices to the second. */
+/* Layout FLAT: counts the rows that some tokens need on each rank, one on each rank that owns
+ * one of their experts. If this lane's choice is its token's first one on its rank, returns
+ * warp_row: how many rows on that rank the warp had counted before. Otherwise returns -1.
+ * `tally`: this warp's counters of ranks. `owner`: the rank of the expert of this lane's
+ * choice, or -1. A token with more than 32 choices needs two calls, with chunk = 0 and 1.
+ * `seen`: a bit mask by which the first call passes the ranks of its choices to the second. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, RankMask &seen)
 {
@@ -84,9 +82,8 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
 }
 
 /* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
- * the lanes that have this id in this call. A token with more than 32 choices needs two calls.
- * `first_id`: in the second call, the id that this lane passed in the first call. In all other
- * calls -1. */
+ * the lanes that have this id in this call. `first_id`: in the second call for a token with
+ * more than 32 choices, the id that this lane passed in the first call; otherwise -1. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -97,14 +94,13 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A warp counts its tokens in groups of as many as fit in its lanes (TokenLanes). If it has at
- * most this many groups, each lane keeps its choices in registers, and need not load them again
- * when it computes their slots. */
+/* If a warp has at most this many groups of tokens (TokenLanes), each lane keeps its choices in
+ * registers, and need not load them again to compute their slots. */
 #define COUNTED_BATCHES 4
 
-/* The choices that this lane has counted: the id of each choice, and how many choices with this
- * id the warp counted before (warp_position). One element per group of tokens. Used only if
- * choices_fit_registers() is true. */
+/* The choices that this lane has counted, one per group of tokens: the id, and how many choices
+ * with this id the warp counted before (warp_position). Only if choices_fit_registers() is
+ * true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
@@ -160,9 +156,9 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks the id of choice number `choice`. If the id is too large, stores the number of the
- * choice in p.bad_choice, unless it already has the number of an earlier wrong choice. Returns
- * the id, or -1 if the id is negative (no expert) or too large. */
+/* Returns the id of choice number `choice`, or -1 if it is negative (no expert) or too large.
+ * In the last case p.bad_choice becomes the number of the choice, unless an earlier choice was
+ * wrong. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
@@ -170,8 +166,8 @@ __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t 
 }
 
 /* Returns the array in which resolve_replicas() stores the expert (replica) of each of this
- * rank's choices. To save memory, the array uses a part of the plan: the place where the
- * records about this rank's own tokens are stored later. */
+ * rank's choices. It uses the part of the plan in which the records about this rank's own
+ * tokens are stored later. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -180,9 +176,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts choice number `choice`. This is the id of the
- * expert or, if the planner chooses replicas only after counting, the id of the logical
- * expert. */
+/* Returns the id by which the planner counts choice number `choice`: that of the expert or, if
+ * replicas are chosen only after counting, of the logical expert. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -200,9 +195,8 @@ template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p
 
 /* Counts the choices of this warp's tokens, and checks their ids. Stores a count for each
  * choice (warp_position or warp_row) in `counts`, the memory of the plan's array `fate`, as the
- * table at the top of this file shows. There is one exception: if FEATURES is 0 and
- * choices_fit_registers() is true, stores the counts only in `counted`, in registers. In all
- * other cases callers must not use `counted`. */
+ * table at the top of this file shows. If FEATURES is 0 and choices_fit_registers() is true,
+ * stores them only in `counted`, in registers. Otherwise callers must not use `counted`. */
 template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -244,25 +238,24 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word that a rank sends to all ranks (array `counts`). It contains the sum of one tally
- * (counter) over all warps of the sender. It also contains the rank that owns the tally's
- * expert, from the sender's table rank_of_expert, so that the receiver can compare this table
- * with its own. If the word of tally 0 has the flag RECORD_LAST, the sender's data is wrong. If
- * all words have it, the sender's table rank_of_expert is invalid. */
+/* A word that a rank sends to all ranks (array `counts`): the sum of one tally over all warps
+ * of the sender, and the rank that owns the tally's expert according to the sender's
+ * rank_of_expert, which the receiver compares with its own. RECORD_LAST in the word of tally 0
+ * means that the sender's data is wrong. RECORD_LAST in all words means that its rank_of_expert
+ * is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
 
-/* Returns the word that this rank sends for tally (counter) i, without the count, which the
- * caller adds. The word contains the rank to which the tally belongs. If this rank's table
- * rank_of_expert is invalid, the word is RECORD_LAST. */
+/* Returns the word that this rank sends for tally i, without the count: the rank to which the
+ * tally belongs, or RECORD_LAST if this rank's table rank_of_expert is invalid. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Makes the group of ranks fail with EPIC_EMISMATCH. The cause is that the table rank_of_expert
- * or logical_of_expert of rank q differs from this rank's table. */
+/* Makes the group fail with EPIC_EMISMATCH, because the table rank_of_expert or
+ * logical_of_expert of rank q differs from this rank's table. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -272,9 +265,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
                    op.signature);
 }
 
-/* Publishes the tallies (counters) of this CTA, summed over its warps, to the other planner
- * CTAs of this rank. In p.tally, replaces the tally of each warp by the sum over the lower
- * warps. Called by all threads of the CTA. */
+/* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
+ * rank. In p.tally, the sum over the lower warps replaces the tally of each warp. Called by all
+ * threads of the CTA. */
 template <int FEATURES>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -303,8 +296,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns where in `heap` the fault words of `rank` are. In these words, `rank` describes the
- * first wrong value in the arrays that its caller passed. */
+/* Returns where in `heap` the fault words of `rank` are, which describe the first wrong value
+ * in the arrays of that rank's caller. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -312,11 +305,11 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* Returns the wrong value at `index` of an array that the caller passed. On entry, `kind` (a
- * p2p_fault) says which array: P2P_FAULT_PLACEMENT means rank_of_expert, P2P_FAULT_REPLICA
- * means logical_of_expert, and P2P_FAULT_EXPERT means topk_idx. On return, `kind` is the exact
- * fault, for example a duplicate id. If the fault is a logical expert without replicas, `index`
- * becomes the number of this logical expert. Called by one thread. */
+/* Returns the wrong value at `index` of an array of the caller. On entry, `kind` (a p2p_fault)
+ * selects the array: P2P_FAULT_PLACEMENT is rank_of_expert, P2P_FAULT_REPLICA
+ * logical_of_expert, and P2P_FAULT_EXPERT topk_idx. On return it is the exact fault, for
+ * example a duplicate id. For a logical expert without replicas, `index` becomes its number.
+ * Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -334,9 +327,8 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends to all ranks a description of the first wrong value in the arrays of this rank's
- * caller: kind of the fault, index and value. Then every rank can report the same error. Called
- * by one thread. */
+/* Sends the first wrong value in the arrays of this rank's caller to all ranks (kind of the
+ * fault, index and value), so that every rank reports the same error. Called by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -352,10 +344,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value in this rank's data, and sends it to all ranks. If rank_of_expert
- * or logical_of_expert is wrong, this is the first wrong entry of that table. Otherwise it is
- * the lowest of the wrong choices that the planner CTAs of this rank have found. Called by one
- * thread of CTA 0. Returns false if the group of ranks has failed. */
+/* Finds the first wrong value in this rank's data, and sends it to all ranks: the first wrong
+ * entry of rank_of_expert or logical_of_expert, if there is one, otherwise the lowest of the
+ * wrong choices that the planner CTAs of this rank have found. Called by one thread of CTA 0.
+ * Returns false if the group has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -380,9 +372,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Only in backend `hosts`: copies counts from the net inbox to the heap. These are the counts
- * of ranks on other hosts. Only CTA 0 polls the net inbox, because it may be in host memory,
- * where polls are slow. The other CTAs wait for the words in the heap. */
+/* Only in backend `hosts`: copies the counts of ranks on other hosts from the net inbox to the
+ * heap. Only CTA 0 polls the net inbox, because it may be in host memory, where polls are slow.
+ * The other CTAs wait for the words in the heap. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -392,9 +384,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published their tally (counter) number e. Sets
- * words[c] to the word of CTA c, or to a word with count 0 if there is no CTA c. Returns false
- * if the group of ranks has failed. */
+/* Waits until all planner CTAs of this rank have published their tally number e. words[c]
+ * becomes the word of CTA c, or a word with count 0 if there is no CTA c. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -411,10 +403,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() (below) for tally (counter) number e: adds this tally
- * of all planner CTAs of this rank. Sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
+/* Does steps 1 and 2 of exchange_counts() (below) for tally number e: adds this tally of all
+ * planner CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
  * also sends the sum over all CTAs to every rank. `counts`: where the array for the counts
- * begins in a heap, in 8-byte words. Returns false if the group of ranks has failed. */
+ * begins in a heap, in 8-byte words. Returns false if the group has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -442,10 +434,10 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
 }
 
 /* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to the ranks on
- * other hosts. It does so after all its threads have stored their counts. `counts`: where the
- * array for the counts begins in a heap, in 8-byte words. `tallies`: number of counters. `ok`:
- * false if this thread has found a failure. Called by all threads. Returns false if any thread
- * of CTA 0 has found that the group of ranks has failed. */
+ * other hosts, after all its threads have stored them. `counts`: where the array for the counts
+ * begins in a heap, in 8-byte words. `tallies`: number of counters. `ok`: false if this thread
+ * has found a failure. Called by all threads. Returns false if a thread of CTA 0 has found that
+ * the group has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -458,16 +450,15 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
     return ok;
 }
 
-/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally
- * (counter). `from`: address of rank 0's count in this rank's heap. Sets words[i] to the word
- * of rank first + i, or to a word with count 0 if that rank does not exist. Returns false if
- * the group of ranks has failed. */
+/* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally.
+ * `from`: address of rank 0's count in this rank's heap. words[i] becomes the word of rank
+ * first + i, or a word with count 0 if that rank does not exist. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
     const int ranks = op.self->num_ranks;
-    /* A rank whose count has not arrived, or -1 if all have arrived. If the wait fails, the
-     * error names this rank. */
+    /* a rank whose count has not arrived, which the error names if the wait fails, or -1 */
     int missing = -1;
     return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
         missing = -1;
@@ -484,16 +475,16 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally (counter) number e: waits for the counts of all
- * ranks, and adds them to p.load and p.before_cta. `counts`: where the array for the counts
- * begins in a heap, in 8-byte words. Returns false if the group of ranks has failed. */
+/* Does step 3 of exchange_counts() for tally number e: waits for the counts of all ranks, and
+ * adds them to p.load and p.before_cta. `counts`: where the array for the counts begins in a
+ * heap, in 8-byte words. Returns false if the group has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* load: sum of the counts of all ranks. low: sum of the counts of the ranks below this one.
-     * bad: bit mask of the ranks that have found an error in their own data. others: bit mask
-     * of the ranks whose table rank_of_expert differs from this rank's table. */
+    /* load: sum of the counts of all ranks. low: sum of the counts of lower ranks. bad: the
+     * ranks that have found an error in their own data. others: the ranks whose rank_of_expert
+     * differs from this rank's. */
     uint32_t load = 0, low = 0;
     RankMask bad = no_ranks(), others = no_ranks();
     bool ok = true;
@@ -531,7 +522,7 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
  *      and sets p.before_cta and p.load
  *
- * Returns false if the group of ranks has failed. The function is not inlined, because it would
+ * Returns false if the group has failed. The function is not inlined, because it would
  * use so many registers that the loop that moves rows, in the same kernel, would spill
  * registers to memory. */
 template <int FEATURES>

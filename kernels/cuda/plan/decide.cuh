@@ -23,29 +23,26 @@ struct ExpertRange {
     int begin, count;
 };
 
-/* Returns a range of expert ids that contains all experts of `rank`: the rank's block of
- * experts or, if the caller passed rank_of_expert, all ids. */
+/* Returns a range of expert ids with all experts of `rank`: its block of experts or, if the
+ * caller passed rank_of_expert, all ids. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
                               : ExpertRange{rank * job.block, job.block};
 }
 
-/* Returns the size of the slab of an expert with `count` choices: `count`, rounded up to a
- * multiple of `alignment`. */
+/* Returns the size of the slab of an expert with `count` choices, a multiple of `alignment`. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    /* If the alignment is a power of two, computes the remainder with a mask, because a
-     * division takes longer. */
+    /* A mask is faster than a division, but needs a power of two. */
     const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(). Layers with replicas or dropped choices
- * (PLAN_DROPS_OR_REPLICAS) need these bytes of dynamic shared memory in addition to
- * planner_bytes_of(). */
+/* Upper bound of replica_bytes() + by_k_bytes(), the bytes of dynamic shared memory that layers
+ * with PLAN_DROPS_OR_REPLICAS need in addition to planner_bytes_of(). */
 #define PLAN_DROPS_OR_REPLICAS_BYTES \
     (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
@@ -64,8 +61,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
 }
 
 /* Returns how many slots (rows of the receive buffer) `rank` needs if each of its experts keeps
- * at most `most` choices and drops the others. If `capped` is true, each expert also keeps at
- * most expert_capacity choices. Called by one warp. */
+ * at most `most` choices and, if `capped` is true, at most expert_capacity. Called by one warp.
+ */
 template <int FEATURES>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -89,9 +86,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the keep limit of `rank`: how many choices each of its experts may keep at most, so
- * that `capacity` slots suffice for all its experts. Finds the largest such limit by bisection.
- * Called by one warp. */
+/* Returns the keep limit of `rank`: the largest number of choices that each of its experts may
+ * keep so that `capacity` slots suffice for all of them. Uses bisection. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -123,9 +119,9 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 }
 
 /* Decides where the slab (range of slots) of each expert of `rank` begins, and sets
- * p.slab_start. Layout FLAT has no slabs, so there the function sets p.local_expert instead.
- * For this rank's own experts, CTA 0 also writes the tables slab_begin and padding of the plan.
- * Returns the number of slots that the rank needs. Called by one warp. */
+ * p.slab_start. Layout FLAT has no slabs, so there it sets p.local_expert. For this rank's own
+ * experts, CTA 0 also writes the tables slab_begin and padding of the plan. Returns the number
+ * of slots that the rank needs. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -216,7 +212,7 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns true if no rank can need more than 2^31 - 1 slots, no matter which experts the tokens
+/* Returns true if no rank can need more than 2^31 - 1 slots, whichever experts the tokens
  * choose. Then place_slabs() can use 32-bit sums, and decide_plan() need not call count_slots()
  * first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
@@ -226,9 +222,9 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 }
 
 /* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
- * in the header. Called by all warps of the CTA. The last three share the work: the last warp
- * waits for numbers of tokens, the warp before it waits for capacities, and the third-last warp
- * fills in the header. Returns false if the group of ranks has failed. */
+ * in the header. Called by all warps of the CTA. The last warp waits for numbers of tokens, the
+ * one before it for capacities, and the third-last one fills in the header. Returns false if
+ * the group has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -247,8 +243,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
- * (header.result). All planner CTAs of all ranks get the same results, because they have the
- * same counts. Called by all threads. Returns false if the group of ranks has failed. */
+ * (header.result). All planner CTAs of all ranks have the same counts, so they get the same
+ * results. Called by all threads. Returns false if the group has failed. */
 template <int FEATURES>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -257,8 +253,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* If there is both an error in the data and an overflow of slots, the result is
-     * EPIC_EINVAL, not EPIC_EOVERFLOW. */
+    /* An error in the data takes precedence over an overflow of slots. */
     if (threadIdx.x == 0 && has_any(p.bad_ranks)) h.result = EPIC_EINVAL;
     if (FLAT && DROPS_OR_REPLICAS && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
@@ -298,9 +293,9 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
 }
 
 /* Waits until each rank with wrong data has sent the description of its first wrong value
- * (fault words). Needed only in backend `hosts`, where these words arrive through the net. If
- * the kernel ended before they arrive, a late word could overwrite a word of a later operation.
- * Called by one thread of CTA 0. Returns false if the group of ranks has failed. */
+ * (fault words). Only backend `hosts` needs this, because there a word that arrives late could
+ * overwrite a word of a later operation. Called by one thread of CTA 0. Returns false if the
+ * group has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -314,9 +309,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports wrong data to the host process of this rank. Of the ranks whose data is wrong, the
- * lowest is chosen, and its first wrong value is reported. That rank has sent this value to all
- * ranks, so all host processes report the same error. Called by one thread of CTA 0. */
+/* Reports the first wrong value of the lowest rank with wrong data to the host process of this
+ * rank. That rank has sent it to all ranks, so all host processes report the same error. Called
+ * by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -344,8 +339,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports an overflow to this rank's host process. The report names the lowest rank that has
- * fewer slots than it needs. Called by one thread of CTA 0. */
+/* Reports an overflow of the lowest rank that has fewer slots than it needs to this rank's host
+ * process. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {

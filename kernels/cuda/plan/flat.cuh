@@ -15,9 +15,9 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns where in `heap` the row number of a token is. The row number is the index of the
- * token's row in the receive buffer of the rank that owns the heap. `source`: number that this
- * rank gives to the token's rank (source_number()). */
+/* Returns where in `heap` the word with the index of a token's row, in the receive buffer of
+ * the heap's owner, is. `source`: number that this rank gives to the token's rank
+ * (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -25,9 +25,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Each token of rank `source` that has a row on this rank has a word in this rank's heap. In
- * it, `source` stores the index of the row. Returns the address of the word of token number
- * `token`. */
+/* Returns where in this rank's heap rank `source` stores the index of the row of its token
+ * number `token` on this rank. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -35,9 +34,8 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns true if `value` is the index of a row. It may also be one of two marks: RECORD_ABSENT
- * (the token has no row here) or RECORD_DISCARD (the plan is invalid). Then the function
- * returns false. */
+/* Returns true if `value` is the index of a row, and not RECORD_ABSENT (the token has no row
+ * here) or RECORD_DISCARD (the plan is invalid). */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;

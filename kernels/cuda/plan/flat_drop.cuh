@@ -26,8 +26,8 @@ __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Returns how many choices an expert keeps: all of its load, unless the keep limit of its rank
- * or its own quota (expert_capacity) is smaller. */
+/* Returns how many choices an expert keeps: its load, but at most the keep limit of its rank
+ * and its own quota (expert_capacity). */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -35,9 +35,9 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Decides whether the expert keeps choice k of a token. If it does, returns 0. Otherwise
- * returns the reason why it drops the choice (EPIC_FATE_*). `warp_position`: how many choices
- * of this expert the warp had counted before this one. */
+/* Returns 0 if the expert keeps choice k of a token, otherwise the reason why it drops the
+ * choice (EPIC_FATE_*). `warp_position`: how many choices of this expert the warp had counted
+ * before. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -50,9 +50,8 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
 
 /* Counts the rows that this warp's tokens need on each rank if each expert keeps only
  * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of
- * this rank, [num_tokens, top_k]. warp_positions has, on entry, how many choices of the same
- * expert the warp had counted before the choice. The function stores in warp_rows how many rows
- * on the same rank it had counted before (results of count_rows()). */
+ * this rank, [num_tokens, top_k]: how many choices of the expert the warp had counted before it
+ * (input), and how many rows on its rank (output, results of count_rows()). */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -83,8 +82,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
 }
 
 /* Returns where in `heap` the words are that `rank` sends in repetition number `search` of the
- * bisection. There is one word for each destination rank: the number of rows that the tokens of
- * `rank` need there. */
+ * bisection: for each destination rank, the number of rows that the tokens of `rank` need
+ * there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -95,9 +94,9 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
 
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
  * exchanges the counts with all ranks. Sets p.needed_rows (rows on each rank for the tokens of
- * all ranks) and p.rows_before_cta (rows on each rank for the tokens of lower ranks). `search`:
- * number of this repetition of the bisection. Called by all threads of the CTA; thread d
- * handles the rows of rank d. Returns false if the group of ranks has failed. */
+ * all ranks) and p.rows_before_cta (for the tokens of lower ranks). `search`: number of this
+ * repetition of the bisection. Called by all threads of the CTA; thread d handles the rows of
+ * rank d. Returns false if the group has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -140,11 +139,11 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* For each rank, finds by bisection the largest p.keep_limit with which the rank's rows do not
- * exceed its capacity. All ranks bisect together, because each repetition needs the counts of
- * all ranks. The last repetition counts with the final limits, so that p.needed_rows and
- * p.rows_before_cta belong to these limits. Called by all threads of the CTA; thread d handles
- * the limit of rank d. Returns false if the group of ranks has failed. */
+/* For each rank, finds by bisection the largest p.keep_limit with which its rows do not exceed
+ * its capacity. All ranks bisect together, because each repetition needs the counts of all
+ * ranks. The last repetition counts with the final limits, so that p.needed_rows and
+ * p.rows_before_cta belong to them. Called by all threads of the CTA; thread d handles the
+ * limit of rank d. Returns false if the group has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {

@@ -25,19 +25,17 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
      * dropped */
     int32_t owner;
     int32_t local; /* number of the expert among the experts of that rank */
-    /* The index of the token's row on that rank. If several choices of the token go to that
-     * rank, only the lane with the first of them has the row at first. The other lanes have -1,
-     * until send_row_words() sets the row in all of them. */
+    /* The index of the token's row on that rank. At first only the lane with the token's first
+     * choice on the rank has it, and others have -1. send_row_words() sets it in all of them.
+     */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
 };
 
-/* Returns where choice number `choice` goes. in_fate and in_rank_of: the values that the plan's
- * arrays `fate` and `rank_of` now have for this choice. At this time they still contain counts
- * instead of their final values (table in plan/counts.cuh). If the layer drops no choices,
- * in_fate is warp_row: how many rows on the choice's rank the warp counted before this choice.
- * If it drops choices, in_fate is warp_position (how many choices of the same expert the warp
- * counted before), and in_rank_of is warp_row. */
+/* Returns where choice number `choice` goes. in_fate and in_rank_of are its counts, which are
+ * in the plan's arrays `fate` and `rank_of` until now (table in plan/counts.cuh). If the layer
+ * drops no choices, in_fate is warp_row. Otherwise in_fate is warp_position, and in_rank_of is
+ * warp_row. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -60,12 +58,10 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 }
 
 /* Sends to every rank the row numbers and records of as many tokens as fit in the lanes of a
- * warp. `token`: this lane's token. `in`: true if this token exists. The lanes of a token
- * share its choices. c[0] describes where this lane's choice goes. A token with more than 32
- * choices gives each lane a second choice, and c[1] describes where that one goes. On return,
- * c[0].row and c[1].row are set in every lane that has these choices. `bad`: true if the plan
- * is invalid. Then the function sends RECORD_DISCARD as row number, and receivers discard the
- * rows. Called by one warp. */
+ * warp. `token`: this lane's token, if `in` is true. The lanes of a token share its choices:
+ * c[0] describes where this lane's choice goes and, for a token with more than 32 choices, c[1]
+ * its second one. On return, their rows are set in every lane. `bad`: the plan is invalid, so
+ * RECORD_DISCARD is sent as row number, and receivers discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -134,9 +130,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* One iteration handles two groups of tokens, with two chunks each: i / 2 is the number
-         * of the group. i % 2 is 0 for the first 32 choices of a token, and 1 for its later
-         * choices. */
+        /* i / 2 is the number of a group of tokens, of which one iteration handles two. i % 2
+         * is the chunk: 0 for the first 32 choices of a token, and 1 for its later choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -21,9 +21,9 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory for the two arrays that only EPIC_BY_K uses:
- * kept_before, and the load of each expert, summed over k. In memory these arrays come after
- * the tables for replicas. Returns 0 if the layer does not have EPIC_BY_K. */
+/* Returns the bytes of dynamic shared memory for the two arrays that only EPIC_BY_K uses, after
+ * the tables for replicas: kept_before, and the load of each expert, summed over k. Returns 0
+ * without EPIC_BY_K. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
@@ -31,9 +31,8 @@ static inline int by_k_bytes(const p2p_plan_job *job)
 }
 
 /* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k.
- * Before this call, p.load has a count for each pair of k and expert. These counts are replaced
- * by lower_k_count, in the same memory. Called by all threads of the CTA, after
- * exchange_counts(). */
+ * Before, p.load has a count for each pair of k and expert, which lower_k_count replaces in the
+ * same memory. Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -56,10 +55,10 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the keep position of choice k of a token: the index of the choice among all choices
- * of its expert. Their order is (k, rank, token) with EPIC_BY_K, else (rank, token, k).
- * `warp_position`: how many choices the warp had counted in the same tally (counter) before
- * this one. `tallies`: number of tallies per warp. */
+/* Returns the keep position of choice k of a token: its index among all choices of its expert,
+ * in the order (k, rank, token) with EPIC_BY_K, else (rank, token, k). `warp_position`: how
+ * many choices the warp had counted in this tally before. `tallies`: number of tallies per
+ * warp. */
 __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
                                                     int tallies, int expert, int k,
                                                     int32_t warp_position)
@@ -70,10 +69,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: how many choices of earlier tokens the expert
- * keeps. Earlier tokens are all tokens before the warp's first token. The function counts the
- * choices for each k separately, and adds the counts. keep(expert): returns how many choices
- * the expert keeps in all. Called by all threads of the CTA. */
+/* Sets p.kept_before for each warp and expert: how many choices of tokens before the warp's
+ * first token the expert keeps. Counts the choices for each k separately, and adds the counts.
+ * keep(expert): returns how many choices the expert keeps in all. Called by all threads of the
+ * CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

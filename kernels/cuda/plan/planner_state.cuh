@@ -30,8 +30,8 @@
 /* How many ranks' counts a thread loads together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* Largest number of warps per CTA that count choices. */
-/* Largest number of tallies (counters) of all warps of a CTA together. They are in shared
- * memory, 4 bytes each. */
+/* Largest number of tallies of all warps of a CTA together. They are in shared memory, 4 bytes
+ * each. */
 #define PLAN_TALLY_WORDS 16384
 
 enum { /* Bits of the template argument FEATURES: features that the layer uses. */
@@ -44,57 +44,53 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
  * pointers at arrays in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: for each tally (counter of a warp), how much the CTAs before this one have
-     * counted: all CTAs of lower ranks and the lower CTAs of this rank. So an element counts
-     * the choices (or rows) of all tokens before those of this CTA. Before choices are counted,
-     * resolve_replicas() uses this memory for its counts of logical experts. */
+    /* [num_tallies]: for each tally, the choices (or rows) of all tokens before those of this
+     * CTA: of all CTAs of lower ranks and the lower CTAs of this rank. Before choices are
+     * counted, resolve_replicas() uses this memory for its counts of logical experts. */
     int32_t *before_cta;
-    /* [num_tallies]: for each tally (counter of a warp), the sum over all warps of all ranks.
-     * With EPIC_BY_K, prepare_by_k() later points `load` to another array, [num_experts]: the
-     * choices of each expert, summed over k. */
+    /* [num_tallies]: for each tally, the sum over all warps of all ranks. With EPIC_BY_K,
+     * prepare_by_k() later points it to the choices of each expert, [num_experts], summed over
+     * k. */
     int32_t *load;
-    /* Only with FLAT: pointers to the last num_ranks elements of before_cta and of load, which
-     * count rows. rows_before_cta[q]: how many rows on rank q the tokens before those of this
-     * CTA need. needed_rows[q]: how many rows on rank q all tokens need. */
+    /* Only with FLAT: the last num_ranks elements of before_cta and of load, which count rows:
+     * how many rows on rank q the tokens before those of this CTA need, and how many all tokens
+     * need. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: the planner and the layout decide which member is used */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: number of the expert among the experts of its rank */
         int32_t *local_expert;
-        /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks.
-         * The first slot of rank 1 follows the last slot of rank 0. */
+        /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks: the
+         * first slot of rank 1 follows the last slot of rank 0 */
         int32_t *group_slab_start;
     };
-    /* [num_warps][num_tallies]: the tallies (counters) of each warp. After counting,
-     * publish_tallies() replaces each tally by the sum over the lower warps of this CTA. */
+    /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces each by
+     * the sum over the lower warps of this CTA. */
     int32_t *tally;
-    /* [num_tallies]: the rank to which each tally (counter) belongs. The tally of an expert
-     * belongs to the rank that owns the expert, so owner[e] is the owner of expert e. The tally
-     * of the rows of rank q belongs to rank q. */
+    /* [num_tallies]: the rank to which each tally belongs: the owner of the expert, or the rank
+     * whose rows are counted */
     uint8_t *owner;
     /* memory after these arrays; only layers with PLAN_DROPS_OR_REPLICAS use it */
     uint8_t *extra_memory;
-    /* keep_limit[q]: how many choices each expert of rank q may keep at most. It is as large as
-     * the slots of rank q allow. 2^31 - 1: no limit */
+    /* keep_limit[q]: largest number of choices that each expert of rank q may keep, so that its
+     * slots suffice; 2^31 - 1: no limit */
     int32_t keep_limit[DEVICE_MAX_RANKS];
     /* demand[q]: slots that rank q would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
     /* capacity[q]: number of slots of rank q's receive buffer; 0: no bound */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
-     * limit limit_fits[q], the rows of rank q do not exceed its capacity. With limit_fails[q],
-     * they do. */
+    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. The rows of
+     * rank q do not exceed its capacity with the limit limit_fits[q], but do so with
+     * limit_fails[q]. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
     /* needed_slots[q]: slots that rank q needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
-    /* Index (token * top_k + k) of the first wrong choice that this CTA found, or NO_INDEX. A
-     * choice is wrong if its id is too large. If the layer has EPIC_DISTINCT, it is also wrong
-     * if an earlier choice of its token has the same id. */
+    /* Index (token * top_k + k) of the first wrong choice that this CTA found, or NO_INDEX. Its
+     * id is too large or, with EPIC_DISTINCT, is that of an earlier choice of its token. */
     uint32_t bad_choice;
-    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, an
-     * entry is also invalid if it differs from the first entry of its block of num_experts /
-     * num_ranks experts. */
+    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, all
+     * entries of a block of num_experts / num_ranks experts must be equal. */
     uint32_t bad_owner;
     /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
     int32_t *lower_k_count, *kept_before;
@@ -103,13 +99,13 @@ struct Planner {
     uint16_t *logical_of, *replica_index, *first_replica, *replicas;
     /* layers with replicas: hash of the caller's table logical_of_expert */
     uint32_t table_hash;
-    /* Layers with replicas: the lowest expert e for which logical_of_expert[e] is invalid. If
-     * all entries are valid, num_experts plus the lowest logical expert that has no replica. If
-     * nothing is wrong, NO_INDEX. */
+    /* Layers with replicas: the lowest expert e for which logical_of_expert[e] is invalid or,
+     * if there is none, num_experts plus the lowest logical expert without a replica; NO_INDEX:
+     * neither */
     uint32_t bad_replica;
     RankMask bad_ranks; /* The ranks whose choices or tables are wrong. */
-    /* num_warps: how many warps of a CTA count choices. tokens_per_cta, tokens_per_warp: how
-     * many of this rank's tokens each planner CTA and each of its warps handles. */
+    /* num_warps: warps of a CTA that count choices. tokens_per_cta, tokens_per_warp: tokens of
+     * this rank per planner CTA and per warp. */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
@@ -120,16 +116,14 @@ __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns how many tallies a warp has in all. With layout FLAT, one tally per rank follows the
- * tallies of choices. Each token that chooses an expert of a rank adds 1 to the tally of that
- * rank. */
+/* Returns how many tallies a warp has in all: those of choices and, with layout FLAT, one per
+ * rank, which counts the tokens that choose an expert of the rank. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(). If FEATURES shows at compile time that the layer does not have
- * EPIC_BY_K, does not test job.by_k at run time. */
+/* Like num_choice_tallies(), but tests job.by_k only if FEATURES allows EPIC_BY_K. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
@@ -162,9 +156,9 @@ __host__ __device__ inline int planner_bytes(int tallies)
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest result of planner_bytes() for any layer. The host allows the kernels this
- * many bytes of shared memory when it loads them. The function tries every number of tallies,
- * because with more tallies planner_bytes() may be smaller. */
+/* Returns the largest result of planner_bytes() for any layer, which the host allows the
+ * kernels when it loads them. Tries every number of tallies, because planner_bytes() may be
+ * smaller with more. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -181,15 +175,15 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
 }
 
 /* Assigns choices to the lanes of a warp. A warp handles a group of tokens at a time, with one
- * choice per lane. For example, with top_k = 8 it handles four tokens: lane 11 has choice 3 of
- * token 1. If tokens have more than 32 choices, the warp handles one token at a time, in two
- * steps: choices 0 to 31, then choices 32 and up. These are the token's *chunks* 0 and 1. */
+ * choice per lane. For example, with top_k = 8 it handles four tokens, and lane 11 has choice 3
+ * of token 1. With more than 32 choices, the warp handles one token at a time, in two *chunks*:
+ * choices 0 to 31 (chunk 0), then choices 32 and up (chunk 1). */
 struct TokenLanes {
-    /* tokens_at_once: number of tokens in such a group. num_chunks: 1, or 2 if tokens have more
-     * than 32 choices. */
+    /* tokens_at_once: number of tokens of a group. num_chunks: 1, or 2 if tokens have more than
+     * 32 choices. */
     int tokens_at_once, num_chunks;
-    /* token: number of this lane's token within the group of tokens, from 0. k: which choice of
-     * that token this lane has. In chunk 1, this is choice 32 + k. */
+    /* token: number of this lane's token within the group. k: its choice in this lane (in chunk
+     * 1: 32 + k). */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
@@ -216,13 +210,11 @@ struct TokenLanes {
  * has just stored for rank q, so that they can be sent.
  *
  * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
- * whole CTA. This put contains all top_k words of each record, and the receiver waits for all
- * of them. A record uses only `count` words, so the function sets the unused words to
- * RECORD_ABSENT. If tokens have more than 32 choices, the function itself posts one put per
- * record, with `count` words.
+ * whole CTA, with all top_k words of each record, for which the receiver waits. So the words
+ * after the first `count` become RECORD_ABSENT. With more choices, this function posts one put
+ * per record, with `count` words.
  *
- * `record`: address of the record of this lane's token. `in`: true if the token exists. Called
- * by one warp. */
+ * `record`: address of the record of this lane's token, if `in` is true. Called by one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -253,8 +245,8 @@ struct TokenRange { /* The tokens [begin, end) of this rank whose choices a warp
     int32_t begin, end;
 };
 
-/* Sets how many tokens each planner CTA handles, and how many each warp that counts choices
- * handles. `warps`: number of such warps per CTA. Called by one thread. */
+/* Sets how many tokens each planner CTA, and each of its `warps` warps that count choices,
+ * handles. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;

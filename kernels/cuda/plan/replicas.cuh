@@ -36,8 +36,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 }
 
 /* Computes p.first_replica, the prefix sums of the numbers of replicas of the logical experts.
- * The caller has stored these numbers in p.logical_load, an array that has no other use until
- * choices are counted. Called by one warp. */
+ * These are in p.logical_load, which has no other use until choices are counted. Called by one
+ * warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -54,13 +54,12 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first_replica[num_logical] = (uint16_t)before;
 }
 
-/* Reads and checks the caller's table logical_of_expert, and fills in the tables above, except
- * logical_load. Until choices are counted, logical_load contains the number of replicas of each
- * logical expert instead.
+/* Reads and checks the caller's table logical_of_expert, and fills in the tables above. Until
+ * choices are counted, logical_load contains the number of replicas of each logical expert.
  *
- * If entries of the caller's table are invalid, the function stores the index of the first
- * invalid entry in p.bad_replica. The planner then uses 0 in place of each invalid entry.
- * Called by all threads of the CTA, after begin_planner(). */
+ * p.bad_replica becomes the index of the first invalid entry of the caller's table. The planner
+ * uses 0 in place of invalid entries. Called by all threads of the CTA, after begin_planner().
+ */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -99,18 +98,17 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns a hash of this rank's table logical_of_expert, or 0 if the table is invalid. Ranks
- * compare this word to find out whether their tables are equal. In the heap it follows the
- * counts. */
+/* Returns a hash of this rank's table logical_of_expert, or 0 if it is invalid. Ranks compare
+ * these words, which follow the counts in the heap. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
 /* Checks that all ranks have the same table logical_of_expert. CTA 0 sends a hash of this
- * rank's table to all ranks. Each planner CTA compares the hashes of all ranks with its own.
- * Called by one thread of each planner CTA. Returns false if the group of ranks has failed. If
- * two tables differ, makes the group fail. */
+ * rank's table to all ranks, and each planner CTA compares the hashes of all ranks with its
+ * own. Called by one thread of each planner CTA. If two tables differ, makes the group fail.
+ * Returns false if the group has failed. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -141,8 +139,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* p.load has the number of choices of each logical expert. Replaces it by the number of choices
- * of each expert (replica). Called by all threads of the CTA, after exchange_counts(). */
+/* Replaces p.load, the number of choices of each logical expert, by that of each expert
+ * (replica). Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -155,9 +153,8 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the limit that expert_capacity sets on the number of choices that an expert keeps, or
- * 2^31 - 1 if there is no such limit. With replicas, expert_capacity is the limit of the
- * logical expert, and is divided among its replicas. */
+/* Returns how many choices an expert may keep within expert_capacity, or 2^31 - 1 without a
+ * limit. The replicas of a logical expert share its expert_capacity. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -170,7 +167,7 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
 }
 
 /* Returns the replica that gets choice number `nth` of a logical expert, counted over all
- * ranks. On return, nth is the position of the choice among the choices of that replica. */
+ * ranks. nth then becomes the position of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

@@ -23,8 +23,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns an address in a heap: where the rank with number `rank` stores how many choices it has
- * of each logical expert. `heap`: base address of that heap. */
+/* Returns where in the heap at `heap` rank number `rank` stores its numbers of choices of each
+ * logical expert. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -33,9 +33,9 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
 }
 
 /* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
- * for the numbers of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
+ * for theirs. Sets p.before_cta[logical] to the sum over the lower ranks, and
  * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
- * group of ranks has failed. */
+ * group has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {
@@ -62,9 +62,9 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Writes the expert (replica) of every choice of this rank to the array resolved_experts(). The
- * head of this file lists the three steps. Called by all threads of the CTA, after
- * read_replicas(). Returns false if the group of ranks has failed. */
+/* Writes the expert (replica) of every choice of this rank to the array resolved_experts(), in
+ * the three steps at the head of this file. Called by all threads of the CTA, after
+ * read_replicas(). Returns false if the group has failed. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
 {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Copies the records that the ranks send about their tokens into the plan. A record has a
- * token's slots on this rank. With layout FLAT, a record has the token's local experts on this
- * rank instead; the functions below copy it in the same way. The words of a record arrive in
+/* Copies the records that ranks send about their tokens into the plan. A record has a token's
+ * slots on this rank or, with layout FLAT, its local experts on this rank. Its words arrive in
  * this rank's heap. A word is valid if its stamp is the running epoch, so each word is its own
  * flag and no other memory order is needed. */
 #ifndef EPIC_STORE_RECORDS_CUH
@@ -10,9 +9,9 @@
 #include "cuda/plan/planner.cuh"
 
 /* Waits for the records of some tokens of rank `source`, from first_token on, and copies them
- * to `records` in the plan. Each lane copies one word of one token. num_tokens: number of
- * tokens of rank `source` in all. Called by one warp, which handles as many tokens as fit in
- * its lanes. Returns false if the group of ranks has failed. */
+ * to `records` in the plan, one word per lane. num_tokens: number of tokens of rank `source` in
+ * all. Called by one warp, which handles as many tokens as fit in its lanes. Returns false if
+ * the group has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -22,8 +21,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    /* true: the record has ended within its first 32 words, so there are no more words to wait
-     * for */
+    /* true: the record has ended within its first 32 words */
     bool has_ended = false;
     for (int chunk = 0; chunk < lanes.num_chunks; chunk++) {
         const int k = lanes.k + chunk * WARP;
@@ -37,16 +35,14 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
             /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a
-             * record, even those after the word with RECORD_LAST. So wait for all of them.
-             * Otherwise a late word could overwrite a word of a later operation. */
+             * record. Wait for all of them, because a late word could overwrite a word of a
+             * later operation. */
             const bool is_whole = lanes.num_chunks == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* In all other cases, the sender sends no words after the one with RECORD_LAST, so
-             * wait only for the words up to it. */
+            /* Otherwise the sender sends no words after the one with RECORD_LAST. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: the word with RECORD_LAST (the end of the record) has not arrived, so the
-             * lanes must wait for it */
+            /* true: the word with RECORD_LAST (the end of the record) has not arrived */
             const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -63,11 +59,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 }
 
 /* Calls keep(source, first, tokens), which copies records, for each group of tokens that this
- * warp handles. A group has as many tokens as fit in the lanes of a warp. source: rank of the
- * tokens. first: first token of the group. tokens: number of tokens that rank `source` has in
- * all. `warps` warps divide the groups among themselves; `warp` is the number of the calling
- * warp. tokens_of: the number of tokens of each rank. Returns false as soon as keep()
- * returns false. */
+ * warp handles: as many as fit in the lanes of a warp. source: rank of the tokens. first: first
+ * token of the group. tokens: number of tokens that rank `source` has in all, from tokens_of.
+ * `warp`: number of the calling warp among the `warps` warps that share the work. Returns false
+ * as soon as keep() does. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
                                                      const RankNumbers &tokens_of, int warp,

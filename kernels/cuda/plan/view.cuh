@@ -2,20 +2,19 @@
 /* Reads plans on the device, and receives records while a plan is made.
  *
  * PlanView has the checked header of a plan in device memory, and pointers to its arrays
- * (rules/device_layout.h). A record is what a rank sends to another rank about one of its
- * tokens: the token's slots on that other rank, by ascending k. With layout FLAT, a record has
- * the token's local experts on that rank instead (plan/flat.cuh). A record has at most top_k
- * stamped words, which are valid only in the running epoch. Its last word has the flag
- * RECORD_LAST. The planner of the token's rank stores the record, and a warp of the receiving
- * rank polls it. */
+ * (rules/device_layout.h). A record is the list that a rank sends to another rank about one of
+ * its tokens: the token's slots there by ascending k or, with layout FLAT, its local experts
+ * there (plan/flat.cuh). It has at most top_k stamped words, which are valid only in the
+ * running epoch. Its last word has the flag RECORD_LAST. The planner of the token's rank stores
+ * the record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
 /* Returns how many slots (rows of its receive buffer) this rank may use in the operation; 0: no
- * bound. This is job.capacity. If the caller has also set a limit in device memory
- * (capacity_limit), it is the smaller of the two. */
+ * bound. This is job.capacity or, if it is smaller, the caller's limit in device memory
+ * (capacity_limit). */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
     if (job.capacity_limit == NULL) return job.capacity;
@@ -23,16 +22,15 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
     return job.capacity ? min(job.capacity, limit) : limit;
 }
 
-/* Flag in the last word of a record (the list of a token's slots on a rank). In a word of
- * `counts` (plan/counts.cuh), the same flag means that the sender's data is wrong. */
+/* Flag in the last word of a record. In a word of `counts` (plan/counts.cuh), it means that the
+ * sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Value of a word of a record (the list of a token's slots on a rank): no choice of the token
- * goes to the receiving rank. In backend `hosts`, senders also fill unused words of a record
- * with this value. */
+/* Value of a word of a record: no choice of the token goes to the receiving rank. In backend
+ * `hosts`, also of the unused words. */
 #define RECORD_ABSENT 0x7fffffffu
 /* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
- * has no slot. The sender may already have sent the row, so the receiving rank must still
- * receive the row, and discards it. */
+ * has no slot. The row may already be on its way, so the receiving rank receives and discards
+ * it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this one. */
@@ -51,8 +49,8 @@ struct PlanView {
     device_plan_header header;
     /* addresses of the plan's arrays, which src/rules/device_layout.h describes */
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits]: for each local expert, which slots at the end of its slab (its range of
-     * slots) are padding; {0, 0} from the number of local experts on */
+    /* [1 << slab_bits]: for each local expert, the padding slots at the end of its slab (range
+     * of slots); {0, 0} from the number of local experts on */
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
@@ -84,8 +82,8 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Returns whether the plan was made for the layer of the current call. A call that passes no
- * layer (hash 0) accepts plans of any layer. */
+/* Returns whether the plan was made for the layer of the current call. A call without a layer
+ * (hash 0) accepts any plan. */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -94,8 +92,7 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
 }
 
 /* Returns whether the header's fields are in range and fit this rank. A plan is the caller's
- * memory and can contain any bytes, so kernels must not use it unchecked. Called by one
- * warp. */
+ * memory and can contain any bytes. Called by one warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
@@ -128,9 +125,9 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why this call cannot use the plan. is_intact: true if the checksum and
- * the fields of the plan are valid. Then the plan was made for another layer or another number
- * of tokens. Called by one thread. */
+/* Reports to the host why this call cannot use the plan. is_intact: the checksum and the fields
+ * are valid, so the plan was made for another layer or another number of tokens. Called by one
+ * thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
                                                     int32_t num_tokens)
@@ -148,9 +145,8 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* A caller of the functions below passes this as num_tokens if its operation has no tokens, for
- * example the sum of gradients over replicas (allreduce/replicas.cu). Plans with any number of
- * tokens are then accepted. */
+/* num_tokens of an operation that has no tokens, for example the sum of gradients over replicas
+ * (allreduce/replicas.cu). Plans with any number of tokens are then accepted. */
 #define ANY_TOKENS (-1)
 
 /* Loads the header of the plan at `plan`. Lane n gets the words with the numbers n, n + 32, and
@@ -170,8 +166,7 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
 }
 
 /* Copies a header that load_header() has loaded into the view, checks it, and sets the other
- * members of the view. Called by one warp; a barrier must follow before other warps read the
- * view. */
+ * members. Called by one warp; a barrier must follow before other warps read the view. */
 static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens)
@@ -216,10 +211,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Returns whether the receive buffer of every rank has enough rows for its slots in the plan.
- * Waits until all ranks have announced how many rows they have. If `reports` is true, also
- * reports to the host the first rank that has too few rows. If the group of ranks has failed,
- * returns true, because the failure is reported elsewhere. Can be called by any threads. */
+/* Returns whether the receive buffer of every rank has enough rows for its slots in the plan,
+ * after all ranks have announced their rows. If `reports` is true, also reports the first rank
+ * with too few rows to the host. Also returns true if the group has failed, which is reported
+ * elsewhere. Can be called by any threads. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -250,8 +245,7 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 /* ------------------------------------------------------------------- receiving records ---- */
 
 /* Returns the address of the record that rank `source` sends about its token, in this rank's
- * heap or net inbox. A record has top_k words. `self` is *op.self; the caller passes it so that
- * the function need not load op.self. */
+ * heap or net inbox. A record has top_k words. `self` is *op.self, which is slower to load. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -262,12 +256,11 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for 32 words of a record (the slots on this rank of a token of `source`): words 32 *
- * chunk to 32 * chunk + 31, one per lane. `word`: this lane's word, which the caller has loaded
- * before. If it had not arrived at that time, the function loads it again. Sets `slot` to the
- * slot in this lane's word (FLAT: local expert), to RECORD_DISCARD, or to -1 if the record has
- * no word for this lane. Sets `more` to true if the record may have later words. Called by one
- * warp. Returns false if the group of ranks has failed. */
+/* Waits for words 32 * chunk to 32 * chunk + 31 of a record of a token of `source`, one per
+ * lane. `word`: this lane's word, which the caller has loaded early, and which is loaded again
+ * if it had not arrived. `slot` becomes the slot (FLAT: local expert) in this lane's word,
+ * RECORD_DISCARD, or -1 if the record has no word for this lane. `more` becomes true if the
+ * record may have later words. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -281,9 +274,9 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a record,
-         * even those after the word with RECORD_LAST. So wait for all of them. Otherwise a late
-         * word could overwrite a word of a later operation. */
+        /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a record.
+         * Wait for all of them, because a late word could overwrite a word of a later
+         * operation. */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES

@@ -15,10 +15,9 @@
 
 #define MOST_WARPS 4
 
-/* The weight of a choice is a part divided by a divisor (struct Shares). Computes parts and
- * divisor of a token's choices again, as forward did. s [columns]: the softmax over all
- * columns, or NULL. If s is NULL, the function loads the logits of the chosen experts into
- * z. */
+/* Computes the parts and the divisor of a token's choices (struct Shares) again, as forward
+ * did. s [columns]: the softmax over all columns. If it is NULL, loads the logits of the chosen
+ * experts into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -39,9 +38,9 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* On entry, g is the gradient of the weights. On return, it is the gradient of the parts from
- * which the weights are computed (struct Shares). `scale`: the scale of the router.
- * share_backward() of the host code (src/router) has the same formula. */
+/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
+ * `scale`: the scale of the router. share_backward() of the host code (src/router) has this
+ * formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -57,11 +56,10 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* On entry, g is the gradient of the parts (struct Shares). On return, it is the gradient of
- * the numbers from which the parts were computed: the scores or logits of the chosen experts.
- * Adds this gradient to row d [columns] in shared memory. z: logits of the chosen experts. Adds
- * one choice after the other, not all at once, because two choices of a token may have the same
- * expert. */
+/* Adds the gradient of the numbers from which the parts (struct Shares) were computed, the
+ * scores or logits of the chosen experts, to row d [columns] in shared memory. g: the gradient
+ * of the parts. z: logits of the chosen experts. Adds one choice after the other, because two
+ * choices of a token may have the same expert. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -83,8 +81,8 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
 }
 
 /* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores or, if
- * the weights are computed from logits, the gradient of the logits. s [columns]: the softmax
- * over all columns. It is NULL if needs_full_softmax() is false. */
+ * weights come from logits, of the logits. s [columns]: the softmax over all columns; NULL if
+ * needs_full_softmax() is false. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -163,10 +161,9 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 /* largest number of warps of a CTA; they divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* The gradient of an expert's scale (scale_of_expert) is a sum over the choices of the expert.
- * Returns the term of choice number `place` (token * top_k + k). This is the gradient of the
- * choice's weight, multiplied by the weight that the choice has without this scale. All lanes
- * get the result. `s`: this warp's row in shared memory. */
+/* Returns the term of choice number `place` (token * top_k + k) in the gradient of its expert's
+ * scale (scale_of_expert), on all lanes: the gradient of the choice's weight times the weight
+ * that the choice has without this scale. `s`: this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
@@ -192,8 +189,8 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
 
 /* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
  * on a part of the tokens. A warp searches its tokens for choices of this expert, and computes
- * the weights of these choices again. They are only a small part of all choices, so this takes
- * little time. Thread 0 adds the sums of the warps in a fixed order. */
+ * only their weights again, which takes little time. Thread 0 adds the sums of the warps in a
+ * fixed order. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {

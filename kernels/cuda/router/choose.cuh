@@ -23,7 +23,7 @@
 #define KEY_ZERO 0x80000000u
 
 /* A selection value is the number by which experts are compared. key_of() maps it to its key,
- * an unsigned number in the same order; value_of_key() maps it back. */
+ * an unsigned number in the same order, and value_of_key() maps it back. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
     /* Adding 0 changes -0 to 0, so that 0 and -0 get the same key. */
@@ -38,8 +38,8 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of the expert ids [first, first + count), which one lane owns. They are in V
- * registers, sorted, with the largest first. */
+/* The keys of the expert ids [first, first + count), which one lane owns: in V registers,
+ * sorted, the largest first. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -77,9 +77,9 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort_keys();
     }
-    /* Sets the keys of all ids of this lane to `value`. The keys are in registers. If `value`
-     * is not KEY_NONE, also sets them in shared memory (`keys`), where choose_by_lanes() later
-     * compares them to find ids. */
+    /* Sets the keys of all ids of this lane to `value`: in registers and, unless it is
+     * KEY_NONE, in shared memory (`keys`), where choose_by_lanes() later compares them to find
+     * ids. */
     __device__ __forceinline__ void set_keys(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -96,10 +96,9 @@ template <int V> struct Owned {
 };
 
 /* The keys of the expert ids [first, first + count), which one lane owns, for any number of
- * ids. The keys stay in shared memory, unsorted. `best` is the current key: the largest key
- * that has not been dropped. It is the key of the id first + position. top_key() returns the
- * current key, and drop_largest() goes on to the next smaller key. Equal keys come in ascending order
- * of ids. */
+ * ids. They stay in shared memory, unsorted. `best` is the current key, the largest one that is
+ * left, and first + position is its id. drop_largest() goes on to the next smaller key. Equal
+ * keys come in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -115,9 +114,8 @@ template <> struct Owned<0> {
     {
         return first + position;
     }
-    /* Searches the next key after `last`, in descending order, and makes it the current key. If
-     * several keys are equal to `last`, they come in the order of their positions: only those
-     * after last_position count. */
+    /* Makes the next smaller key after `last` the current one. Of the keys that equal `last`,
+     * those at positions after last_position come first. */
     __device__ void find_next(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -137,14 +135,14 @@ template <> struct Owned<0> {
         position = 0;
         find_next(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value` in `to`. Then the current key is that of
-     * the first id. */
+    /* Sets the keys of all ids of this lane to `value` in `to`. The id of the current key is
+     * then the first one. */
     __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find_next(0xffffffffu, -1);
     }
-    /* Removes this lane's largest key if `mine` is true: the next smaller key becomes the
+    /* Removes this lane's largest key if `mine` is true. The next smaller key becomes the
      * current one. */
     __device__ void drop_largest(bool mine)
     {
@@ -152,9 +150,9 @@ template <> struct Owned<0> {
     }
 };
 
-/* Which lane of a warp owns which expert ids. If the router has at most 32 groups of experts,
- * the ids of a group are divided among 1 << lane_bits lanes. If the router has more groups,
- * each lane owns all ids of groups_per_lane groups. */
+/* How a warp's lanes divide the expert ids. With at most 32 groups of experts, 1 << lane_bits
+ * lanes share the ids of a group. With more groups, each lane owns all ids of groups_per_lane
+ * groups. */
 struct IdOwnership {
     int groups;          /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;   /* number of ids in a group */
@@ -162,8 +160,6 @@ struct IdOwnership {
     int groups_per_lane; /* number of groups per lane; 1 if lanes share groups */
     int ids_per_lane;    /* largest number of ids that any lane owns */
 
-    /* Returns how many lanes together handle the experts of one group (of group-limited
-     * routing). */
     __device__ __forceinline__ int lanes_per_group() const
     {
         return 1 << lane_bits;
@@ -213,10 +209,9 @@ __device__ __forceinline__ int best_lane(uint32_t top)
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group of experts. This is the sum of the m largest selection
- * values (score or logit plus bias) in the group, added from the largest to the smallest.
- * `own`: the keys of this lane, passed as a copy because the function removes keys from it.
- * Called by all lanes. */
+/* Returns the score of this lane's group of experts: the sum of the m largest selection values
+ * in the group, added from the largest to the smallest. `own`: a copy of the keys of this lane,
+ * from which the function removes keys. Called by all lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
@@ -236,7 +231,7 @@ __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own,
 }
 
 /* Returns true if this lane's group is one of the topk_groups groups with the largest scores.
- * `score`: the score of the group to which this lane's ids belong. Called by all lanes. */
+ * `score`: the score of this lane's group. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group_of_lane() < d.groups;
@@ -251,9 +246,9 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
 }
 
 /* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
- * groups. Each lane computes the scores of its groups one by one, and writes the keys of these
- * scores to group_keys. m: how many selection values the score of a group adds (score_group()).
- * The function sets the keys of ids in all other groups to `others`. Called by a whole warp. */
+ * groups. Each lane computes the scores of its groups, which add m selection values each
+ * (score_group()), and writes their keys to group_keys. The keys of ids in all other groups
+ * become `others`. Called by a whole warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -282,10 +277,9 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
             keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. If the router has groups of experts, also
- * selects the groups with the largest scores. The keys of ids in the other groups then become
- * KEY_NONE, so that these ids cannot be chosen. If router_others_out() returns false, they
- * become KEY_ZERO instead: such an id can be chosen as if its selection value were 0.
+/* Reads the keys of this lane's ids into `own`. With groups of experts, also selects the groups
+ * with the largest scores. The keys of ids in other groups become KEY_NONE, so that they cannot
+ * be chosen or, if router_others_out() returns false, KEY_ZERO, like a selection value of 0.
  * on_logits: the keys come from logits, not from scores. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwnership &d,
@@ -310,8 +304,8 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwne
     __syncwarp();
 }
 
-/* Chooses k experts for a token, if keys are in shared memory (V is 0). Does k times: finds the
- * lane with the largest key, makes the id of this key the next choice, and removes the key. */
+/* Chooses k experts for a token, if keys are in shared memory (V is 0). Finds the lane with the
+ * largest key k times: the id of this key is the next choice, and the key is removed. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -326,11 +320,10 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Chooses k experts for a token, if keys are in registers. The registers do not contain ids, so
- * the function works in two steps. First the warp finds the k largest keys, and for each key
- * the lane that owns it. Then all lanes find ids at the same time. Lane i finds the id of key
- * number i: it compares this key with the keys of all ids that the key's owner has. If an owner
- * has equal keys, the lower id comes first. */
+/* Chooses k experts for a token, if keys are in registers. The registers contain no ids, so the
+ * warp first finds the k largest keys, and for each the lane that owns it. Then all lanes find
+ * ids at the same time: lane i compares key number i with the keys of all ids of the key's
+ * owner. If an owner has equal keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -347,8 +340,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* how many earlier choices of this token have the same key and the same owner as this
-     * lane's choice */
+    /* number of earlier choices of this token with the key and the owner of this lane's choice
+     */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);

@@ -17,9 +17,8 @@
 
 #define MOST_WARPS 4
 
-/* Returns the experts of a token from the caller's table: those in row token_ids[token]. An
- * expert id that is too large becomes -1. If the table does not have this row, all ids are
- * -1. */
+/* Returns the experts of a token from row token_ids[token] of the caller's table. An expert id
+ * that is too large becomes -1. So do all ids if the table does not have this row. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -51,8 +50,8 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
     return c;
 }
 
-/* The router's bias for the columns of this lane, or zeros if there is no bias. The kernel
- * loads it before the logits, so that the two loads overlap. */
+/* The router's bias for the columns of this lane, or zeros. It is loaded before the logits, so
+ * that the two loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -68,8 +67,7 @@ template <int V> struct Bias {
     }
 };
 
-/* Experts are compared by keys (choose.cuh). Computes the key of each column i from values[i]
- * plus the bias of the column. */
+/* Computes the key of each column i (choose.cuh) from values[i] plus the bias of the column. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -167,9 +165,9 @@ static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &de
 }
 
 /* Launches router_kernel with the smallest V (4, 8 or 16) that is at least the number of
- * columns per lane and the number of ids per lane. Launches the instance with V = 0, which
- * supports any router, in three cases: 16 is too small, the router has more than 32 groups of
- * experts, or top_k is above 32. */
+ * columns per lane and the number of ids per lane. Launches the instance for any router (V = 0)
+ * if 16 is too small, if the router has more than 32 groups of experts, or if top_k is above
+ * 32. */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const IdOwnership d = id_ownership(job->rows.router, job->rows.columns);

@@ -20,9 +20,8 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* Writes the probabilities of a token's experts to p [columns]. They are the scores divided by
- * the sum of the token's scores. Returns that sum, or 1 for a softmax. If the sum is 0, all
- * numbers in p are 0. */
+/* Writes the probabilities of a token's experts to p [columns]: the scores divided by their
+ * sum. Returns that sum, or 1 for a softmax. If the sum is 0, all probabilities are 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -39,11 +38,11 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns one token's term of the balance loss: the sum over the experts of
+/* FORWARD: returns one token's term of the balance loss, the sum over the experts of
  * probability * load. BACKWARD: writes the gradient of the token's logits. `load`
  * [num_experts]: number of choices of each expert. `factor` (BACKWARD only): gradient of the
- * loss, multiplied by factor_of(). p [columns]: shared memory of the warp; on return it
- * contains the probabilities. */
+ * loss, times factor_of(). p [columns]: shared memory of the warp, which gets the
+ * probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -107,8 +106,8 @@ struct TokenInterval {
     int64_t begin, end;
 };
 
-/* Returns the tokens of s that belong to the sequence that begins with token `first`. If
- * sequence_tokens is 0 (no sequences), returns all tokens of s. */
+/* Returns the tokens of s in the sequence that begins with token `first`, or all tokens of s if
+ * there are no sequences (sequence_tokens is 0). */
 __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64_t first,
                                                           int64_t sequence_tokens)
 {
@@ -116,9 +115,8 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor by which the kernels multiply the sum over the tokens. It is job.factor.
- * If job.plan is set, it is job.factor divided by the number of tokens of all ranks, which the
- * plan records, once or twice (job.num_divisions). */
+/* Returns the factor of the sum over the tokens: job.factor, with job.plan divided once or
+ * twice (job.num_divisions) by the number of tokens of all ranks, which the plan records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -132,8 +130,8 @@ static __device__ double factor_of(const p2p_loss_job &job)
 
 /* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
  * of the tokens' logits. One warp works on one run. For the balance loss by sequences, the
- * warps of a CTA together visit the sequences that overlap the runs of the CTA, one after the
- * other. Z: true for the z-loss, false for the balance loss. */
+ * warps of a CTA together visit one sequence after the other that overlaps their runs. Z: true
+ * for the z-loss, false for the balance loss. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -216,9 +214,9 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* The kernel that computes bias += rate * sign(mean load - load). To avoid rounding errors, it
- * computes this sign as the sign of the integer (total load - num_experts * load). The grid has
- * one CTA. */
+/* The kernel that computes bias += rate * sign(mean load - load). The sign is that of the
+ * integer total load - num_experts * load, which has no rounding errors. The grid has one CTA.
+ */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

@@ -44,8 +44,8 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns the index of column i in shared memory. To avoid bank conflicts when each lane reads
- * 8 consecutive words, there is one word of padding after every 32 words. */
+/* Returns the index of column i in shared memory. There is one word of padding after every 32
+ * words, so that lanes that read 8 consecutive words have no bank conflicts. */
 __host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
@@ -81,10 +81,9 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls f(i) for
- * this lane's columns from `end` to 32 * V - 1, which do not exist in the row. This saves a
- * comparison per column. f may access these additional columns, because shared memory has words
- * for them. */
+/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also for its columns
+ * from `end` to 32 * V - 1, which saves a comparison per column. The row does not have these
+ * columns, but shared memory has words for them. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -138,8 +137,8 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
-/* load_number() loads, and store_number() stores, element i of an array whose type (F32, BF16
- * or F16) is known only at run time. */
+/* Load and store element i of an array whose type (F32, BF16 or F16) is known only at run time.
+ */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -177,8 +176,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes the gradients of all logits of a token. The gradient of the logit in column i is d(i).
- * With `accumulate`, adds d(i) to the old value instead. */
+/* Writes the gradients d(i) of all logits i of a token, or adds them to the old values with
+ * `accumulate`. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -194,9 +193,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Each lane passes a number `mine`. Returns the largest of them, without NaNs. There is one
- * exception, as in the CPU code: if `first`, the first value of the row, is NaN, the result is
- * NaN. */
+/* Returns the largest of the numbers `mine` that lanes pass, without NaNs. Exception, as in the
+ * CPU code: if `first`, the first value of the row, is NaN, the result is NaN. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -313,18 +311,18 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The numbers from which the kernels compute the weights of a token's choices: weight = part /
- * divisor * scales of the router. parts[j] is the part of choice lane + 32 * j. All choices of
- * the token have the same divisor. is_divisor_variable: true if the divisor depends on the
- * parts; then backward also needs the gradient of the divisor. */
+/* The numbers from which the weights of a token's choices are computed: weight = part / divisor
+ * * scales of the router. parts[j] is the part of choice lane + 32 * j, and all choices have
+ * one divisor. is_divisor_variable: the divisor depends on the parts, so backward also needs
+ * its gradient. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool is_divisor_variable;
 };
 
-/* Computes the parts and the divisor of a token. The fields weight_rule and normalize of the
- * router define them. x has one number per choice: the expert's score if weight_rule is
+/* Computes the parts and the divisor of a token, which the router's weight_rule and normalize
+ * define. x has one number per choice: the expert's score if weight_rule is
  * EPIC_WEIGHT_OF_SCORE, else its logit. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,

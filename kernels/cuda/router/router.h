@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments ("jobs") and launchers of the kernels of the router and of its losses, for the host
- * code of src/backend/p2p. This header is plain C. A *column* is one logit of a token: there is
- * one per expert and zero-expert. All arrays are in device memory of this rank; no kernel
- * accesses a peer's memory. Every launcher enqueues on `stream` and returns the error of the
- * launch. */
+ * code of src/backend/p2p. Plain C. A *column* is one logit of a token, for an expert or
+ * zero-expert. All arrays are in device memory of this rank; no kernel accesses a peer's
+ * memory. Every launcher enqueues on `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -39,21 +38,21 @@ typedef struct p2p_router_job {
     const float *bias;
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
-    /* [num_tokens]. Not NULL: the caller has a table of experts, and token t gets the experts
-     * in row token_ids[t] of `table` [table_rows, top_k]. If token_ids and topk_idx_in are both
-     * NULL, the kernel chooses experts by their scores. */
+    /* [num_tokens]. Not NULL: token t gets the experts in row token_ids[t] of the caller's
+     * `table` [table_rows, top_k]. If token_ids and topk_idx_in are NULL, the kernel chooses
+     * experts by their scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
-    /* [num_tokens, top_k]. Not NULL: the caller itself has chosen the experts of each token.
-     * token_ids must then be NULL. */
+    /* [num_tokens, top_k]. Not NULL: the caller has chosen the experts of each token, and
+     * token_ids is NULL. */
     const int32_t *topk_idx_in;
     int32_t *topk_idx; /* output [num_tokens, top_k]: the chosen experts */
     float *weights;    /* output [num_tokens, top_k]: weights of the choices */
     float *scores; /* output [num_tokens, columns]; NULL: the caller does not need the scores */
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: the kernel compares experts by their logits instead of their scores. The host sets it
-     * if both have the same order, because logits need no computation. */
+    /* 1: the kernel compares experts by their logits, because these have the order of the
+     * scores */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -73,24 +72,23 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* only for the balance loss over all tokens: [num_experts], how many choices each expert
-     * has */
+    /* only for the balance loss over all tokens: [num_experts], number of choices of each
+     * expert */
     const int32_t *load;
     /* only for the balance loss by sequences: [num_tokens, top_k], the ids of the chosen
-     * experts, from which the kernel counts the choices in each sequence */
+     * experts, which the kernel counts in each sequence */
     const int32_t *topk_idx;
     int64_t
         sequence_tokens; /* number of tokens of a sequence; 0: the loss is over all tokens */
     double factor;       /* the sum over the tokens is multiplied by this number */
-    /* If the loss is averaged over the tokens of all ranks: a plan, from which the kernel reads
-     * their number. The kernel divides `factor` by it. Otherwise NULL. */
+    /* a plan with the number of tokens of all ranks, by which the kernel divides `factor`;
+     * otherwise NULL */
     const void *plan;
     /* how many times the kernel divides `factor` by the number of tokens: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
-    /* [LOSS_RUNS], workspace: one sum per run. A run is a number of consecutive tokens, whose
-     * losses are added first. */
+    /* [LOSS_RUNS], workspace: the sum of each run, a number of consecutive tokens */
     double *runs;
     void *loss;                    /* forward: output [1] of loss_type */
     void *d_logits;                /* backward: output [num_tokens, columns] of grad_type */
@@ -99,10 +97,9 @@ typedef struct p2p_loss_job {
     int32_t is_z_loss;             /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* p2p_launch_router*() launch the kernels of the router, and p2p_launch_loss*() the kernels of
- * the losses. p2p_launch_bias_update() changes `bias` [num_experts]. It lowers the bias of
- * experts with more than the mean `load`, so that later steps choose them less often. It raises
- * the bias of experts with less than the mean load. */
+/* Launch the kernels of the router and of the losses. p2p_launch_bias_update() lowers `bias`
+ * [num_experts] of experts with more than the mean `load`, so that they are chosen less often,
+ * and raises it for experts with less. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
