@@ -5,7 +5,8 @@
 usage: words.py ROOT
 
 Each function or method of C or CUDA in src, kernels or bindings needs a name of at least two words,
-such as plan_open. Words that the project has replaced are allowed only in CHANGELOG.md and docs/lab.
+such as plan_open. Words that the project has replaced are allowed only in CHANGELOG.md and docs/lab;
+this holds for texts, names of files, and patches. In C, a comment does not begin with What or Where.
 """
 
 import re
@@ -34,6 +35,15 @@ REPLACED = re.compile(
     r"failure\.step|epic/meeting|src/easy|src/meet|src/wire"
     r")"
 )
+# Words that are replaced also as a part of a name. ftello() is a function of C, and wire_meshes() one
+# of torchtitan.
+WORDS = re.compile(
+    r"(?<![A-Za-z])(?:ledger|guest|wire|tell|tells|teller|told|untold|nobody|beside)s?(?![A-Za-z])(?!_meshes)",
+    re.I,
+)
+# In names of files also words that are ordinary in a sentence.
+FILE_WORDS = re.compile(r"(?<![a-z])(?:turns?|lives|sights?|places|parcels?|strands?|unheard|unsaid)(?![a-z])")
+NO_SUBJECT = re.compile(r"/\*+ *(?:What|Where)\b(?! if\b)")
 
 
 def strip_comments(text: str) -> str:
@@ -63,7 +73,21 @@ def find_replaced_words(path: str, text: str) -> list[str]:
     return [
         f"{path}:{number}: the word {match[0]} was replaced"
         for number, line in enumerate(text.split("\n"), 1)
-        for match in REPLACED.finditer(line)
+        for match in (*REPLACED.finditer(line), *WORDS.finditer(line))
+    ]
+
+
+def find_replaced_names(path: str) -> list[str]:
+    """Returns an error if the name of a file has a replaced word."""
+    matches = (*WORDS.finditer(path), *FILE_WORDS.finditer(path))
+    return [f"{path}: the name has the word {match[0]}, which was replaced" for match in matches]
+
+
+def find_comments_without_subject(path: str, text: str) -> list[str]:
+    """Returns an error for each comment that begins with What or Where."""
+    return [
+        f"{path}:{text.count(chr(10), 0, match.start()) + 1}: the comment begins with no subject"
+        for match in NO_SUBJECT.finditer(text)
     ]
 
 
@@ -76,8 +100,9 @@ def main() -> int:
         return 77
     problems, num_files = [], 0
     for path in listed.stdout.splitlines():
-        if path.startswith(HISTORY) or path.endswith((".patch", ".svg", ".png")):
+        if path.startswith(HISTORY) or path.endswith((".svg", ".png")):
             continue
+        problems += find_replaced_names(path)
         try:
             text = (root / path).read_text()
         except (UnicodeDecodeError, FileNotFoundError):
@@ -86,6 +111,7 @@ def main() -> int:
         problems += find_replaced_words(path, text)
         if path.startswith(SOURCES) and path.endswith(C_SUFFIXES):
             problems += find_one_word_functions(path, text)
+            problems += find_comments_without_subject(path, text)
     print("\n".join(problems))
     print(f"{num_files} files, {len(problems)} problems")
     return bool(problems) or num_files < 100
