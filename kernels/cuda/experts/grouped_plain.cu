@@ -224,17 +224,17 @@ template <int PASS, bool SCALED> struct StepTiles {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's numbers of one step into registers. `step`: the step's first index
+    /* Loads this thread's numbers of one step into registers. `first`: the step's first index
      * along the summed dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const TileSlice &p,
-                                              int64_t step)
+                                              int64_t first)
     {
         const uint32_t a_type = PASS == EPIC_GEMM_INPUT ? y_type(g) : g.row_type;
         const uint32_t b_type = PASS == EPIC_GEMM_WEIGHT ? y_type(g) : g.weight_type;
 #pragma unroll
         for (int n = 0; n < A_FOURS; n++) {
             const int m = line_in_tile(A_TRANSPOSED, BM, n);
-            const int64_t s = step + step_in_tile(A_TRANSPOSED, BM, n);
+            const int64_t s = first + step_in_tile(A_TRANSPOSED, BM, n);
             const int64_t at =
                 A_TRANSPOSED ? (p.row + m) * p.depth + s : (p.row + s) * g.k + p.first + m;
             const int num_valid = A_TRANSPOSED ? (m < p.tokens ? count_four(p.depth, s) : 0)
@@ -248,7 +248,7 @@ template <int PASS, bool SCALED> struct StepTiles {
 #pragma unroll
         for (int n = 0; n < B_FOURS; n++) {
             const int64_t c = p.column + line_in_tile(B_TRANSPOSED, BN, n);
-            const int64_t s = step + step_in_tile(B_TRANSPOSED, BN, n);
+            const int64_t s = first + step_in_tile(B_TRANSPOSED, BN, n);
             const int64_t at = PASS == EPIC_GEMM_WEIGHT ? (p.row + s) * g.n + c
                                : B_TRANSPOSED           ? (p.expert * g.k + c) * g.n + s
                                                         : (p.expert * g.k + s) * g.n + c;
@@ -373,11 +373,11 @@ static __global__ void __launch_bounds__(THREADS)
         step_tiles.load_step(g, p, p.begin);
         step_tiles.store_step((float *)fours[0]);
         __syncthreads();
-        for (int64_t step = p.begin; step < p.end; step += BK) {
-            const bool has_next = step + BK < p.end;
+        for (int64_t first = p.begin; first < p.end; first += BK) {
+            const bool has_next = first + BK < p.end;
             const float *const a = (const float *)fours[buffer];
             const float *const b = a + BK * Tiles::A_PITCH;
-            if (has_next) step_tiles.load_step(g, p, step + BK);
+            if (has_next) step_tiles.load_step(g, p, first + BK);
 #pragma unroll
             for (int s = 0; s < BK; s++) {
                 float x[THREAD_TILE], y[THREAD_TILE];
@@ -415,9 +415,9 @@ static __global__ void __launch_bounds__(THREADS)
     TileSlice p = {};
     p.columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
     p.rows = p.tokens = (int)lines_of<PASS>(g);
-    const int64_t fours = (p.columns + 3) / 4, step = (int64_t)gridDim.x * THREADS;
+    const int64_t fours = (p.columns + 3) / 4, stride = (int64_t)gridDim.x * THREADS;
     int64_t i = (int64_t)blockIdx.x * THREADS + threadIdx.x;
-    for (; i < p.rows * fours; i += step) {
+    for (; i < p.rows * fours; i += stride) {
         const int64_t line = i / fours, column = i % fours * 4;
         float sum[4] = {0, 0, 0, 0};
         for (int32_t first = 0; first < g.slices; first += SLICES_AT_ONCE) {

@@ -211,7 +211,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     const int id_lane = first & ((1 << id_lane_bits) - 1);
     const int rank = first >> id_lane_bits & ((1 << rank_bits) - 1);
     const bool own = rank == self.rank, is_used = id_lane < id_lanes && rank < self.num_ranks;
-    const int32_t step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
+    const int32_t token_step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     int32_t token = first >> (id_lane_bits + rank_bits);
     /* number of tokens of `rank`; -1 until the rank's announcement has arrived */
     int32_t num_tokens = own ? job.num_tokens : is_used ? -1 : 0;
@@ -219,7 +219,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
         announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
         P2P_ANNOUNCED_TOKENS;
     for (; !__all_sync(ALL_LANES, token >= (num_tokens < 0 ? tables.max_tokens : num_tokens));
-         token += step) {
+         token += token_step) {
         uint32_t ids[2];
         bool waits =
             is_used && !own && token < (num_tokens < 0 ? tables.max_tokens : num_tokens);
