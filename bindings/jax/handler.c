@@ -245,8 +245,8 @@ static ffi_error *refusal_error(const ffi_frame *frame, const handler_call *call
     return ffi_fail(frame, EPIC_EINVAL,
                     "epic.jax.%s: another call with the same number (tag %llu) is in flight on "
                     "device %d, so their order is not defined.  An inner jit that is called "
-                    "twice gives both calls one number: give their plans different channel=, "
-                    "or order them by after=.  The group is broken: open it again",
+                    "twice uses one number for both calls: pass different channel= to their "
+                    "plans, or order them by after=.  The group is broken: open it again",
                     what, (unsigned long long)call->use.tag, claim->device.ordinal);
 }
 
@@ -275,8 +275,8 @@ static ffi_error *run_operation(handler_call *call)
      * call. That ends in this error. */
     const char *hint =
         result == EPIC_EMISMATCH
-            ? ".  Calls of an inner jit that is called twice share a number: give their plans "
-              "different channel=, or order them by after="
+            ? ".  Calls of an inner jit that is called twice share a number: pass different "
+              "channel= to their plans, or order them by after="
             : "";
     char sentence[1280], text[1536];
     translate_sentence(epic_error(call->use.ctx), sentence, sizeof sentence);

@@ -60,8 +60,8 @@ static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
         epic_abort(
             ctx, tag,
             "two calls of the program share a number (an inner jit that is called twice?) "
-            "and arrived at the same time: give their plans different channel=, or order them "
-            "by after=");
+            "and arrived at the same time: pass different channel= to their plans, or order "
+            "them by after=");
     if (answer == MEMBER_OTHER_RANK)
         epic_abort(ctx, tag,
                    "the mesh of the program has the group's devices in another order than the "

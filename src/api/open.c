@@ -109,8 +109,8 @@ static epic_result gather_checked(void *self, const void *mine, void *all, int64
     if (memcmp((char *)all + (size_t)bootstrap->rank * bytes, mine, bytes) != 0)
         return epic_fail(
             EPIC_EPEER,
-            "open: bootstrap.gather did not leave the bytes of rank %d in its place: it "
-            "must give those of all ranks, in rank order",
+            "open: bootstrap.gather did not store the bytes of rank %d in their place: it "
+            "must store those of all ranks, in rank order",
             bootstrap->rank);
     return epic_fail(EPIC_OK, "%s", before);
 }

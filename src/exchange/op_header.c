@@ -160,7 +160,7 @@ bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *
         char text[32], other[32];
         if (given->common[field] == plan->common[field]) continue;
         snprintf(sentence, size,
-                 "%s%s is %s: must be %s, as in the layer that epic_plan was given; pass that",
+                 "%s%s is %s: must be %s, as in the layer that was passed to epic_plan",
                  field == COMMON_LAYER_FLAGS ? "" : "layer.", common_names[field],
                  value_text(field, given->common[field], text),
                  value_text(field, plan->common[field], other));

@@ -39,9 +39,9 @@
     "topk_idx_in: rank %d, token %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
-#define SENTENCE_CAPACITY /* arguments: rank, slots that it has, slots that it needs */   \
-    "capacity: rank %d has %lld slots and needs %lld; give it more (epic_capacity_bound " \
-    "never overflows) or let the layer drop"
+#define SENTENCE_CAPACITY /* arguments: rank, slots that it has, slots that it needs */ \
+    "capacity: rank %d has %lld slots and needs %lld; pass a larger one "               \
+    "(epic_capacity_bound always suffices) or let the layer drop"
 
 /* arguments: name of the rows, their number, the plan's number of tokens */
 #define SENTENCE_TOKENS "%s.num_rows is %lld: the plan has %lld tokens on this rank"
@@ -58,7 +58,7 @@
     "many experts in rank_of_expert"
 
 #define SENTENCE_LAYER \
-    "layer is not the plan's: must equal the layer that epic_plan was given; pass that"
+    "layer is not the plan's: must equal the layer that was passed to epic_plan"
 
 #define SENTENCE_RECV_EXPERT                                                               \
     "recv_expert is given: must be NULL with layer.layout EPIC_EXPERT_MAJOR; only a FLAT " \

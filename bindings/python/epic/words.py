@@ -29,7 +29,7 @@ OF_TYPES = dict(zip(("F32", "BF16", "F16", "F64"), TYPES, strict=True)) | {
 }
 # Other names and phrases, and their translation.
 PHRASES = {
-    "epic_capacity_bound never overflows": "capacity=None always suffices",
+    "epic_capacity_bound always suffices": "capacity=None always suffices",
     "(epic_capacity_bound)": "(capacity=None)",
     "epic_capacity_bound": "capacity=None",
     "0 (the rows' type)": "None",

@@ -50,8 +50,8 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
         return epic_fail(
             EPIC_EINVAL,
             "config.max_sms: %d SMs of device %d are needed, other contexts of this "
-            "process have taken %d of its %d; give each context a smaller "
-            "config.max_sms, or close one",
+            "process have taken %d of its %d; set a smaller config.max_sms for "
+            "each context, or close one",
             sms, g->device, others, device_sms);
     g->num_sms = sms;
     return EPIC_OK;
@@ -87,12 +87,11 @@ epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
     if (sms > default_sms(g)) sms = default_sms(g);
     if (g->config.max_sms) sms = (int)g->config.max_sms;
     if (sms < 1 || sms * g->ranks_here > mine->device_sms)
-        return epic_fail(
-            EPIC_EINVAL,
-            "config.max_sms is %u: ranks of this group on device %d: %d, SMs that "
-            "other contexts of this process have taken: %d of %d; give each context "
-            "a smaller config.max_sms, or close one",
-            g->config.max_sms, g->device, g->ranks_here, taken, mine->device_sms);
+        return epic_fail(EPIC_EINVAL,
+                         "config.max_sms is %u: ranks of this group on device %d: %d, SMs that "
+                         "other contexts of this process have taken: %d of %d; set a smaller "
+                         "config.max_sms for each context, or close one",
+                         g->config.max_sms, g->device, g->ranks_here, taken, mine->device_sms);
     return budget_take(g, sms, mine->device_sms);
 }
 
