@@ -5,8 +5,8 @@
 usage: words.py ROOT
 
 Each function or method of C or CUDA in src, kernels or bindings needs a name of at least two words,
-such as plan_open. Words that the project has replaced are allowed only in CHANGELOG.md and docs/lab;
-this holds for texts, names of files, and patches. In C, a comment does not begin with What or Where.
+such as plan_open. In their files no comment begins with What or Where. Texts, names of files and
+patches do not contain a word that the project has replaced, except CHANGELOG.md and docs/lab.
 """
 
 import re
@@ -35,14 +35,15 @@ REPLACED = re.compile(
     r"failure\.step|epic/meeting|src/easy|src/meet|src/wire"
     r")"
 )
-# Words that are replaced also as a part of a name. ftello() is a function of C, and wire_meshes() one
-# of torchtitan.
+# Words that are replaced also as a part of a name. wire_meshes() is a function of torchtitan.
 WORDS = re.compile(
-    r"(?<![A-Za-z])(?:ledger|guest|wire|tell|tells|teller|told|untold|nobody|beside)s?(?![A-Za-z])(?!_meshes)",
+    r"(?<![A-Za-z])(?:ledger|guest|wire|tell|teller|told|untold|nobody|beside)s?(?![A-Za-z])(?!_meshes)",
     re.I,
 )
 # In names of files also words that are ordinary in a sentence.
-FILE_WORDS = re.compile(r"(?<![a-z])(?:turns?|lives|sights?|places|parcels?|strands?|unheard|unsaid)(?![a-z])")
+FILE_WORDS = re.compile(
+    r"(?<![a-z])(?:turns?|lives|sights?|places|parcels?|strands?|unheard|unsaid)(?![a-z])"
+)
 NO_SUBJECT = re.compile(r"/\*+ *(?:What|Where)\b(?! if\b)")
 
 

@@ -80,7 +80,9 @@ def main() -> None:
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")
     args = parser.parse_intermixed_args()
     cases = [args.options] if args.options else CASES
-    before, after = run_alternately([args.before.resolve(), args.after.resolve()], cases, args.rounds)
+    before, after = run_alternately(
+        [args.before.resolve(), args.after.resolve()], cases, args.rounds
+    )
     slower = table(before, after, args.limit)
     print(f"{slower} of {len(after)} figures became slower by more than {args.limit} %")
     sys.exit(slower > 0)

@@ -304,7 +304,9 @@ def case_refused(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     counts = torch.zeros(4, dtype=torch.int32)
     w = epic.torch.ExpertWeights(layer.w_gate_up, layer.w_down)
     mlp = layer.options.experts
-    expect_error(lambda: epic.torch.experts(mlp, x, counts, counts, w, group=on_gpu), "rows are float64")
+    expect_error(
+        lambda: epic.torch.experts(mlp, x, counts, counts, w, group=on_gpu), "rows are float64"
+    )
 
 
 def expect_error(call: Callable[[], Any], word: str) -> None:

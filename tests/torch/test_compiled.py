@@ -83,7 +83,9 @@ def compiled_module_reopened(rank: int) -> None:
         fast(closed, x)
     except RuntimeError as error:
         converted = epic.torch.as_epic_error(error)
-        assert isinstance(converted, epic.torch.EpicError) and converted.code == "EPIC_ECLOSED", converted
+        assert isinstance(converted, epic.torch.EpicError) and converted.code == "EPIC_ECLOSED", (
+            converted
+        )
     else:
         raise AssertionError("a closed group computed")
     torch._dynamo.reset()

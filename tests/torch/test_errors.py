@@ -294,7 +294,9 @@ def different_plans(rank: int) -> None:
     with group_of(4) as group:
         x, _, ids, _ = Data().mine(rank)
         old, new = planned(group, ids), planned(group, ids)
-        expect_error(lambda: epic.torch.dispatch(old if rank == 1 else new, x), "EPIC_EMISMATCH", "plan")
+        expect_error(
+            lambda: epic.torch.dispatch(old if rank == 1 else new, x), "EPIC_EMISMATCH", "plan"
+        )
 
 
 def different_calls(rank: int) -> None:
@@ -336,7 +338,9 @@ def leaves_with(rank: int) -> None:
         with group_of(4) as group:
             if rank == 3:
                 raise ValueError("the loader is empty")
-            expect_error(lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EPEER", "the loader is empty")
+            expect_error(
+                lambda: epic.torch.sum(group, torch.ones(3)), "EPIC_EPEER", "the loader is empty"
+            )
     except ValueError:
         assert rank == 3
 

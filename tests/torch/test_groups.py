@@ -181,7 +181,9 @@ def pair(rank: int, first: list[int], second: list[int]) -> epic.torch.Group:
     group = epic.torch.groups.shared_group(mine, **wish)
     assert group is epic.torch.groups.shared_group(mine, **wish)
     other = {**wish, "timeout_ms": 4321}
-    expect_error(lambda: epic.torch.groups.shared_group(mine, **other), "EPIC_EINVAL", "timeout_ms is 4321")
+    expect_error(
+        lambda: epic.torch.groups.shared_group(mine, **other), "EPIC_EINVAL", "timeout_ms is 4321"
+    )
     assert group.rank == dist.get_rank(mine)
     right(group, group.rank)
     return group

@@ -165,7 +165,9 @@ def twice(rank: int) -> None:
         assert good.capacity <= epic.torch.plan(group, epic.torch.Layer(8, 3), ids).capacity
         if rank == 2:
             ids[4] = torch.tensor([6, 1, 6])
-        expect_error(lambda: epic.torch.plan(group, layer, ids), "EPIC_EINVAL", "rank 2", "token 4", "6")
+        expect_error(
+            lambda: epic.torch.plan(group, layer, ids), "EPIC_EINVAL", "rank 2", "token 4", "6"
+        )
 
 
 def test_distinct(world: Any) -> None:
