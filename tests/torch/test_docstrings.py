@@ -67,6 +67,8 @@ def test_arguments_and_results(name: str) -> None:
     assert documented(thing, "Args") == wanted
     if inspect.isfunction(thing) and signature.return_annotation not in (None, "None", Any):
         assert "\nReturns:\n" in (inspect.getdoc(thing) or "")
+    if inspect.isfunction(thing):
+        assert "\nExample:\n" in (inspect.getdoc(thing) or "")
 
 
 @pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if ">>> import" in str(v.__doc__)])

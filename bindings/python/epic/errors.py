@@ -70,6 +70,11 @@ def error_code(error: BaseException | None) -> str | None:
 
     Returns:
         The code, for example "EPIC_EPEER"; None if no EPIC error is the cause.
+
+    Example:
+        >>> from epic.errors import error_code
+        >>> error_code(ValueError("no error of EPIC")) is None
+        True
     """
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

@@ -153,6 +153,17 @@ def dispatch(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=4, top_k=2)
+        >>> topk_idx, weights = jnp.array([[0, 3]]), jnp.array([[0.75, 0.25]])
+        >>> with epic.jax.open(max_tokens=1, max_row_bytes=64) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, topk_idx)
+        ...     rows, slot_weights = epic.jax.dispatch(plan, jnp.ones((1, 8)), weights)
+        ...     rows.shape, slot_weights.tolist()
+        ((2, 8), [0.75, 0.25])
+
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
@@ -243,6 +254,17 @@ def dispatch_flat(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=4, top_k=2, layout="flat")
+        >>> topk_idx, weights = jnp.array([[0, 3]]), jnp.array([[0.75, 0.25]])
+        >>> with epic.jax.open(max_tokens=1, max_row_bytes=64) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, topk_idx)
+        ...     rows, weights, experts = epic.jax.dispatch_flat(plan, jnp.ones((1, 8)), weights)
+        ...     rows.shape, weights.tolist(), experts.tolist()
+        ((1, 8), [[0.75, 0.25]], [[0, 3]])
 
     """
     check_plan(plan)
@@ -336,6 +358,16 @@ def dispatch_quantized(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=2, top_k=1)
+        >>> with epic.jax.open(max_tokens=1, max_row_bytes=512) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, jnp.array([[1]]))
+        ...     rows, scales, _ = epic.jax.dispatch_quantized(plan, jnp.ones((1, 128)))
+        ...     rows.dtype.name, scales.shape
+        ('float8_e4m3fn', (1, 1))
+
     """
     check_plan(plan)
     check_layout(plan.spec.layer, "expert_major", "dispatch_flat_quantized")
@@ -374,6 +406,17 @@ def dispatch_flat_quantized(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=4, top_k=2, layout="flat")
+        >>> with epic.jax.open(max_tokens=1, max_row_bytes=512) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, jnp.array([[0, 3]]))
+        ...     found = epic.jax.dispatch_flat_quantized(plan, jnp.ones((1, 128)))
+        ...     rows, scales, _, experts = found
+        ...     rows.dtype.name, scales.shape, experts.tolist()
+        ('float8_e4m3fn', (1, 1), [[0, 3]])
 
     """
     check_plan(plan)
@@ -421,6 +464,16 @@ def dequantize(rows: Any, scales: Any, dtype: Any, block: str = "1x128") -> Any:
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=2, top_k=1)
+        >>> with epic.jax.open(max_tokens=1, max_row_bytes=512) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, jnp.array([[1]]))
+        ...     rows, scales, _ = epic.jax.dispatch_quantized(plan, jnp.ones((1, 128)))
+        ...     float(epic.jax.dequantize(rows, scales, jnp.float32)[0, 0])
+        1.0
 
     """
     check_choice("block", block, BLOCKS)
@@ -558,6 +611,16 @@ def plan_dispatch(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=4, top_k=2)
+        >>> topk_idx, x = jnp.array([[0, 1], [2, 3], [0, 2]]), jnp.ones((3, 8))
+        >>> with epic.jax.open(max_tokens=4, max_row_bytes=64) as group:  # one rank
+        ...     plan, rows, _ = epic.jax.plan_dispatch(group, layer, topk_idx, x)
+        ...     plan.expert_tokens.tolist(), epic.jax.combine(plan, rows)[:, 0].tolist()
+        ([2, 1, 2, 1], [2.0, 2.0, 2.0])
 
     """
     check_group(group, layer)

@@ -149,6 +149,14 @@ def unscaled(weights: Weights, dtype: Any) -> Weights:
     Raises:
         EpicArgumentError: the weights are not e4m3, or the scales do not fit them.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> weights = epic.jax.ExpertWeights(jnp.ones((2, 256, 512)), jnp.ones((2, 256, 256)))
+        >>> found = epic.jax.unscaled(epic.jax.scaled(weights), jnp.float32)
+        >>> bool((found.w_gate_up == weights.w_gate_up).all())
+        True
+
     """
     named = weights._asdict()  # type: ignore[attr-defined]
     if jnp.dtype(dtype).name not in FLOATS[:-1]:

@@ -298,6 +298,15 @@ def experts(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> options = epic.jax.Experts(hidden=8, inner=16)
+        >>> weights = epic.jax.ExpertWeights(jnp.ones((2, 8, 32)), jnp.ones((2, 16, 8)))
+        >>> counts = jnp.array([3, 1])  # rows of each expert
+        >>> epic.jax.experts(options, jnp.ones((4, 8)), counts, counts, weights).shape
+        (4, 8)
+
     """
     check_kind("options", options, Experts)
     check_kind("weights", weights, ExpertWeights)

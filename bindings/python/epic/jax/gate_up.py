@@ -62,6 +62,13 @@ def split_gate_up(w_gate_up: Any, *, interleaved: bool = False) -> tuple[Any, An
     Raises:
         EpicArgumentError: the number of columns is odd.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> gate, up = epic.jax.split_gate_up(jnp.array([[0.0, 2.0, 1.0, 3.0]]), interleaved=True)
+        >>> gate.tolist(), up.tolist()
+        ([[0.0, 1.0]], [[2.0, 3.0]])
+
     """
     w = as_array("w_gate_up", w_gate_up, FLOATS, ["width"], (ANY_ROWS, "width"))
     if w.shape[-1] % 2:
@@ -115,6 +122,18 @@ def from_maxtext(
     Raises:
         EpicArgumentError: a parameter is missing, or shapes or dtypes differ.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> params = {
+        ...     "gate": {"kernel": jnp.ones((8, 4))},
+        ...     "wi_0": jnp.ones((4, 8, 16)),
+        ...     "wi_1": jnp.ones((4, 8, 16)),
+        ...     "wo": jnp.ones((4, 16, 8)),
+        ... }
+        >>> epic.jax.from_maxtext(params).w_gate_up.shape
+        (4, 8, 32)
+
     """
     check_kind("params", params, Mapping)
     check_choice("gate_bias", gate_bias, GATE_BIASES)
@@ -152,6 +171,15 @@ def to_maxtext(
 
     Raises:
         EpicArgumentError: MaxText has no name for one of the weights.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> weights = epic.jax.MoeWeights(
+        ...     w_gate=jnp.ones((8, 4)), w_gate_up=jnp.ones((4, 8, 32)), w_down=jnp.ones((4, 16, 8))
+        ... )
+        >>> epic.jax.to_maxtext(weights)["wi_0"].shape
+        (4, 8, 16)
 
     """
     check_kind("weights", weights, MoeWeights)

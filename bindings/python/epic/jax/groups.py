@@ -484,6 +484,11 @@ def close(group: Group) -> None:
     Args:
         group: the group.
 
+    Example:
+        >>> import epic.jax
+        >>> group = epic.jax.open(max_tokens=4, max_row_bytes=64)  # one rank
+        >>> epic.jax.close(group)
+
     """
     check_kind("group", group, Group)
     with lock:
@@ -541,6 +546,11 @@ def check(group: Group) -> None:
 
     Raises:
         EpicError: the error; `code` is its name.
+
+    Example:
+        >>> import epic.jax
+        >>> with epic.jax.open(max_tokens=4, max_row_bytes=64) as group:
+        ...     epic.jax.check(group)  # no error
 
     """
     check_kind("group", group, Group)

@@ -168,6 +168,23 @@ def check_invariance(
     Raises:
         EpicArgumentError: an argument is wrong.
 
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> options = epic.jax.Moe.of(
+        ...     num_experts=16, top_k=2, hidden=8, inner=8, leaves=8, invariant=True
+        ... )
+        >>> weights = epic.jax.MoeWeights(
+        ...     w_gate=jnp.ones((8, 16)),
+        ...     w_gate_up=jnp.ones((16, 8, 16)),
+        ...     w_down=jnp.ones((16, 8, 8)),
+        ... )
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", max_tokens=8, max_row_bytes=32) as group:
+        ...     epic.jax.check_invariance(mesh, group, options, weights).is_invariant
+        True
+
     """
     devices, sizes = mesh.devices.size, batch_sizes(group.max_tokens)
     kind = weights.w_gate_up.dtype if dtype is None else dtype

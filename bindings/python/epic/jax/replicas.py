@@ -104,6 +104,16 @@ def sum_replicas(plan: Plan, x: Any) -> Any:
     Raises:
         EpicArgumentError: x has a wrong shape or dtype; raised while tracing.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=2, top_k=1, num_logical=1)
+        >>> topk_idx, logical = jnp.zeros((2, 1), jnp.int32), jnp.array([0, 0])
+        >>> with epic.jax.open(max_tokens=2, max_row_bytes=64) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, topk_idx, logical_of_expert=logical)
+        ...     epic.jax.sum_replicas(plan, jnp.array([[1.0], [2.0]])).tolist()
+        [[3.0], [3.0]]
+
     """
     x = as_rows_of_experts("x", plan, x)
     if x.dtype != jnp.float32:
@@ -131,6 +141,20 @@ def sum_replica_grads(plan: Plan, weight: Any) -> Any:
     Raises:
         EpicArgumentError: the weight has a wrong shape or dtype; raised while tracing.
         EpicUnsupportedError: the weight is float64.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=2, top_k=1, num_logical=1)
+        >>> topk_idx, logical = jnp.zeros((2, 1), jnp.int32), jnp.array([0, 0])
+        >>> with epic.jax.open(max_tokens=2, max_row_bytes=64) as group:  # one rank
+        ...     plan = epic.jax.plan(group, layer, topk_idx, logical_of_expert=logical)
+        ...     def loss(w):
+        ...         w = epic.jax.sum_replica_grads(plan, w)
+        ...         return (w * jnp.array([[1.0], [2.0]])).sum()
+        ...     jax.grad(loss)(jnp.ones((2, 1))).tolist()
+        [[3.0], [3.0]]
 
     """
     check_plan(plan)

@@ -278,6 +278,15 @@ def balance_loss(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> router = epic.jax.Router(num_experts=2, top_k=1)
+        >>> logits = jnp.zeros((4, 2))  # the probability of each expert is 1/2 for each token
+        >>> load = jnp.array([2, 2])
+        >>> float(epic.jax.balance_loss(router, logits, coeff=1.0, total_tokens=4, load=load))
+        1.0
+
     """
     if group is not None:
         check_kind("group", group, Group)
@@ -335,6 +344,14 @@ def z_loss(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> router = epic.jax.Router(num_experts=2, top_k=1)
+        >>> loss = epic.jax.z_loss(router, jnp.zeros((4, 2)), coeff=1.0, total_tokens=4)
+        >>> round(float(loss), 4)  # log(2)^2
+        0.4805
 
     """
     if group is not None:

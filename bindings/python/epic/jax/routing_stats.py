@@ -38,6 +38,16 @@ def read_plan(plan: Plan | Record) -> list[RoutingStats]:
     Raises:
         EpicArgumentError: the plan's bytes are traced, or belong to other processes too.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=2, top_k=1, overflow="drop")
+        >>> topk_idx = jnp.zeros((3, 1), jnp.int32)
+        >>> with epic.jax.open(max_tokens=3, max_row_bytes=64) as group:  # one rank
+        ...     (stats,) = epic.jax.read_plan(epic.jax.plan(group, layer, topk_idx, capacity=2))
+        >>> stats.kept, stats.rank_full
+        (2, 1)
+
     """
     check_kind("plan", plan, Plan, Record)
     whole: Any = plan.bytes

@@ -90,6 +90,9 @@ def weight_specs(
     Raises:
         EpicArgumentError: an argument is of a wrong class.
 
+    Example:
+        See `epic.jax.moe`.
+
     """
     check_kind("group", group, Group)
     check_kind("weights", weights, MoeWeights)

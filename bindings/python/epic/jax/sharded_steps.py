@@ -80,6 +80,9 @@ def plan(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        See `plan_dispatch`.
+
     """
     steps.check_group(group, options, "options")
     topk_idx = check_choices(options, topk_idx, (ANY_ROWS,))
@@ -137,6 +140,23 @@ def plan_dispatch(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=8, top_k=2)
+        >>> mlp = epic.jax.Experts(hidden=8, inner=16)
+        >>> weights = epic.jax.ExpertWeights(jnp.ones((8, 8, 32)), jnp.ones((8, 16, 8)))
+        >>> topk_idx, x = jnp.tile(jnp.array([[0, 5]]), (8, 1)), jnp.ones((8, 8))
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", like=x) as group:
+        ...     steps = epic.jax.sharded
+        ...     plan, rows, _ = steps.plan_dispatch(mesh, group, layer, topk_idx, x)
+        ...     counts = plan.expert_rows, plan.expert_tokens
+        ...     rows = steps.experts(mesh, mlp, rows, *counts, weights, group=group)
+        ...     steps.combine(mesh, plan, rows).shape
+        (8, 8)
 
     """
     steps.check_group(group, options, "options")
@@ -242,6 +262,19 @@ def dispatch(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> layer = epic.jax.Layer(num_experts=8, top_k=2)
+        >>> topk_idx, x = jnp.tile(jnp.array([[0, 5]]), (8, 1)), jnp.ones((8, 8))
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", like=x) as group:
+        ...     plan = epic.jax.sharded.plan(mesh, group, layer, topk_idx)
+        ...     rows, _ = epic.jax.sharded.dispatch(mesh, plan, x)
+        ...     float(epic.jax.sharded.combine(mesh, plan, rows)[0, 0])
+        2.0
+
     """
     where, arrays = (token_axes, hidden_axis), (tokens, weights, None)
     recv, slot = send(mesh, dispatching.dispatch, plan, arrays, 1, 1, where, **more)
@@ -276,6 +309,9 @@ def dispatch_flat(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        See `dispatch`, and pass a plan of a layer with layout="flat".
 
     """
     where, arrays = (token_axes, hidden_axis), (tokens, weights, None)
@@ -315,6 +351,9 @@ def dispatch_quantized(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        See `dispatch`. The results are those of `epic.jax.dispatch_quantized`.
 
     """
     where, arrays = (token_axes, hidden_axis), (tokens, weights, scales)
@@ -356,6 +395,9 @@ def dispatch_flat_quantized(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        See `dispatch`, and pass a plan of a layer with layout="flat".
+
     """
     where, arrays = (token_axes, hidden_axis), (tokens, weights, scales)
     call, more = dispatching.dispatch_flat_quantized, {"block": block, **more}
@@ -391,6 +433,9 @@ def combine(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        See `plan_dispatch`.
 
     """
     whole, _, slots, own = specs_of_plan(mesh, plan, token_axes, hidden_axis)
@@ -450,6 +495,9 @@ def experts(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        See `plan_dispatch`.
+
     """
     check_kind("options", options, Experts)
     check_kind("weights", weights, mlp.ExpertWeights)
@@ -501,6 +549,18 @@ def route(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> router = epic.jax.Router(num_experts=8, top_k=2)
+        >>> logits = jnp.ones((8, 8))
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", max_tokens=8, max_row_bytes=64) as group:
+        ...     topk_idx, weights = epic.jax.sharded.route(mesh, router, logits, group=group)
+        ...     topk_idx.shape, topk_idx[0].tolist()
+        ((8, 2), [0, 1])
 
     """
     check_kind("options", options, Router)

@@ -50,6 +50,17 @@ def sum(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", max_tokens=8, max_row_bytes=64) as group:
+        ...     x = jnp.ones((mesh.size, 3))  # a row from each device
+        ...     total = epic.jax.sharded.sum(mesh, group, x)
+        ...     total.shape, bool((total == mesh.size).all())
+        ((1, 3), True)
+
     """
     x = as_array("x", x, ("float32",), (ANY_ROWS, "any"), ["any"])
     given = group.token_axes if token_axes is None else token_axes
@@ -78,6 +89,9 @@ def sum_replicas(mesh: Mesh, plan: steps.Plan, x: Any) -> Any:
 
     Raises:
         EpicArgumentError: x has a wrong shape or dtype; raised while tracing.
+
+    Example:
+        See `epic.jax.sum_replicas`, and pass the plan of `epic.jax.sharded.plan`.
 
     """
     check_kind("plan", plan, steps.Plan)
@@ -129,6 +143,9 @@ def sum_replica_grads(mesh: Mesh, plan: steps.Plan, weight: Any) -> Any:
         EpicArgumentError: the weight has a wrong shape or dtype; raised while tracing.
         EpicUnsupportedError: the weight is float64.
 
+    Example:
+        See `epic.jax.sum_replica_grads`, and pass the plan of `epic.jax.sharded.plan`.
+
     """
     check_kind("plan", plan, steps.Plan)
     if weight is None:
@@ -177,6 +194,9 @@ def balance_loss(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        See `z_loss`, and pass load=plan.load.
 
     """
     logits, spec, axes = as_global_logits(mesh, options, logits, group, token_axes)
@@ -234,6 +254,17 @@ def z_loss(
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
+
+    Example:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> router, logits = epic.jax.Router(num_experts=2, top_k=1), jnp.zeros((8, 2))
+        >>> mesh = jax.sharding.Mesh(jax.devices(), ("ep",))
+        >>> with epic.jax.open(mesh, "ep", max_tokens=8, max_row_bytes=64) as group:
+        ...     loss = epic.jax.sharded.z_loss(mesh, router, logits, coeff=1.0, group=group)
+        >>> round(float(loss), 4)  # log(2)^2
+        0.4805
 
     """
     logits, spec, axes = as_global_logits(mesh, options, logits, group, token_axes)

@@ -590,6 +590,9 @@ def combine(plan: Plan, rows: Any, slot_weights: Any = None, *, max_sms: int | N
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        See `plan`.
+
     """
     check_plan(plan)
     plan = limit_sms(plan, max_sms)

@@ -97,6 +97,13 @@ def sum(
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
 
+    Example:
+        >>> import jax.numpy as jnp
+        >>> import epic.jax
+        >>> with epic.jax.open(max_tokens=1, max_row_bytes=64) as group:  # one rank
+        ...     epic.jax.sum(group, jnp.ones(3)).tolist()
+        [1.0, 1.0, 1.0]
+
     """
     check_kind("group", group, Group)
     if not isinstance(tree, bool | np.bool_):

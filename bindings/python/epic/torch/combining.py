@@ -132,6 +132,17 @@ def combine(
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=4, top_k=2)
+        >>> ids, weights = torch.tensor([[0, 3]]), torch.tensor([[0.75, 0.25]])
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=32) as group:
+        ...     plan = epic.torch.plan(group, layer, ids)
+        ...     rows, slot_weights = epic.torch.dispatch(plan, torch.ones(1, 8), weights)
+        ...     out = epic.torch.combine(plan, 2 * rows, slot_weights)
+        >>> out[0, 0].item()
+        2.0
     """
     try:
         plan = limit_plan(plan, max_sms)

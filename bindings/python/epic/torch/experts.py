@@ -490,6 +490,12 @@ def slab_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
     Returns:
         The products [slots, m]; rows after the last slab are zero.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> x, w = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[[1.0]], [[10.0]]])
+        >>> epic.torch.slab_mm(x, w, torch.tensor([1, 3], dtype=torch.int32)).tolist()
+        [[1.0], [20.0], [30.0]]
     """
     out = x.new_zeros((x.shape[0], w.shape[2]))
     begin = 0

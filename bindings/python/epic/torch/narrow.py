@@ -111,6 +111,15 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
 
     Raises:
         EpicArgumentError: The scales do not fit the rows.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=2, top_k=1)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=512) as group:
+        ...     plan = epic.torch.plan(group, layer, torch.tensor([[1]]))
+        ...     rows, scales, _ = epic.torch.dispatch_quantized(plan, torch.ones(1, 128))
+        >>> epic.torch.dequantize(rows, scales, torch.float32)[0, 0].item()
+        1.0
     """
     size = check_scales(rows, scales, block)
     if block == "1x32":
@@ -143,6 +152,11 @@ def swizzle_scales(scales: Tensor) -> Tensor:
 
     Raises:
         EpicArgumentError: The scales have another shape or dtype.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> epic.torch.swizzle_scales(torch.full((2, 4), 127, dtype=torch.uint8)).shape
+        torch.Size([128, 4])
     """
     if scales.dim() != 2 or scales.element_size() != 1:
         shape = list(scales.shape)

@@ -133,6 +133,12 @@ def as_epic_error(error: RuntimeError) -> RuntimeError:
     Returns:
         An EpicError or EpicArgumentError with the names of Python's arguments in its text. If the
         error is no EPIC error, or is an EpicError already, the error itself.
+
+    Example:
+        >>> import epic.torch
+        >>> error = RuntimeError("no error of EPIC")
+        >>> epic.torch.as_epic_error(error) is error
+        True
     """
     text = str(error).split("\n")[0]
     code, _, sentence = text.partition(": ")

@@ -205,6 +205,10 @@ def from_block(
         EpicUnsupportedError: The class is not supported, its parameters have another layout or are
             quantized, or it has adapters.
         EpicArgumentError: num_ranks of the group does not divide the number of experts.
+
+    Example:
+        block = model.model.layers[0].mlp  # for example a Qwen3MoeSparseMoeBlock
+        layer = epic.torch.from_block(block, group)
     """
     adapted = [module.parameter_name for module in block.modules() if wrappers_of(module)]
     if adapted:
@@ -366,6 +370,11 @@ def sum_gradients(model: nn.Module, group: Group) -> None:
 
     Raises:
         EpicArgumentError: fully_shard shards a parameter over ranks of the group.
+
+    Example:
+        model(ids, labels=ids).loss.backward()
+        epic.torch.sum_gradients(model, group)
+        optimizer.step()
     """
     check_sharding(group, model.named_parameters())
     done, tree = set(), set()

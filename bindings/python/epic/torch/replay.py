@@ -135,6 +135,9 @@ def replay_routing(
     Raises:
         EpicArgumentError: The names in the record are not those of the model's layers, or the
             record has too few routings.
+
+    Example:
+        See `record_routing`.
     """
     layers = layers_of(model)
     if layers.keys() != record.keys():

@@ -128,6 +128,15 @@ def sum_replicas(plan: Plan, x: Tensor, *, out: Tensor | None = None) -> Tensor:
     Raises:
         EpicArgumentError: x has a wrong shape or dtype.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=2, top_k=1, num_logical=1)
+        >>> ids, x = torch.zeros(2, 1, dtype=torch.int32), torch.tensor([[1.0], [2.0]])
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=2, max_row_bytes=32) as group:
+        ...     plan = epic.torch.plan(group, layer, ids, logical_of_expert=[0, 0])
+        ...     epic.torch.sum_replicas(plan, x).tolist()
+        [[3.0], [3.0]]
     """
     check_local_rows(plan, "x", x)
     if x.dtype != torch.float32:
@@ -164,6 +173,17 @@ def sum_replica_grads(plan: Plan, weight: Tensor | None) -> Tensor | None:
     Raises:
         EpicArgumentError: The weight has a wrong shape or dtype.
         EpicUnsupportedError: The weight is float64.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=2, top_k=1, num_logical=1)
+        >>> ids, w = torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, requires_grad=True)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=2, max_row_bytes=32) as group:
+        ...     plan = epic.torch.plan(group, layer, ids, logical_of_expert=[0, 0])
+        ...     out = epic.torch.sum_replica_grads(plan, w) * torch.tensor([[1.0], [2.0]])
+        ...     out.sum().backward()
+        >>> w.grad.tolist()
+        [[3.0], [3.0]]
     """
     if weight is None or not plan.spec.num_logical:
         return weight

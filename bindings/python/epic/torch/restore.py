@@ -155,6 +155,12 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
             has an adapter that was added after `replace_moe`.
         EpicArgumentError: fully_shard shards another parameter over ranks of the group.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        epic.torch.replace_moe(model, group)
+        train(model)
+        epic.torch.restore_moe(model, group, device="cpu")
+        model.generate(ids)  # without EPIC
     """
     check_restorable(model, group)
     found = list(replaced_blocks(model))

@@ -334,6 +334,14 @@ def balance_loss(
 
     Raises:
         EpicArgumentError: load and topk_idx are both missing, or a shape or dtype is wrong.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> router = epic.torch.Router(num_experts=2, top_k=1)
+        >>> logits = torch.zeros(4, 2)  # the probability of each expert is 1/2 for each token
+        >>> load = torch.tensor([2, 2], dtype=torch.int32)
+        >>> float(epic.torch.balance_loss(router, logits, coeff=1.0, total_tokens=4, load=load))
+        1.0
     """
     rows = as_logits(router, logits)
     load, topk_idx = (None, topk_idx) if sequence_tokens else (load, None)
@@ -381,6 +389,13 @@ def z_loss(
 
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> router = epic.torch.Router(num_experts=2, top_k=1)
+        >>> loss = epic.torch.z_loss(router, torch.zeros(4, 2), coeff=1.0, total_tokens=4)
+        >>> round(float(loss), 4)  # log(2)^2
+        0.4805
     """
     rows = as_logits(router, logits)
     rest = (float(coeff), number_of(group, rows), *numbers_of(router.key))
@@ -400,6 +415,13 @@ def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = N
         load: [num_experts] int32: choices of each expert over the group since the last update.
         rate: By how much an element of the bias changes, for example 0.001.
         group: For a bias on a GPU, a group on that GPU. For a bias on the CPU None is enough.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> bias, load = torch.zeros(3), torch.tensor([5, 1, 3], dtype=torch.int32)
+        >>> epic.torch.bias_update(bias, load, 0.5)
+        >>> bias.tolist()
+        [-0.5, 0.5, 0.0]
     """
     with torch.no_grad():
         ops.bias_update_.default(bias, load, float(rate), number_of(group, bias))

@@ -138,6 +138,13 @@ def unscaled(weights: Weights, dtype: torch.dtype) -> Weights:
 
     Raises:
         EpicArgumentError: The weights are not e4m3, or the scales do not fit them.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> weights = epic.torch.ExpertWeights(torch.ones(2, 256, 512), torch.ones(2, 256, 256))
+        >>> found = epic.torch.unscaled(epic.torch.scaled(weights), torch.float32)
+        >>> torch.equal(found.w_gate_up, weights.w_gate_up)
+        True
     """
     named = weights._asdict()  # type: ignore[attr-defined]
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -180,6 +187,13 @@ def scaled(weights: Weights) -> Weights:
 
     Raises:
         EpicArgumentError: w_gate_up is float8_e4m3fn already, or a matrix has another dtype.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> weights = epic.torch.ExpertWeights(torch.ones(2, 256, 512), torch.ones(2, 256, 256))
+        >>> found = epic.torch.scaled(weights)
+        >>> found.w_gate_up.dtype, found.w_gate_up.shape, found.w_gate_up_scales.shape
+        (torch.float8_e4m3fn, torch.Size([2, 512, 256]), torch.Size([2, 4, 2]))
     """
     if has_mx_scales(weights):
         weights = unscaled(weights, torch.float32)

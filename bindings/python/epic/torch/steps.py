@@ -343,6 +343,16 @@ def dispatch(
     Raises:
         EpicArgumentError: A shape, dtype or device is wrong.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=4, top_k=2)
+        >>> ids, weights = torch.tensor([[0, 3]]), torch.tensor([[0.75, 0.25]])
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=32) as group:
+        ...     plan = epic.torch.plan(group, layer, ids)
+        ...     rows, slot_weights = epic.torch.dispatch(plan, torch.ones(1, 8), weights)
+        >>> rows.shape, slot_weights.tolist()
+        (torch.Size([2, 8]), [0.75, 0.25])
     """
     try:
         plan = limit_plan(plan, max_sms)
@@ -477,6 +487,15 @@ def dispatch_quantized(
         EpicArgumentError: A shape, dtype or device is wrong.
         EpicUnsupportedError: tokens are float64.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> layer = epic.torch.Layer(num_experts=2, top_k=1)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=512) as group:
+        ...     plan = epic.torch.plan(group, layer, torch.tensor([[1]]))
+        ...     rows, scales, _ = epic.torch.dispatch_quantized(plan, torch.ones(1, 128))
+        >>> rows.dtype, scales.shape
+        (torch.float8_e4m3fn, torch.Size([1, 1]))
     """
     if plan.spec.flat:
         raise wrong_layout(plan.spec, "dispatch_flat")
@@ -801,6 +820,20 @@ def save_plans(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
 
     Returns:
         CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch, epic.torch
+        >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+        >>> contexts = partial(create_selective_checkpoint_contexts, epic.torch.save_plans)
+        >>> options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=4, max_row_bytes=32) as group:
+        ...     layer = epic.torch.MoE(group, options)
+        ...     x = torch.randn(4, 8, requires_grad=True)
+        ...     out, _ = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+        ...     out.sum().backward()
+        >>> x.grad.shape
+        torch.Size([4, 8])
     """
     policy = torch.utils.checkpoint.CheckpointPolicy
     is_plan = op.namespace == "epic" and op._opname in ("plan", "plan_dispatch")
@@ -819,6 +852,9 @@ def save_exchange(_context: Any, op: Any, *_: Any, **__: Any) -> Any:
 
     Returns:
         CheckpointPolicy.MUST_SAVE or PREFER_RECOMPUTE.
+
+    Example:
+        See `save_plans`, and pass save_exchange in its place.
     """
     policy = torch.utils.checkpoint.CheckpointPolicy
     return policy.MUST_SAVE if op.namespace == "epic" else policy.PREFER_RECOMPUTE

@@ -138,6 +138,12 @@ def sum(
         EpicArgumentError: x or out has a wrong dtype or shape, or tree is True and num_ranks is no
             power of two.
         EpicError: A rank failed, was late, or made a different call.
+
+    Example:
+        >>> import torch, epic.torch
+        >>> with epic.torch.Group(num_ranks=1, max_tokens=1, max_row_bytes=32) as group:
+        ...     epic.torch.sum(group, torch.ones(3)).tolist()
+        [1.0, 1.0, 1.0]
     """
     if x.dtype not in (torch.float32, torch.float64):
         raise EpicArgumentError(f"x is {x.dtype}: must be float32 or float64")
