@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests a captured graph of plan+dispatch and combine, which is replayed with new routing and
- * data, and with another capacity_limit. Then runs the same operations many times without pauses, with random delays of the
- * host.
+ * data, and with another capacity_limit. Then runs these operations many times without pauses,
+ * with random delays of the host.
  *
  *   gpu_graph RANKS GPUS threads|processes REPLAYS [usual|flat|rare [windows]]
  *   rare: layers with replicas and EPIC_BY_K; the sum of replicas is captured, too

@@ -115,8 +115,7 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns word number w of the bit mask of the ranks that are on the same host as this rank. This rank is one of
- * them. */
+/* Returns word number w of the bit mask of the ranks on this rank's host, with this rank. */
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self, int w = 0)
 {
     return HOSTS ? self.net->host_ranks[w] : 0xffffffffu;
