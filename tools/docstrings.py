@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An extension of griffe for the site: turns "name: meaning" lines of docstrings into a list.
+"""An extension of griffe for the site: rewrites lists and examples of docstrings as Markdown.
 
-Without it, mkdocstrings would join such lines to one paragraph. Sections in Google style, such as
-Args, do not change.
+Without it, mkdocstrings would join "name: meaning" lines to one paragraph, and show ">>>" as a
+quotation. Sections in Google style, such as Args, do not change.
 """
 
 import re
+import textwrap
 from typing import Any
 
 import griffe
@@ -35,10 +36,22 @@ def as_list(text: str) -> str:
     return "\n".join(out)
 
 
+def fence_example(text: str) -> str:
+    """Return a docstring with the code of its section "Example:" in a code block.
+
+    A section that only names another place ("See ...") does not change.
+    """
+    before, title, example = text.partition("Example:\n")
+    code = textwrap.dedent(example).rstrip()
+    if not code or code.startswith("See "):
+        return text
+    return before + title + textwrap.indent("```python\n" + code + "\n```\n", "    ")
+
+
 class FieldLists(griffe.Extension):
     """Rewrites every docstring while griffe reads the sources."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         """Rewrite the docstring of an object; griffe calls this for each object."""
         if obj.docstring:
-            obj.docstring.value = as_list(obj.docstring.value)
+            obj.docstring.value = fence_example(as_list(obj.docstring.value))

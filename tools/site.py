@@ -3,7 +3,7 @@
 """Prepares the documentation for MkDocs.
 
 Copies docs/ with its folders, the README as the first page and the other pages of the top folder,
-and writes the references. The C reference is made from the header. Those of Python are lists of
+and writes the references. The C reference is made from the headers. Those of Python are lists of
 names that mkdocstrings fills from the docstrings. Links to files that are not pages become plain
 text.
 
@@ -27,6 +27,18 @@ TOP = {
 }
 PACKAGES = ("torch", "jax")
 MODULES = {"torch": (), "jax": ("linen", "nnx", "gemm")}  # public modules that are not in __all__
+# Pages with single names, which are not those of one package.
+PAGES = {
+    "epic": ("read_trace", "TraceStep", "read_placement", "Placement"),
+    "adapters": (
+        "torch.megatron.use_epic",
+        "torch.titan.epic",
+        "torch.titan.EpicTokenDispatcher.Config",
+        "torch.transformers.register",
+        "vllm.options.Options",
+    ),
+}
+HEADERS = ("placement.h", "epic_abi.h")  # headers that are printed as they are
 PICTURE = re.compile(r"<picture>.*?srcset=\"(?P<dark>[^\"]+)\".*?alt=\"(?P<alt>[^\"]*)\""
                      r" src=\"(?P<light>[^\"]+)\".*?</picture>", re.S)  # fmt: skip
 
@@ -53,7 +65,7 @@ def rewrite_links(text: str, source: Path, pages: dict[Path, str]) -> str:
         return f"[{words}]({os.path.relpath(page, here)}{'#' + anchor if anchor else ''})"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)
-    parts[::2] = [re.sub(r"\[([^\]\n]*)\]\(([^)\s]+)\)", rewrite, part) for part in parts[::2]]
+    parts[::2] = [re.sub(r"\[([^\]]*)\]\(([^)\s]+)\)", rewrite, part) for part in parts[::2]]
     return "".join(parts)
 
 
@@ -107,6 +119,12 @@ def python_reference(package: str) -> str:
     return "\n".join(lines)
 
 
+def print_header(name: str) -> str:
+    """Return a chapter with a whole header, which begins with a comment that describes it."""
+    text = (ROOT / "include/epic" / name).read_text(encoding="utf-8")
+    return f"\n## epic/{name}\n\n```c\n{text.partition(chr(10))[2]}```\n"
+
+
 def main() -> int:
     """Return the exit status of reference.py."""
     folder = Path(sys.argv[1])
@@ -124,9 +142,17 @@ def main() -> int:
     for package in PACKAGES:
         with (pages / f"reference/{package}.md").open("a", encoding="utf-8") as out:
             out.write(python_reference(package))
+    for page, names in PAGES.items():
+        with (pages / f"reference/{page}.md").open("a", encoding="utf-8") as out:
+            for name in names:
+                lines = python_directive(f"epic.{name}", f"epic.{name}")
+                out.write("\n".join(["", *lines]))
     header, maker = ROOT / "include/epic/epic.h", ROOT / "tools/reference.py"
     command = [sys.executable, str(maker), str(header), str(pages / "reference/c.md")]
-    return subprocess.run(command, check=False).returncode
+    status = subprocess.run(command, check=False).returncode
+    with (pages / "reference/c.md").open("a", encoding="utf-8") as out:
+        out.writelines(print_header(name) for name in HEADERS)
+    return status
 
 
 if __name__ == "__main__":
