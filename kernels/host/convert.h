@@ -16,7 +16,6 @@
 #define E4M3_MAX 448.0f
 #define E4M3_NAN 0x7fu
 
-/* bits_of() returns the bits of a float32; float_of() returns the float32 with these bits. */
 INLINE uint32_t bits_of(float x)
 {
     uint32_t bits;

@@ -76,9 +76,10 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* Fills in row_bytes of matrices without rows: recv.row_bytes from tokens.row_bytes, or the
- * reverse. A quantized row has one byte for each element. The sizes have not been checked yet.
- * If the product overflows, row_bytes becomes INT64_MAX, which check_rows() rejects later. */
+/* A matrix without rows may have row_bytes 0. Then this function computes it from the other
+ * matrix: recv.row_bytes from tokens.row_bytes, or the reverse. A quantized row has one byte
+ * for each element. The sizes have not been checked yet. If a product overflows, row_bytes
+ * becomes INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;

@@ -147,8 +147,8 @@ typedef struct epic_ops {
                              int64_t count, uint32_t type, bool replace);
 
     /* Copies `count` numbers from device memory to `to`, after all work that is already on the
-     * stream. Returns EPIC_ENOTSUP if the stream is being captured. With count 0, only checks
-     * whether it is. */
+     * stream. Returns EPIC_ENOTSUP if the stream is being captured. With count 0, the function
+     * only checks whether the stream is being captured. */
     epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
                                int32_t *to);
 

@@ -26,7 +26,6 @@ static inline core_set cores_of_thread(void)
     return mine;
 }
 
-/* Returns the number of cores in a set. */
 static inline int cores_count(const core_set *set)
 {
     int count = 0;

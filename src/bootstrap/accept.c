@@ -105,7 +105,6 @@ static void refuse_joiner(acceptor *a, joiner *j, const char *sentence)
     epic_link_send_failure(&j->link, EPIC_EINVAL, sentence, &limit);
 }
 
-/* Sends the failure of the bootstrap to one rank. */
 static void send_failure(acceptor *a, int32_t rank, epic_link *link)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);

@@ -126,8 +126,9 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
 }
 
 /* Called after a failed attempt that received a frame without a valid authentication tag.
- * Stores the reason. If the frame is a refusal, its sentence becomes a part of the error text,
- * without another effect. */
+ * Stores the reason for the error text of this rank. If the frame is a refusal, the reason
+ * contains its sentence. This rank only prints the sentence, because anybody may have sent the
+ * frame. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {

@@ -216,13 +216,11 @@ static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
     return epic_fail(EPIC_EINVAL, "there is no dispatch: call epic_dispatcher_dispatch first");
 }
 
-/* Returns the stream and tag of all calls of this dispatcher. */
 static epic_call call_of(const epic_dispatcher *s)
 {
     return (epic_call){.stream = s->config.stream, .tag = s->config.tag};
 }
 
-/* Returns a matrix of num_rows rows at `data`. */
 static epic_rows rows_of(const epic_dispatcher *s, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, s->row_bytes};

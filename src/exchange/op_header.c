@@ -148,9 +148,9 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* The order of the comparison. The defaults of some fields depend on fields before them, so
-     * they differ if the caller passes one field differently. In this order the error names the
-     * field that the caller passed. */
+    /* The order in which fields are compared. If the caller passes one field differently, the
+     * defaults of later fields may differ too. In this order the error names the field that the
+     * caller passed. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,

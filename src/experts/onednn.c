@@ -31,7 +31,6 @@ typedef struct version {
 /* Values of version.runtime (DNNL_RUNTIME_SEQ, DNNL_RUNTIME_OMP). */
 enum { SEQUENTIAL = 1, OPENMP = 2 };
 
-/* Functions of the oneDNN that was loaded. */
 typedef struct onednn {
     multiply_bf16 *multiply; /* NULL if oneDNN is not loaded */
     /* Functions of OpenMP; NULL if the library is sequential. */

@@ -47,7 +47,6 @@ static void combine_set_piece(combine_call *c, int32_t piece)
     c->count = piece_size(&c->split, piece) / size;
 }
 
-/* Returns scratch row number `level` of the exchange. */
 static void *scratch_row(const combine_call *c, int level)
 {
     return c->x->scratch_rows + (size_t)level * PIECE_MAX;

@@ -38,7 +38,6 @@ static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer 
     }
 }
 
-/* Returns true if the ids of num_tokens tokens fit into an op header. */
 static bool do_ids_fit_header(int64_t num_tokens, const epic_layer *layer)
 {
     return num_tokens * layer->top_k * (int64_t)sizeof(int32_t) <= OP_PAYLOAD_BYTES;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The decision is one instance of Paxos for each generation, with its members as acceptors.
- * The lowest seat that is neither dead nor given up leads. docs/internals/members.md
- * explains why the rules of this file suffice, and tests/model/members.pml checks them. */
+/* Each generation makes one decision: which members the next generation has. The decision is
+ * one instance of Paxos, and its acceptors are the members of the current generation. The
+ * lowest seat that is neither dead nor given up leads. docs/internals/members.md explains why
+ * the rules of this file suffice, and tests/model/members.pml checks them. */
 #include "members/members.h"
 
 #include <string.h>

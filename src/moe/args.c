@@ -171,7 +171,8 @@ static epic_result check_device_support(const moe_job *j)
 }
 
 /* With EPIC_INVARIANT on a device, checks that the address of each array is a multiple of 16
- * bytes. Other addresses exclude tensor cores, and other kernels would compute other bits. */
+ * bytes. With another address, EPIC would have to use kernels without tensor cores, and these
+ * compute other bits. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -210,8 +211,9 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
             "x.num_rows is %lld: must be 0 to config.max_tokens %lld; open with more",
             (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf for each rank.
-     * That agrees with the number of blocks that moe_read_config() has set, which is 1. */
+    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf per rank. Then
+     * a rank has one block of tokens. moe_read_config() has set the same number for
+     * EPIC_BY_HOSTS, so it need not run again. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));

@@ -246,10 +246,10 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Sets the number of tokens of a batch, and the number by which the gate chooses its method. In
- * tree order the latter must not depend on the number of ranks. It is at most that of
- * GATE_BLOCKS blocks, because each rank of a group with many leaves computes only a few blocks.
- */
+/* Sets the number of tokens of a batch. Also sets deciding_tokens, the number of tokens by
+ * which the gate chooses its method. In tree order, deciding_tokens must not depend on the
+ * number of ranks. It is at most the number of tokens of GATE_BLOCKS blocks, because each rank
+ * of a group with many leaves computes only a few blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;

@@ -4,8 +4,8 @@
  * REAL (float or double), GEMM and GEMM_INVARIANT (the functions for matrix products), and OPS
  * (the name of the table of functions).
  *
- * Rows of other types are converted to REAL: by the products of the gate GATE_TILE columns of
- * all rows at a time, elsewhere one row at a time. */
+ * Rows of other types are first converted to REAL. The products of the gate convert GATE_TILE
+ * columns of all rows at a time. All other functions convert one row at a time. */
 #include <math.h>
 #include <string.h>
 

@@ -81,7 +81,6 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
     return EPIC_OK;
 }
 
-/* Zeroes the counts and loads in `saved`. */
 static void zero_counts(const moe_job *j)
 {
     memset(j->saved.expert_rows, 0, j->experts.num_local_experts * sizeof(int32_t));

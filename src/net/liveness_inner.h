@@ -41,7 +41,6 @@ struct net_liveness {
     pthread_t thread;
 };
 
-/* Returns the rank number of this rank's peer on a host. */
 static inline int liveness_rank_of(const net_liveness *l, int host)
 {
     return host * l->setup.ranks_per_host + l->setup.rail;

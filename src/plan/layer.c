@@ -14,7 +14,6 @@ static bool is_power_of_two(uint32_t n)
     return n && !(n & (n - 1));
 }
 
-/* Checks the number of leaves of a layer with EPIC_TREE. */
 static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
 {
     if (!is_power_of_two(l->leaves))
@@ -88,9 +87,8 @@ int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
         const int32_t rank = rank_of_expert[e];
         if (rank < 0 || rank >= num_ranks) return e;
         if (layer->sum_order != EPIC_TREE) continue;
-        /* With EPIC_TREE each rank must own exactly one block of experts. So e must be on the
-         * rank of the first expert of its block, and that rank must have no expert of an
-         * earlier block. */
+        /* With EPIC_TREE each rank owns exactly one block of experts. So e must be on the same
+         * rank as the first expert of its block, and no earlier block may be on this rank. */
         const uint32_t first = e - e % block;
         if (rank_of_expert[first] != rank) return e;
         for (uint32_t f = e % block ? e : 0; f < first; f += block)

@@ -232,7 +232,6 @@ const char *plan_damage_name(int damage)
     }
 }
 
-/* Returns true if all values are at least `least` and at most `most`. */
 static bool are_all_within(const int32_t *values, int64_t count, int32_t least, int64_t most)
 {
     int32_t low = INT32_MAX, high = INT32_MIN;

@@ -70,7 +70,6 @@ static inline int64_t experts_blocks(int64_t numbers)
     return (numbers + 127) / 128;
 }
 
-/* Returns the layout for num_slots slots, for forward or backward. */
 static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t num_slots,
                                                bool backward)
 {

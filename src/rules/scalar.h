@@ -20,7 +20,6 @@
 
 #define LOWEST_F32 (-104.0f) /* below this x, e^x is 0 in float32 */
 
-/* Returns the bits of a float32. */
 SCALAR uint32_t word_of(float x)
 {
     uint32_t bits;

@@ -147,9 +147,9 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds the four floats `part` of this rank's replicas to x: those of leaf number `leaf` or,
- * without a tree, all of them. n is the index in r.local of the first replica that has not been
- * added yet, and advances. */
+/* Adds vector number `part` (four floats) of this rank's replicas to x: of the replicas in leaf
+ * number `leaf` or, without a tree, of all replicas. n: index in r.local of the first replica
+ * that has not been added yet; it advances. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {

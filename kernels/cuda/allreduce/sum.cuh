@@ -101,7 +101,6 @@ struct RankSum {
     int64_t at;
     /* false: this thread has no vector, because its number is past the end of the list */
     bool in;
-    /* this rank's vector */
     uint4 own;
 
     /* Returns where in this rank's staging the vector of `rank` arrives. */

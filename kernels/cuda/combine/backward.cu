@@ -84,7 +84,6 @@ template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
                  : combine_backward_kernel<ROW, false, false>;
 }
 
-/* Returns the kernel for an element type (an epic_type). */
 static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
 {
     return type == EPIC_BF16  ? kernel_for<Bf16>(exact, quantize)

@@ -65,9 +65,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: number of dot products for which `sums` has space; then the sums of the lanes are
-     * added. PITCH: distance in floats between two rows of `sums`, with 4 unused ones against
-     * bank conflicts. */
+    /* DOTS: for how many dot products `sums` has space. When it is full, the sums of the lanes
+     * are added. PITCH: distance in floats between two rows of `sums`, with 4 unused ones
+     * against bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);

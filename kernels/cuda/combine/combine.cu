@@ -148,7 +148,6 @@ template <class ROW> static Kernel kernel_for(bool exact, bool leaves)
     return exact ? combine_kernel<ROW, true> : combine_kernel<ROW, false>;
 }
 
-/* Returns the kernel for an element type (an epic_type). */
 static Kernel kernel_of(uint32_t type, bool exact, bool leaves)
 {
     if (type == EPIC_BF16) return kernel_for<Bf16>(exact, leaves);

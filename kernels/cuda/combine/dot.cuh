@@ -35,7 +35,6 @@ template <class ROW> struct Dot16 {
 #pragma unroll
         for (int i = 0; i < 8; i++) acc[i] = __fmaf_rn(x[i], y[i], acc[i]);
     }
-    /* Returns the sum of this lane's accumulators. */
     __device__ __forceinline__ float lane_sum() const
     {
         const float a = acc[0] + acc[4], b = acc[1] + acc[5];

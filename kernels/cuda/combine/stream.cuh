@@ -29,8 +29,8 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
-/* levels of the sum tree within a rank, which has at most P2P_STREAM_LEAVES leaves (blocks of
- * experts) */
+/* levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES, the largest number of leaves
+ * (blocks of experts) of a rank */
 #define TREE_LEVELS 3
 
 /* A slot (row of the caller's buffer) of the token that a unit works on. */

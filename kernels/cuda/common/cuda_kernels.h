@@ -314,8 +314,8 @@ typedef struct p2p_dispatch_job {
      * epic_quantize); 0 if it does not quantize. */
     uint32_t type, quantize;
     /* scales_aligned is 1 if the scales of every row begin at a multiple of 16 bytes, and
-     * scale_bytes is a multiple of 16. scales_in_words is 1 if both are multiples of 4 in
-     * recv_scales. */
+     * scale_bytes is a multiple of 16. scales_in_words is 1 if the same is true for recv_scales
+     * with multiples of 4. */
     int32_t scales_aligned, scales_in_words;
     /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
     int32_t bulk;  /* 1: the GPU supports bulk stores */

@@ -339,9 +339,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
      * max_row_bytes. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     if (MANY_RANKS) {
-        /* Here a round bounds the array. With rows of r bytes, it has at most S / r tokens and
-         * T tokens, where S is source_bytes and T is max_tokens. These have at most S / 2048 +
-         * min(T, S / 16) pieces of 2 KB. */
+        /* The tokens of a round limit the size of this array. With rows of r bytes, a round has
+         * at most S / r tokens and T tokens, where S is source_bytes and T is max_tokens. These
+         * tokens have at most S / 2048 + min(T, S / 16) pieces of 2 KB. */
         const int64_t most =
             h.source_bytes / 16 < max_tokens ? h.source_bytes / 16 : max_tokens;
         const int64_t words = (h.source_bytes / 2048 + most + 1) * 32;

@@ -15,7 +15,6 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 
-/* Returns the number of this thread in its warp, from 0 to 31. */
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;
@@ -39,7 +38,6 @@ struct RankMask {
     uint32_t words[DEVICE_RANK_WORDS];
 };
 
-/* Returns the mask without ranks. */
 __host__ __device__ __forceinline__ RankMask no_ranks()
 {
     RankMask mask;
@@ -60,7 +58,6 @@ __host__ __device__ __forceinline__ bool has_rank(const RankMask &mask, int q)
     return mask.words[q / 32] >> q % 32 & 1;
 }
 
-/* Returns true if the mask has any rank. */
 __host__ __device__ __forceinline__ bool has_any(const RankMask &mask)
 {
     uint32_t all = 0;

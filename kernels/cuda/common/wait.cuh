@@ -269,9 +269,9 @@ __device__ __forceinline__ bool can_publish(uint32_t published, int peer)
 }
 
 /* Returns true if a wait for `peer` has timed out: its deadline has passed, and the process has
- * run after it (has_host_run_after()). Before, moves the deadline if another wait of this rank
- * has succeeded since it was set. In the last quarter of the time limit, publishes that this
- * rank waits for `peer`. */
+ * run after it (has_host_run_after()). If another wait of this rank has succeeded since the
+ * deadline was set, first moves the deadline to a later time. In the last quarter of the time
+ * limit, publishes that this rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;

@@ -22,8 +22,7 @@
 #define BULK_MEMORY (216 << 10) /* bytes of dynamic shared memory per CTA */
 #define CONSTANT_BYTES 2048     /* bytes of each of two arrays: zeros, and poison */
 
-/* The buffers of a warp in shared memory, each for one packed row, which the warp uses in turn.
- */
+/* A warp's buffers in shared memory. The warp uses them in turn, each for one packed row. */
 struct BulkBuffers {
     /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: bytes of
      * each buffer. */

@@ -228,9 +228,9 @@ struct WeightSender {
             /* In backend `hosts` all lanes must call post_put_weights(), which contains a
              * barrier of the warp. */
             if (!HOSTS && !goes) continue;
-            /* `source` is the number that the peer gives to this rank, and of this rank's part
-             * for weights in the peer's heap. A rank numbers the others from the next higher
-             * one, modulo num_ranks. */
+            /* `source` is the number that the peer gives to this rank: a rank numbers the
+             * others from the next higher one, modulo num_ranks. It selects this rank's part of
+             * the array for weights in the peer's heap. */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);

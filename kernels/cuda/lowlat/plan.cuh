@@ -541,9 +541,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the tables of slabs of the plan. Called by all control warps. That of
- * the first planning CTA writes the header, and that of the second one, if there is one, the
- * slabs. */
+/* Writes the header and the tables of slabs of the plan. Called by all control warps. The
+ * control warp of the first planning CTA writes the header. That of the second one (of the
+ * first one, if it is the only one) writes the tables. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -129,9 +129,9 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* `source` is the number that the peer gives to this rank, and of this rank's part for
-     * floats in the peer's heap. A rank numbers the others from the next higher one, modulo
-     * num_ranks. */
+    /* `source` is the number that the peer gives to this rank: a rank numbers the others from
+     * the next higher one, modulo num_ranks. It selects this rank's part of the array for
+     * floats in the peer's heap. */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));

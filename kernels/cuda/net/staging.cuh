@@ -305,13 +305,11 @@ static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t
     for (int64_t i = first + thread; x && i < end; i += threads) x[i] = 0.0f;
 }
 
-/* Returns the number of this thread in the grid, from 0. */
 __device__ __forceinline__ int64_t grid_thread()
 {
     return (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
 }
 
-/* Returns the number of threads of the grid. */
 __device__ __forceinline__ int64_t grid_threads()
 {
     return (int64_t)gridDim.x * blockDim.x;

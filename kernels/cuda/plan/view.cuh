@@ -49,8 +49,8 @@ struct PlanView {
     device_plan_header header;
     /* addresses of the plan's arrays, which src/rules/device_layout.h describes */
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits]: for each local expert, the padding slots at the end of its slab (range
-     * of slots); {0, 0} from the number of local experts on */
+    /* [1 << slab_bits]: for each local expert, the range of padding slots at the end of its
+     * slab. Entries after the last local expert are {0, 0}. */
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;

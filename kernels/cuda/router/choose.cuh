@@ -188,7 +188,6 @@ static inline IdOwnership id_ownership(const epic_router &r, int columns)
     return d;
 }
 
-/* The ids [first, first + count). */
 struct IdRange {
     int first, count;
 };

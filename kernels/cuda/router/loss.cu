@@ -101,7 +101,6 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
-/* The tokens [begin, end). */
 struct TokenInterval {
     int64_t begin, end;
 };
@@ -129,9 +128,9 @@ static __device__ double factor_of(const p2p_loss_job &job)
 }
 
 /* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
- * of the tokens' logits. One warp works on one run. For the balance loss by sequences, the
- * warps of a CTA together visit one sequence after the other that overlaps their runs. Z: true
- * for the z-loss, false for the balance loss. */
+ * of the tokens' logits. Each warp works on one run. For the balance loss by sequences, the
+ * warps of a CTA go through the sequences that overlap their runs, and work on one sequence at
+ * a time together. Z: true for the z-loss, false for the balance loss. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)

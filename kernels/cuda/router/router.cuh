@@ -38,7 +38,6 @@
  * this much. */
 #define SHARED_BYTES (96 << 10)
 
-/* Returns the number of this thread in its warp. */
 __device__ __forceinline__ int lane_id()
 {
     return threadIdx.x % WARP;

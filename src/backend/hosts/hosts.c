@@ -183,7 +183,6 @@ static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
     return map_to_gpu(&g->self.net->ring.words, h->host_ring.words);
 }
 
-/* Returns whether a rank is on this rank's host. */
 static bool is_near(const epic_group *g, int rank)
 {
     return g->self.net->host_ranks[rank / 32] >> rank % 32 & 1;

@@ -190,7 +190,6 @@ static int read_entries(hosts_proxy *p)
     return num_read;
 }
 
-/* Returns whether fewer than max_puts_in_flight puts to the host are in flight. */
 static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_puts_in_flight)
 {
     const uint64_t posted = p->posted[host];

@@ -80,7 +80,6 @@ static void list_prepend(put_batcher *all, list *to, int i)
     to->first = i;
 }
 
-/* Removes batch i from its list. */
 static void list_remove(put_batcher *all, list *from, int i)
 {
     const put_batch *p = &all->open[i];

@@ -60,10 +60,10 @@ bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
  * caller has checked put_batcher_has_room(). Pieces that wait for one host do not overlap. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
-/* Stores to *out the next put of a batch that may() allows: first urgent batches, then complete
- * batches of rows, then partial ones, the oldest of each kind first. Returns false if there is
- * none. After true, the caller must call put_batcher_mark_posted() or put_batcher_put_back().
- */
+/* Stores to *out the next put. Only batches for which may() returns true are considered: first
+ * urgent batches, then complete batches of rows, then partial ones, and the oldest of each kind
+ * first. Returns false if there is none. After true, the caller must call
+ * put_batcher_mark_posted() or put_batcher_put_back(). */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 

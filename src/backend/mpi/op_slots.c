@@ -85,7 +85,6 @@ static void take_early_header(epic_group *group, op_slot *slot, int from)
 
 /* ------------------------------------------------------------------ claim and announce ---- */
 
-/* Returns a free op slot, or NULL. */
 op_slot *op_slots_find_free(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++)

@@ -58,8 +58,8 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
 }
 
 /* Returns the number of SMs per operation if the config does not set max_sms. It is
- * P2P_SMALL_SMS for groups with at most SMALL_TOKENS tokens per rank and SMALL_BYTES bytes of
- * rows to one rank, which more SMs would not make faster. */
+ * P2P_SMALL_SMS for small groups: at most SMALL_TOKENS tokens per rank, and at most SMALL_BYTES
+ * bytes of rows to one rank. More SMs would not make their operations faster. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;

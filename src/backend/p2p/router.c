@@ -7,7 +7,6 @@
 #include "base/error.h"
 #include "rules/rule.h"
 
-/* Returns the CUDA stream of an epic_stream. */
 static cudaStream_t stream_of(epic_stream stream)
 {
     return (cudaStream_t)stream;

@@ -8,7 +8,6 @@
 #include "cuda/experts/grouped.h"
 #include "rules/experts_layout.h"
 
-/* Returns the CUDA stream of an epic_stream. */
 static cudaStream_t stream_of(epic_stream stream)
 {
     return (cudaStream_t)stream;
@@ -28,8 +27,8 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
 }
 
 /* Implements the backward of the shared expert's gate (p2p.h). The gradient of w_shared_gate is
- * the sum of the rows of x, each times its d_shared_weights. The kernel for the gradient of a
- * bias computes such a sum. */
+ * the sum of the rows of x, each multiplied by its d_shared_weights. This has the form of the
+ * gradient of a bias, so the kernel for biases computes it. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace)

@@ -254,7 +254,6 @@ static epic_result get_memory(epic_group *g, p2p_window *window, const epic_wind
     return export_memory(g, window->data, mine);
 }
 
-/* Maps the memory of a peer's window. */
 static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
                             const p2p_window_message *its, p2p_mapped_window *mapped)
 {

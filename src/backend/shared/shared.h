@@ -166,7 +166,6 @@ static inline shared_rank_state *shared_rank_state_of(const epic_group *group, i
                                  (l->num_ranks - rank) * l->block_bytes);
 }
 
-/* Returns op slot number `slot` of a rank. */
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;

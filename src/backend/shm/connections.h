@@ -10,7 +10,6 @@
 #include "backend/backend.h"
 #include "backend/shared/atomics.h"
 
-/* The connections of one rank. */
 typedef struct shm_connections {
     int num_ranks;
     int rank;

@@ -77,7 +77,6 @@ typedef struct peer {
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
-/* A striped net. */
 struct net {
     net_setup setup;
     int num_stripes, next; /* next: stripe number 1 + next gets the next large put */

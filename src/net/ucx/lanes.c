@@ -40,7 +40,6 @@ static bool has_one_of(ucp_context_h context, const char *const *networks, int c
     return has;
 }
 
-/* Returns true if the context has TCP. */
 static bool has_tcp(ucp_context_h context)
 {
     return has_one_of(context, (const char *const[]){" tcp/"}, 1);
@@ -78,7 +77,6 @@ static bool can_disable_emulation(void)
     return major > 1 || minor >= 22;
 }
 
-/* Settings of a context. */
 typedef struct settings {
     const char *segment; /* size of TCP segments, such as "256K"; NULL: UCX's default */
     bool no_emulation;   /* as in ucx_create_context() */
@@ -134,9 +132,10 @@ static void choose_devices(ucp_context_h context, const char *port, char *device
     free(text);
 }
 
-/* Opens a UCX context (lanes.h). First opens one with UCX's settings, to find out which devices
- * it has and whether it has TCP, because UCX warns about TCP settings without TCP, and about
- * devices that do not exist. Opens a second one only if other settings are needed. */
+/* Opens a UCX context (lanes.h). First opens one with UCX's own settings, to find out which
+ * devices it has, and whether it has TCP. Then opens another one if other settings are needed.
+ * These settings are not tried at once, because UCX prints warnings about TCP settings without
+ * TCP, and about devices that do not exist. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
                                 const char *port)
 {

@@ -27,7 +27,6 @@ typedef struct nics_device {
     int numa_node;                    /* -1: unknown */
 } nics_device;
 
-/* A port of a NIC. */
 typedef struct nics_port {
     nics_device device;
     char name[NICS_NAME_BYTES]; /* UCX's name of the port, such as "mlx5_0:1" */
