@@ -22,8 +22,7 @@ epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_wi
  * Returns 0 if the bytes do not lie in one window, or if peers cannot store into it. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
-/* Stores the window and the offset of output `which` in an op header, as one number
- * (window_place()). */
+/* Stores the place (window_place()) of output `which` in an op header. */
 static inline void op_header_set_window(epic_op_header *header, epic_context *ctx,
                                         enum window_output which, const void *data,
                                         int64_t bytes)

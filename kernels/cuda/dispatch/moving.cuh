@@ -9,8 +9,9 @@
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* Arguments that the functions of dispatch and combine_backward share, for the running round;
- * here `m`. `policy` is the L2 cache policy for rows that are stored once. */
+/* The arguments of the running round that dispatch and combine_backward have in common. The
+ * functions below get them as `m`. `policy` is the L2 cache policy for rows that are stored
+ * once. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;

@@ -149,7 +149,8 @@ static int stripe_take_jobs(stripe *s)
 }
 
 /* Sleeps at most `us` microseconds. Does not sleep if the striped net is closing, or if the
- * caller has made a put since `num_calls` was read. */
+ * caller has made another put since this thread read num_calls, the number of the caller's
+ * puts. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
