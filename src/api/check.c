@@ -232,7 +232,6 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks alignment and overlaps of all arrays of a dispatch. */
 static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
 {
     const size_t unit = a->quantize ? epic_type_bytes(a->type) : 1;
@@ -339,7 +338,6 @@ epic_result check_dispatch_backward_args(const epic_context *ctx,
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks alignment and overlaps of all arrays of combine_backward. */
 static epic_result check_combine_backward_arrays(const epic_combine_backward_args *a)
 {
     const size_t unit = epic_type_bytes(a->type);

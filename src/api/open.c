@@ -159,8 +159,6 @@ static epic_result agree_on_backend(const epic_backend **out, const epic_context
     return agree_on_result(bootstrap, mine, all, found);
 }
 
-/* Joins the group with the chosen backend, and stores the group and the backend in the
- * context. */
 static epic_result join_group(epic_context *ctx, const epic_backend *backend,
                               const epic_bootstrap *bootstrap, const epic_peer *peers)
 {

@@ -202,7 +202,6 @@ static epic_result compare_rank_infos(const rank_info *a, const rank_info *b, in
     return EPIC_OK;
 }
 
-/* Returns true if the text has a terminating 0 within `size` bytes. */
 static bool is_terminated(const char *text, size_t size)
 {
     return memchr(text, 0, size) != NULL;

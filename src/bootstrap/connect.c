@@ -209,7 +209,6 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     return wait_for_begin(c, link);
 }
 
-/* Connects to one endpoint and joins. */
 static epic_result try_endpoint(epic_link *out, connector *c, const epic_endpoint *endpoint)
 {
     epic_link link = {.socket = socket(endpoint->address.ss_family,

@@ -78,7 +78,6 @@ epic_result context_check(epic_context *ctx)
     return new_failure(ctx, &failure) ? context_break(ctx, &failure) : EPIC_OK;
 }
 
-/* Returns the error for a context that is NULL. */
 static epic_result no_context(void)
 {
     return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");

@@ -127,7 +127,6 @@ static epic_result window_get_memory(epic_context *ctx, window *w, const epic_wi
     return EPIC_OK;
 }
 
-/* Maps the peers' memory of the window into this process. */
 static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, uint64_t attempt)
 {
     const epic_window_transport *t = window_transport(ctx);

@@ -31,7 +31,6 @@ static inline REAL normal_cdf(REAL x)
                                      : (REAL)(0.5 * (1 + erf(x * SQRT_HALF)));
 }
 
-/* Returns the tanh factor of the tanh form of GELU. */
 static inline REAL gelu_tanh(REAL x)
 {
     const REAL inner = SQRT_2_OVER_PI * (x + TANH_CUBIC * x * x * x);

@@ -32,7 +32,6 @@ static const void *weight_at(const experts_job *job, const void *weights, int64_
     return (const char *)weights + index * convert_bytes(job->experts.weight_type);
 }
 
-/* Returns the address of a slot's row in an array [slots, hidden] of the caller's row type. */
 static void *row_at(const experts_job *job, const void *rows, int64_t slot)
 {
     return (char *)rows + slot * job->hidden * convert_bytes(job->experts.row_type);

@@ -64,7 +64,6 @@ typedef struct gathered { /* the slots of one token on this rank, in ascending o
     int32_t leaves[MAX_TOP_K];
 } gathered;
 
-/* Returns the address of the current piece in row number `row` of c->rows. */
 static const void *piece_of_row(const combine_call *c, int64_t row)
 {
     return (const unsigned char *)c->rows.data + row * c->rows.row_bytes +

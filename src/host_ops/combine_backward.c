@@ -23,7 +23,6 @@ typedef struct combine_backward_call {
     row_split split; /* how a row of d_out is split into pieces */
 } combine_backward_call;
 
-/* Returns the gradient row of one of this rank's own tokens. */
 static const unsigned char *row_of_own_token(const combine_backward_call *s, int64_t token)
 {
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;

@@ -95,7 +95,6 @@ const int64_t *tokens_of(exchange *x, const plan_view *v)
     return tokens;
 }
 
-/* Zeroes the rows [begin, end). */
 static void slot_array_clear_rows(const slot_array *a, int64_t begin, int64_t end)
 {
     if (begin < end)

@@ -51,8 +51,7 @@ static void send_to_all(members *m, const seat_set *to, const members_message *m
     if (seat_set_has(to, m->seat)) send_to(m, m->seat, message, now);
 }
 
-/* -------------------------------------------------------------------------- the outcome
- * ---- */
+/* ------------------------------------------------------------------------- the outcome ---- */
 
 static void end_call(members *m, enum members_state state)
 {
@@ -96,8 +95,7 @@ static void enter_generation(members *m, int64_t now)
         if (s != m->seat && seat_set_has(&next, s)) send_last(m, s, now);
 }
 
-/* ----------------------------------------------------------------------------- the leader
- * -- */
+/* -------------------------------------------------------------------------- the leader ---- */
 
 /* Returns whether the accepts of `acks` decide on the set `next`. */
 static bool is_quorum(const members *m, const seat_set *acks, const seat_set *next)
@@ -267,8 +265,7 @@ static void handle_reply(members *m, int from, const members_message *reply, int
     }
 }
 
-/* --------------------------------------------------------------------------- the acceptor
- * -- */
+/* ------------------------------------------------------------------------ the acceptor ---- */
 
 /* Returns whether a ballot may be promised or accepted. Otherwise replies with the higher
  * ballot. */
@@ -347,8 +344,7 @@ static void handle_commit(members *m, int from, const members_message *commit, i
     if (is_prepared) enter_generation(m, now);
 }
 
-/* ----------------------------------------------------------------------------- the inputs
- * -- */
+/* -------------------------------------------------------------------------- the inputs ---- */
 
 static bool is_set_valid(const members *m, const seat_set *s)
 {

@@ -42,7 +42,6 @@ static inline int seat_set_count(const seat_set *s)
     return count;
 }
 
-/* Returns whether every seat of `part` is in `whole`. */
 static inline bool seat_set_contains(const seat_set *whole, const seat_set *part)
 {
     for (int w = 0; w < SEAT_SET_WORDS; w++)

@@ -78,7 +78,6 @@ static void add_weights(array_list *p, const moe_job *j, bool scaled)
     add_array(p, "weights.w_shared_gate", w->w_shared_gate, j->hidden, j->real_bytes, false);
 }
 
-/* Adds an array with one row for each token of this rank. */
 static void add_rows(array_list *p, const moe_job *j, const char *name, const void *data,
                      bool out)
 {

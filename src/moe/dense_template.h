@@ -37,7 +37,6 @@ static uint32_t row_type(const token_block *b)
     return b->job->experts.row_type;
 }
 
-/* Returns the address of a token's row in an array of rows. */
 static const void *row_at(const token_block *b, const epic_const_rows *rows, int64_t token)
 {
     return (const char *)rows->data + token * b->job->row_bytes;

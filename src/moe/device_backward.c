@@ -20,7 +20,6 @@ static bool is_dense_staged(const moe_job *j)
     return j->num_dense_levels > 0;
 }
 
-/* Returns the addresses of the caller's arrays. */
 static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t flags)
 {
     return (gradient_addresses){g->w_gate,         g->b_gate,        g->scale_of_expert,

@@ -23,7 +23,6 @@
 #define CLOSE_BYTE \
     'e' /* last byte before a regular close; a process that dies does not send it */
 
-/* Publishes the state of the peer on a host to other threads. */
 static void set_state(net_liveness *l, int host, net_peer_state state)
 {
     __atomic_store_n(&l->state[host], (int)state, __ATOMIC_RELEASE);

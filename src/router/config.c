@@ -58,7 +58,6 @@ static epic_result check_rules(const epic_router *r)
     return EPIC_OK;
 }
 
-/* Checks the options of group-limited routing. */
 static epic_result check_groups(const epic_router *r)
 {
     const uint32_t columns = r->num_experts + r->zero_experts;
@@ -150,7 +149,6 @@ static epic_result check_common(const router_job *job, const router_common *comm
     return EPIC_OK;
 }
 
-/* Sets the workspace pointers of *job. */
 static void layout_workspace(router_job *job, void *workspace)
 {
     const int64_t n = job->num_columns;

@@ -97,7 +97,6 @@ typedef struct device_plan_layout {
     int64_t slab_begin, padding, rank_of, fate, records, bytes;
 } device_plan_layout;
 
-/* Rounds n up to a multiple of `to`. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
 {
     return (n + to - 1) / to * to;

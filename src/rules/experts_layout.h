@@ -45,7 +45,6 @@ typedef struct experts_layout {
     int32_t most_tiles;  /* upper bound of the number of tiles */
 } experts_layout;
 
-/* Rounds up to a multiple of 128 bytes. */
 static inline int64_t experts_round_up(int64_t bytes)
 {
     return (bytes + 127) / 128 * 128;

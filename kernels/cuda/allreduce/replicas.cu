@@ -24,8 +24,8 @@
 /* in Replicas.nth and Replicas.mine: the logical expert has one replica, so there is nothing to
  * add */
 #define SINGLE_REPLICA 0xffff
-/* levels, with the root, of a binary tree over the leaves (blocks of experts) of a rank, of
- * which it has at most 128 */
+/* levels of a binary tree over the leaves (blocks of experts) of a rank, root included. A rank
+ * has at most 128 leaves. */
 #define LEAF_LEVELS 8
 
 /* Tables in shared memory about the replicated experts, the logical experts with two or more

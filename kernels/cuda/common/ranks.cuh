@@ -45,7 +45,6 @@ __host__ __device__ __forceinline__ RankMask no_ranks()
     return mask;
 }
 
-/* Returns the mask that has only rank q. */
 __host__ __device__ __forceinline__ RankMask rank_bit(int q)
 {
     RankMask mask = no_ranks();

@@ -386,7 +386,6 @@ struct UnitWalk {
     }
 };
 
-/* Returns the greatest common divisor of a and b. */
 static inline int common_divisor(int a, int b)
 {
     while (b) {

@@ -206,7 +206,6 @@ struct Stage {
             parity ^= 1;
         }
     }
-    /* Returns the index of the stage before this one. */
     __device__ __forceinline__ int previous_index() const
     {
         return (index + STAGES - 1) % STAGES;

@@ -47,7 +47,6 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, int parity)
                  : "memory");
 }
 
-/* Arrives once at a barrier of this CTA. */
 __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");

@@ -146,8 +146,8 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* In a valid plan, the slots of a token are in the lowest lanes. Otherwise its slot
-         * numbers must not be used as addresses. */
+        /* In a valid plan, the lowest lanes have the slots of the token. If they do not, the
+         * plan is invalid, and its slot numbers must not be used as addresses. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
@@ -311,7 +311,6 @@ struct Kind {
     bool plain, exact, two_ranks;
 };
 
-/* Returns the instance of the kernel for rows of type ROW. */
 template <class ROW> static Kernel kernel_for(const Kind &kind)
 {
     if (kind.plain) return lowlat_combine_kernel<PlainSums<ROW>>;
@@ -322,7 +321,6 @@ template <class ROW> static Kernel kernel_for(const Kind &kind)
                           : lowlat_combine_kernel<QuickSums<ROW, false, 4>>;
 }
 
-/* Returns the instance of the kernel for rows of epic_type `type`. */
 static Kernel kernel_of(uint32_t type, const Kind &kind)
 {
     if (type == EPIC_BF16) return kernel_for<Bf16>(kind);

@@ -43,7 +43,6 @@ struct LowlatMove : PackedMove {
      * both. */
     CtaRange senders, receivers;
 
-    /* Returns the number of tokens of a rank. */
     __device__ __forceinline__ int32_t tokens_in(int rank) const
     {
         return has_new_plan ? tables->tokens[rank] : plan.header.tokens_of[rank];

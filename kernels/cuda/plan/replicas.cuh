@@ -29,7 +29,6 @@ __host__ __device__ inline int replica_bytes(const epic_layer *layer)
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
 }
 
-/* Returns the number of replicas of a logical expert. */
 __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 {
     return p.first_replica[logical + 1] - p.first_replica[logical];

@@ -188,7 +188,6 @@ static bool is_near(const epic_group *g, int rank)
     return g->self.net->host_ranks[rank / 32] >> rank % 32 & 1;
 }
 
-/* Returns the number of ranks on this rank's host. */
 static int num_near_ranks(const epic_group *g)
 {
     int count = 0;

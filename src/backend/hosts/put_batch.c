@@ -174,7 +174,6 @@ static int compare_spans(const void *a, const void *b)
     return ((const span *)a)->first < ((const span *)b)->first ? -1 : 1;
 }
 
-/* Sorts the spans of a batch and joins spans that touch. */
 static void join_spans(put_batch *p)
 {
     int last = 0;

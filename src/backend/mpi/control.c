@@ -9,7 +9,6 @@
 
 #include "backend/mpi/group.h"
 
-/* Returns how many bytes of a control message of this kind are sent. */
 static int control_message_bytes(uint32_t kind)
 {
     const size_t head = offsetof(control_message, header);

@@ -44,7 +44,6 @@ static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint
                       .sms = g->device_sms};
 }
 
-/* Launches one product of the gate. */
 static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_gemm(product, (cudaStream_t)stream),
@@ -353,7 +352,6 @@ static epic_result multiply_slices(const p2p_gemm *weight, const epic_gate_args 
     return launch_leaves(&leaves, gate->stream);
 }
 
-/* Launches the gradient of the bias of several blocks. */
 static epic_result bias_gradient_of_blocks(const epic_group *g, const p2p_slabs *slabs,
                                            const epic_gate_args *gate, const gate_leaves *at)
 {

@@ -83,7 +83,6 @@ device_plan_layout p2p_plan_layout(const epic_group *g, const epic_layer *layer)
                                  layer->top_k);
 }
 
-/* Checks that the plan has at least the bytes that its layer needs. */
 static epic_result check_plan_bytes(const epic_group *g, const epic_layer *layer,
                                     int64_t plan_bytes)
 {

@@ -73,7 +73,6 @@ static void free_bootstrap(nccl_bootstrap *b)
 
 /* ------------------------------------------------------------------ errors of NCCL ---- */
 
-/* Returns an error for a result of NCCL. `call`: the function that returned it. */
 static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *call)
 {
     return epic_fail(result == NCCL_REMOTE_ERROR ? EPIC_EPEER : EPIC_EDEVICE,
@@ -300,7 +299,6 @@ static epic_result wait_until_ready(const nccl_bootstrap *b)
     }
 }
 
-/* Reads rank, number of ranks and device of the communicator. */
 static epic_result read_comm(nccl_bootstrap *b)
 {
     int device = -1;

@@ -158,7 +158,6 @@ void shared_end_stores(epic_group *group);
 bool shared_may_store(epic_group *group, int peer);
 bool shared_close_windows(epic_group *group);
 
-/* Returns the state of a rank in the segment (shared memory of the group). */
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;

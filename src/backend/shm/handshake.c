@@ -28,7 +28,6 @@ epic_result shm_fail_with_left(int peer)
     return epic_fail(EPIC_EPEER, "shm: rank %d left while the group was joined", peer);
 }
 
-/* Adds a descriptor to a message. */
 static void attach_descriptor(struct msghdr *message, descriptor *control, int memory)
 {
     message->msg_control = control->bytes;

@@ -346,7 +346,6 @@ epic_result striped_connect(net *n, const void *bytes, char *why)
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Returns true if fewer than MAX_IN_FLIGHT puts to the host are in flight. */
 static bool has_room(const net *n, int host)
 {
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;

@@ -58,7 +58,6 @@ static inline bool lanes_have_setting(const char *text, const char *line)
     return false;
 }
 
-/* Returns true if the network `lane` begins with `with`. */
 static inline bool lanes_begins(const char *lane, const char *with)
 {
     return strncmp(lane, with, strlen(with)) == 0;
