@@ -162,6 +162,7 @@ typedef struct gate_leaves {
     int32_t slices; /* number of slices of the tokens of a block; 1 with components */
 } gate_leaves;
 
+/* Returns the layout for `tokens` tokens in `blocks` blocks of at most `block` tokens. */
 static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t blocks,
                                          int64_t hidden, int64_t columns, bool has_components)
 {
