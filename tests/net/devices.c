@@ -6,8 +6,8 @@
 #include <string.h>
 
 #include "check.h"
-#include "net/ucx/lanes.h"
-#include "net/ucx/lanes_text.h"
+#include "net/ucx/networks.h"
+#include "net/ucx/networks_text.h"
 
 static char devices[512]; /* the last value of UCX's setting NET_DEVICES; "": not set */
 
@@ -43,16 +43,17 @@ int main(void)
         "#      resource 4  :  md 3  dev 4  flags -- rc_mlx5/mlx5_10:1\n";
     char list[64], small[16];
     check_begin();
-    CHECK(lanes_have_port(nics, "mlx5_0:1") && lanes_have_port(nics, "mlx5_10:1"));
-    CHECK(!lanes_have_port(nics, "mlx5_1:1") && !lanes_have_port(nics, "mlx5_10:11"));
-    CHECK(!lanes_have_port(nics, "mlx5_0") && !lanes_have_port(nics, ""));
-    CHECK(!lanes_have_port(NULL, "mlx5_0:1"));
-    CHECK(lanes_list_devices(nics, "mlx5_0:1", list, sizeof list));
+    CHECK(networks_have_port(nics, "mlx5_0:1") && networks_have_port(nics, "mlx5_10:1"));
+    CHECK(!networks_have_port(nics, "mlx5_1:1") && !networks_have_port(nics, "mlx5_10:11"));
+    CHECK(!networks_have_port(nics, "mlx5_0") && !networks_have_port(nics, ""));
+    CHECK(!networks_have_port(NULL, "mlx5_0:1"));
+    CHECK(networks_list_devices(nics, "mlx5_0:1", list, sizeof list));
     CHECK_SAY(!strcmp(list, "mlx5_0:1,eth0,ib0"), "%s", list);
-    CHECK(!lanes_list_devices(nics, "mlx5_0:1", small, sizeof small));
-    CHECK(lanes_have_setting("A=all\nB=all\n", "B=all") &&
-          !lanes_have_setting("AB=all", "B=all"));
-    CHECK(!lanes_have_setting("B=all,x\n", "B=all") && !lanes_have_setting(NULL, "B=all"));
+    CHECK(!networks_list_devices(nics, "mlx5_0:1", small, sizeof small));
+    CHECK(networks_have_setting("A=all\nB=all\n", "B=all") &&
+          !networks_have_setting("AB=all", "B=all"));
+    CHECK(!networks_have_setting("B=all,x\n", "B=all") &&
+          !networks_have_setting(NULL, "B=all"));
 
     setenv("UCX_LOG_LEVEL", "error", 1);
     unsetenv("UCX_NET_DEVICES");

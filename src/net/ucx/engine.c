@@ -5,9 +5,9 @@
 #include <stdio.h>
 
 #include "net/striped/striped.h"
-#include "net/ucx/lanes.h"
+#include "net/ucx/networks.h"
 
-/* Preferred size of a put. It is less than one segment of UCX over TCP, 256 KB (lanes.c). A put
+/* Preferred size of a put. It is less than one segment of UCX over TCP, 256 KB (networks.c). A put
  * of this size holds 16 rows of 14 KB. */
 #define PREFERRED_BYTES (224 << 10)
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One stripe (striped.h) of the engine ucx: a net over the library UCX, which chooses the
- * networks. A network that UCX uses for a peer is called a lane.
+ * networks for each peer.
  *
- * If every lane to a peer is RDMA, puts are remote writes, because RDMA keeps words of 8 bytes
- * whole. Otherwise, for example over TCP, puts are active messages of UCX. A thread of the
- * receiver stores them into the inbox word by word, because memcpy may write a word in parts or
- * twice. */
+ * If all networks to a peer are RDMA, puts are remote writes, because RDMA keeps words of 8
+ * bytes whole. Otherwise, for example over TCP, puts are active messages of UCX. A thread of
+ * the receiver stores them into the inbox word by word, because memcpy may write a word in
+ * parts or twice. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,7 +14,7 @@
 
 #include "base/clock.h"
 #include "net/striped/striped.h"
-#include "net/ucx/lanes.h"
+#include "net/ucx/networks.h"
 #include "net/ucx/nics.h"
 
 /* largest number of unfinished calls of put() and put_word() to one host */
@@ -60,7 +60,7 @@ struct net {
     /* 64 random bits; receive_message() ignores messages without this token */
     uint64_t token;
     uint64_t domains; /* bit mask of the memory domains of the inbox's key (ucx_domains()) */
-    /* Size of TCP segments as a text for UCX's configuration (lanes.h). It is empty if UCX
+    /* Size of TCP segments as a text for UCX's configuration (networks.h). It is empty if UCX
      * cannot use TCP. */
     const char *segment;
     peer peers[NET_MAX_HOSTS];
@@ -391,8 +391,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
         const peer *p = &n->peers[h];
         char networks[128] = "";
         if (!p->endpoint) continue;
-        ucx_describe_lanes(p->endpoint, networks, sizeof networks,
-                           p->key ? "writes" : "messages");
+        ucx_describe_networks(p->endpoint, networks, sizeof networks,
+                              p->key ? "writes" : "messages");
         const size_t used = strlen(to);
         if (!strstr(to, networks)) snprintf(to + used, size - used, "%s", networks);
     }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds out which networks UCX has, and which of them it uses for a peer.
  *
- * These are UCX's words. An endpoint is one end of the connection to a peer. A lane is a
- * network that an endpoint uses. A key allows remote writes into registered memory of a peer,
- * and a packed key is the form in which it is sent. A memory domain is a device, or a part of
- * UCX, that registers memory. */
-#ifndef EPIC_NET_UCX_LANES_H
-#define EPIC_NET_UCX_LANES_H
+ * These are UCX's words. An endpoint is one end of the connection to a peer. UCX calls the
+ * networks that an endpoint uses its lanes; here they are called networks. A key allows remote
+ * writes into registered memory of a peer, and a packed key is the form in which it is sent. A
+ * memory domain is a device, or a part of UCX, that registers memory. */
+#ifndef EPIC_NET_UCX_NETWORKS_H
+#define EPIC_NET_UCX_NETWORKS_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -37,8 +37,8 @@ bool ucx_can_reach_gpus(ucp_context_h context);
 /* Returns true if the context has a network whose devices move the bytes (RDMA). */
 bool ucx_has_rdma(ucp_context_h context);
 
-/* Returns true if all lanes (networks) of the endpoint are RDMA. Then remote writes keep words
- * of 8 bytes whole. The context must have been opened with no_emulation. */
+/* Returns true if all networks of the endpoint are RDMA. Then remote writes keep words of 8
+ * bytes whole. The context must have been opened with no_emulation. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Returns true if the network device for remote writes to this peer can access the registered
@@ -51,6 +51,6 @@ uint64_t ucx_domains(const void *key, size_t bytes);
 
 /* Writes the networks of an endpoint to `to`, for example ", tcp/eth0 by messages" if `method`
  * is "messages". Returns the length of the text, as snprintf does. */
-int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *method);
+int ucx_describe_networks(ucp_ep_h endpoint, char *to, size_t size, const char *method);
 
 #endif

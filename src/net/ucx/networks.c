@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens contexts of UCX, and finds out which networks a context and its endpoints use. UCX has
  * no function for that, but can print it. So this file reads the printed text. */
-#include "net/ucx/lanes.h"
+#include "net/ucx/networks.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "net/ucx/lanes_text.h"
+#include "net/ucx/networks_text.h"
 
 /* The size of a segment: the largest message that UCX sends over TCP in one part. The default
  * of UCX is 64 KB. */
@@ -115,7 +115,7 @@ static bool has_user_devices(void)
         ucp_config_release(config);
     }
     fclose(file);
-    const bool is_default = lanes_have_setting(text, "UCX_NET_DEVICES=all");
+    const bool is_default = networks_have_setting(text, "UCX_NET_DEVICES=all");
     free(text);
     return status == UCS_OK && !is_default;
 }
@@ -127,12 +127,12 @@ static void choose_devices(ucp_context_h context, const char *port, char *device
     *devices = 0;
     if (!*port || has_user_devices()) return;
     char *text = print_info(context, NULL);
-    if (!lanes_have_port(text, port) || !lanes_list_devices(text, port, devices, size))
+    if (!networks_have_port(text, port) || !networks_list_devices(text, port, devices, size))
         *devices = 0;
     free(text);
 }
 
-/* Opens a UCX context (lanes.h). First opens one with UCX's own settings, to find out which
+/* Opens a UCX context (networks.h). First opens one with UCX's own settings, to find out which
  * devices it has, and whether it has TCP. Then opens another one if other settings are needed.
  * These settings are not tried at once, because UCX prints warnings about TCP settings without
  * TCP, and about devices that do not exist. */
@@ -155,7 +155,7 @@ ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool n
 bool ucx_keeps_words(ucp_ep_h endpoint)
 {
     char *text = print_info(NULL, endpoint);
-    const bool keeps = lanes_keep_words(text, can_disable_emulation());
+    const bool keeps = networks_keep_words(text, can_disable_emulation());
     free(text);
     return keeps;
 }
@@ -163,7 +163,7 @@ bool ucx_keeps_words(ucp_ep_h endpoint)
 bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
 {
     char *text = print_info(NULL, endpoint);
-    const bool reaches = lanes_reach(text, own, theirs);
+    const bool reaches = networks_reach(text, own, theirs);
     free(text);
     return reaches;
 }
@@ -177,14 +177,15 @@ uint64_t ucx_domains(const void *key, size_t bytes)
     return domains;
 }
 
-int ucx_describe_lanes(ucp_ep_h endpoint, char *to, size_t size, const char *method)
+int ucx_describe_networks(ucp_ep_h endpoint, char *to, size_t size, const char *method)
 {
-    char lane[64], *text = print_info(NULL, endpoint);
+    char network[64], *text = print_info(NULL, endpoint);
     const char *before = ", ";
     int used = 0;
-    for (const char *at = text; (at = lanes_next(at, lane, sizeof lane)); before = " + ")
+    for (const char *at = text; (at = networks_next(at, network, sizeof network));
+         before = " + ")
         if ((size_t)used < size)
-            used += snprintf(to + used, size - (size_t)used, "%s%s", before, lane);
+            used += snprintf(to + used, size - (size_t)used, "%s%s", before, network);
     if (text && (size_t)used < size)
         used += snprintf(to + used, size - (size_t)used, " by %s", method);
     free(text);
