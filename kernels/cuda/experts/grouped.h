@@ -117,6 +117,20 @@ typedef struct p2p_gemm {
     float *slice_sums;
 } p2p_gemm;
 
+/* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product `g`.
+ * Launchers call it, because for e4m3 the kernels are compiled only with the pass INPUT. For a
+ * FORWARD product, the function sets the pass to INPUT and swaps k and n. This is enough,
+ * because FORWARD products of e4m3 have matrix b in the layout of an INPUT product. */
+RULE p2p_gemm p2p_as_input(p2p_gemm g)
+{
+    const int64_t k = g.k;
+    if (g.pass == EPIC_GEMM_INPUT) return g;
+    g.pass = EPIC_GEMM_INPUT;
+    g.k = g.n;
+    g.n = k;
+    return g;
+}
+
 /* Arguments of the kernels that run between the experts' two matrix products. They compute the
  * activations (forward) or their gradients (backward). "Backward" marks fields that only
  * p2p_launch_activation_backward() uses. */
@@ -307,11 +321,6 @@ cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
  * NULL, else plain loops. p2p_launch_plain_gemm() always uses plain loops, and
  * p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
-/* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product
- * `scaled`. Launchers call it, because for e4m3 the kernels are compiled only with the pass
- * INPUT. For a FORWARD product, the function sets the pass to INPUT and swaps k and n. This is
- * enough, because FORWARD products of e4m3 have matrix b in the layout of an INPUT product. */
-p2p_gemm p2p_as_input(p2p_gemm scaled);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 

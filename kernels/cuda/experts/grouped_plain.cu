@@ -454,16 +454,6 @@ static int ctas_of(const p2p_gemm *g)
     return (int)(num_slices < most ? num_slices : most);
 }
 
-extern "C" p2p_gemm p2p_as_input(p2p_gemm g)
-{
-    const int64_t k = g.k;
-    if (g.pass == EPIC_GEMM_INPUT) return g;
-    g.pass = EPIC_GEMM_INPUT;
-    g.k = g.n;
-    g.n = k;
-    return g;
-}
-
 /* Launches plain_kernel for one pass, or few_rows_kernel. If sums are cut into slices, also
  * launches slices_kernel. */
 template <int PASS, bool SCALED>
@@ -489,12 +479,6 @@ extern "C" cudaError_t p2p_launch_plain_gemm(const p2p_gemm *g, cudaStream_t str
     if (g->pass == EPIC_GEMM_WEIGHT) return launch_pass<EPIC_GEMM_WEIGHT, false>(*g, stream);
     if (g->pass == EPIC_GEMM_INPUT) return launch_pass<EPIC_GEMM_INPUT, false>(*g, stream);
     return launch_pass<EPIC_GEMM_FORWARD, false>(*g, stream);
-}
-
-extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)
-{
-    return p2p_gemm_is_slow(g) ? p2p_launch_plain_gemm(g, stream)
-                               : p2p_launch_hopper_gemm(g, stream);
 }
 
 template <int PASS, bool SCALED> static cudaError_t load_pass(cudaError_t before)
