@@ -20,7 +20,7 @@
  *   join.c         joins and leaves a group
  *   mpi.c          the table of transport functions
  *
- * A file calls only functions of files above it in this list (tests/includes.py checks that).
+ * A file calls only functions of files above it in this list.
  *
  * Locking: one mutex guards the group and all MPI calls on its communicator. No thread holds
  * the mutex while it sleeps. The thread that uses a slot accesses the slot's rings, their
