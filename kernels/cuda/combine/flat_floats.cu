@@ -146,7 +146,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
 {
     __shared__ OpState op;
     __shared__ PlanView plan;
-    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens);
+    /* the first operation of dispatch_backward has reported a bad plan */
+    read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens, false);
     const device_plan_header &h = plan.header;
     if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;
     const bool moves = plan.is_valid && h.result == EPIC_OK;

@@ -166,10 +166,11 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
 }
 
 /* Copies a header that load_header() has loaded into the view, checks it, and sets the other
- * members. Called by one warp; a barrier must follow before other warps read the view. */
+ * members. If `reports` is true, reports a bad plan to the host. Called by one warp; a barrier
+ * must follow before other warps read the view. */
 static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
-                                 int32_t num_tokens)
+                                 int32_t num_tokens, bool reports = true)
 {
 #pragma unroll
     for (int n = 0; n < HEADER_LANE_WORDS; n++)
@@ -188,7 +189,7 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
         view.is_valid = is_intact && is_plan_of_layer(h, self) &&
                         (num_tokens == ANY_TOKENS || h.tokens_of[self.rank] == num_tokens);
         if (!view.is_valid) {
-            if (blockIdx.x == 0) report_bad_plan(self, h, is_intact, num_tokens);
+            if (blockIdx.x == 0 && reports) report_bad_plan(self, h, is_intact, num_tokens);
             view.header.id = 0;
             view.header.result = EPIC_EINVAL;
         }
@@ -199,14 +200,15 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
 
 /* Reads the plan at `plan` into the view, and checks it. If the plan is damaged, or was made
  * for another layer or another number of tokens, sets is_valid to 0, id to 0 and result to
- * EPIC_EINVAL. Called by all threads of a CTA. */
+ * EPIC_EINVAL. If `reports` is true, also reports the error to the host. Called by all threads
+ * of a CTA. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
-                                 const p2p_self &self, int32_t num_tokens)
+                                 const p2p_self &self, int32_t num_tokens, bool reports = true)
 {
     if (threadIdx.x < WARP) {
         uint32_t words[HEADER_LANE_WORDS];
         load_header(words, plan, plan_bytes);
-        view_plan(view, words, plan, plan_bytes, self, num_tokens);
+        view_plan(view, words, plan, plan_bytes, self, num_tokens, reports);
     }
     __syncthreads();
 }

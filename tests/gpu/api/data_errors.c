@@ -56,7 +56,12 @@ enum {
     FLAT_DISTINCT,
     FLAT_TWIN,
     FLAT_WEIGHTS, /* weights by slot, which FLAT refuses */
-    OTHER_LAYER,  /* a layer other than the plan's */
+    FLAT_LAYER,   /* from here on: a layer other than the plan's */
+    LAYER_OF_DISPATCH,
+    LAYER_OF_COMBINE,
+    ORDER_OF_COMBINE,
+    LAYER_OF_D_DISPATCH,
+    LAYER_OF_D_COMBINE,
     DAMAGED,
     NUM_CASES
 };
@@ -91,7 +96,12 @@ static const char *const names[] = {"good",
                                     "flat, distinct ids",
                                     "flat, an id twice",
                                     "flat, weights by slot",
-                                    "another layer",
+                                    "flat, another layer",
+                                    "another layer in dispatch",
+                                    "another layer in combine",
+                                    "another order in combine",
+                                    "another layer in dispatch_backward",
+                                    "another layer in combine_backward",
                                     "damaged plan"};
 
 typedef struct observed { /* results of one case on one rank */
@@ -345,24 +355,76 @@ static void run_replicas(seat *s, observed *o)
     must_succeed(!memcmp(rows, after, sizeof rows), "rows of replicas as they were", NULL);
 }
 
-/* Passes a layer whose plans have the same size. A host context does nothing; a CUDA context
+/* Returns a layer that differs from the plan's in one field. */
+static epic_layer other_layer(const seat *s, int which)
+{
+    epic_layer other = s->layer;
+    if (which == LAYER_OF_DISPATCH) other.alignment = 2;
+    if (which == LAYER_OF_COMBINE) other.num_experts = 2 * EXPERTS;
+    if (which == ORDER_OF_COMBINE) other.sum_order = EPIC_TREE;
+    if (which == LAYER_OF_D_DISPATCH) other.layout = EPIC_FLAT;
+    if (which == LAYER_OF_D_COMBINE) other.top_k = TOP_K - 1;
+    if (which == FLAT_LAYER) other.flags = EPIC_DISTINCT;
+    return other;
+}
+
+/* Calls dispatch_backward with gradients of the weights, which the layout FLAT sends in an
+ * operation of their own. */
+static epic_result call_flat_backward(seat *s)
+{
+    const epic_dispatch_backward_args args = {.call.stream = s->stream,
+                                              .layer = &s->layer,
+                                              .plan = s->plan,
+                                              .plan_bytes = PLAN,
+                                              .d_recv = {s->d_rows, SLOTS, ROW},
+                                              .d_slot_weights = (float *)(void *)s->recv,
+                                              .d_tokens = {s->tokens, TOKENS, ROW},
+                                              .d_weights = s->floats,
+                                              .type = EPIC_BF16};
+    return epic_dispatch_backward(s->ctx, &args);
+}
+
+static epic_result call_with_layer(seat *s, int which)
+{
+    if (which == LAYER_OF_DISPATCH) return dispatch_rows(s, &s->layer, SLOTS);
+    if (which == FLAT_LAYER) return call_flat_backward(s);
+    if (which == LAYER_OF_D_DISPATCH) return call_short(s, D_RECV_ROWS);
+    return call_short(s, which == LAYER_OF_D_COMBINE ? D_ROWS : COMBINE_ROWS);
+}
+
+/* Passes a layer other than the plan's to one call. A host context does nothing. A CUDA context
  * writes zeros. */
-static void run_other_layer(seat *s, observed *o)
+static void run_other_layer(seat *s, int which, observed *o)
 {
     static _Thread_local unsigned char bytes[SLOTS * ROW];
-    epic_layer other = s->layer;
-    other.alignment = 2;
+    const size_t tokens = TOKENS * ROW, floats = TOKENS * TOP_K * sizeof(float);
+    unsigned char *out = s->tokens;
+    size_t written = tokens;
+    if (which == LAYER_OF_DISPATCH) out = s->recv, written = sizeof bytes;
+    if (which == LAYER_OF_D_COMBINE) out = s->d_rows, written = (size_t)rows_of(s, which) * ROW;
     memset(bytes, 0x11, sizeof bytes);
     copy_memory(s, s->recv, bytes, sizeof bytes);
-    observe_result(s, dispatch_rows(s, &other, SLOTS), o);
-    copy_memory(s, bytes, s->recv, sizeof bytes);
-    for (size_t i = 0; i < sizeof bytes; i++)
-        must_succeed(bytes[i] == (s->on_device ? 0 : 0x11), "what dispatch has written", NULL);
+    copy_memory(s, s->d_rows, bytes, sizeof bytes);
+    copy_memory(s, s->tokens, bytes, tokens);
+    copy_memory(s, s->floats, bytes, floats);
+    s->layer = other_layer(s, which);
+    observe_result(s, call_with_layer(s, which), o);
+    copy_memory(s, bytes, out, written);
+    if (which == FLAT_LAYER) copy_memory(s, bytes + written, s->floats, floats);
+    if (which == FLAT_LAYER) written += floats;
+    for (size_t i = 0; i < written; i++)
+        must_succeed(bytes[i] == (s->on_device ? 0 : 0x11), names[which], NULL);
+}
+
+/* Returns false if the case needs a sum tree, which requires a power of two of ranks. */
+static int can_run_case(int which)
+{
+    return (which != TREE && which != ORDER_OF_COMBINE) || !(num_ranks & (num_ranks - 1));
 }
 
 static void run_case(seat *s, int which, observed *o)
 {
-    const bool flat = which >= FLAT_DROP && which <= FLAT_WEIGHTS;
+    const bool flat = which >= FLAT_DROP && which <= FLAT_LAYER;
     const bool flat_drops = which == FLAT_DROP || which == FLAT_BY_K || which == FLAT_REPLICAS;
     const bool drops = which == DROP || which == REPLICAS || (is_by_k(which) && !flat);
     s->layer = (epic_layer){.num_experts = EXPERTS,
@@ -412,8 +474,8 @@ static void run_case(seat *s, int which, observed *o)
         snprintf(o->sentence, sizeof o->sentence, "%s", epic_error(s->ctx));
         return;
     }
-    if (which == OTHER_LAYER) {
-        run_other_layer(s, o);
+    if (which >= FLAT_LAYER && which <= LAYER_OF_D_COMBINE) {
+        run_other_layer(s, which, o);
         return;
     }
     if (which >= COMBINE_ROWS && which <= NO_ROWS) {
@@ -440,10 +502,9 @@ static void run_on(int rank, const char *backend, observed (*out)[MAX_RANKS])
     s.owner = allocate_memory(&s, EXPERTS * sizeof *s.owner);
     s.logical = allocate_memory(&s, EXPERTS * sizeof *s.logical);
     s.floats = allocate_memory(&s, SLOTS * sizeof *s.floats);
-    const int tree = !(num_ranks & (num_ranks - 1));
     for (int i = 0; i < NUM_CASES; i++) {
         pthread_barrier_wait(&all);
-        if (i != TREE || tree) run_case(&s, i, &out[i][rank]);
+        if (can_run_case(i)) run_case(&s, i, &out[i][rank]);
     }
     pthread_barrier_wait(&all);
     void *const parts[] = {s.plan, s.recv,  s.d_rows,  s.tokens,
@@ -472,21 +533,43 @@ static int has_same_stats(const observed *a, const observed *b)
 
 static int judge_case(int which, int rank)
 {
-    static const int expected[NUM_CASES] = {
-        [EXPERT] = EPIC_EINVAL,         [WIDE_EXPERT] = EPIC_EINVAL,
-        [PLACEMENT] = EPIC_EINVAL,      [CAPACITY] = EPIC_EOVERFLOW,
-        [ROWS] = EPIC_EOVERFLOW,        [COMBINE_ROWS] = EPIC_EOVERFLOW,
-        [D_RECV_ROWS] = EPIC_EOVERFLOW, [D_ROWS] = EPIC_EOVERFLOW,
-        [NO_ROWS] = EPIC_EOVERFLOW,     [DAMAGED] = EPIC_EINVAL,
-        [TWIN] = EPIC_EINVAL,           [LONG_TWIN] = EPIC_EINVAL,
-        [SECOND_TWIN] = EPIC_EINVAL,    [REPLICA] = EPIC_EINVAL,
-        [NO_REPLICA] = EPIC_EINVAL,     [LOGICAL] = EPIC_EINVAL,
-        [FLAT_TWIN] = EPIC_EINVAL,      [FLAT_WEIGHTS] = EPIC_EINVAL,
-        [FLAT_LOGICAL] = EPIC_EINVAL,   [REPLICA_ROWS] = EPIC_EINVAL,
-        [OTHER_LAYER] = EPIC_EINVAL};
+    static const int expected[NUM_CASES] = {[EXPERT] = EPIC_EINVAL,
+                                            [WIDE_EXPERT] = EPIC_EINVAL,
+                                            [PLACEMENT] = EPIC_EINVAL,
+                                            [CAPACITY] = EPIC_EOVERFLOW,
+                                            [ROWS] = EPIC_EOVERFLOW,
+                                            [COMBINE_ROWS] = EPIC_EOVERFLOW,
+                                            [D_RECV_ROWS] = EPIC_EOVERFLOW,
+                                            [D_ROWS] = EPIC_EOVERFLOW,
+                                            [NO_ROWS] = EPIC_EOVERFLOW,
+                                            [DAMAGED] = EPIC_EINVAL,
+                                            [TWIN] = EPIC_EINVAL,
+                                            [LONG_TWIN] = EPIC_EINVAL,
+                                            [SECOND_TWIN] = EPIC_EINVAL,
+                                            [REPLICA] = EPIC_EINVAL,
+                                            [NO_REPLICA] = EPIC_EINVAL,
+                                            [LOGICAL] = EPIC_EINVAL,
+                                            [FLAT_TWIN] = EPIC_EINVAL,
+                                            [FLAT_WEIGHTS] = EPIC_EINVAL,
+                                            [FLAT_LOGICAL] = EPIC_EINVAL,
+                                            [REPLICA_ROWS] = EPIC_EINVAL,
+                                            [FLAT_LAYER] = EPIC_EINVAL,
+                                            [LAYER_OF_DISPATCH] = EPIC_EINVAL,
+                                            [LAYER_OF_COMBINE] = EPIC_EINVAL,
+                                            [ORDER_OF_COMBINE] = EPIC_EINVAL,
+                                            [LAYER_OF_D_DISPATCH] = EPIC_EINVAL,
+                                            [LAYER_OF_D_COMBINE] = EPIC_EINVAL};
+    /* A host context names the field. */
+    static const char *const fields[NUM_CASES] = {
+        [FLAT_LAYER] = "layer.flags is 8",
+        [LAYER_OF_DISPATCH] = "layer.alignment is 2",
+        [LAYER_OF_COMBINE] = "layer.num_experts is 48",
+        [ORDER_OF_COMBINE] = "layer.sum_order is EPIC_TREE",
+        [LAYER_OF_D_DISPATCH] = "layer.layout is EPIC_FLAT",
+        [LAYER_OF_D_COMBINE] = "layer.top_k is 2"};
     const observed *h = &host[which][rank], *d = &device[which][rank];
     const int right = d->result == expected[which] && h->result == d->result;
-    const int other = which == OTHER_LAYER && strstr(h->sentence, "layer.alignment is 2") &&
+    const int other = fields[which] && strstr(h->sentence, fields[which]) &&
                       strstr(d->sentence, "layer is not the plan's");
     const int words = which == DAMAGED || other || !strcmp(h->sentence, d->sentence);
     const int stats = which == DAMAGED || has_same_stats(h, d);
@@ -510,7 +593,7 @@ int main(int argc, char **argv)
         pthread_create(&threads[r], NULL, run_rank, &bootstraps[r]);
     for (int r = 0; r < num_ranks; r++) pthread_join(threads[r], NULL);
     for (int i = 0; i < NUM_CASES; i++)
-        for (int r = 0; r < num_ranks; r++) failed |= judge_case(i, r);
+        for (int r = 0; r < num_ranks && can_run_case(i); r++) failed |= judge_case(i, r);
     for (int r = 0; r < num_ranks; r++) epic_bootstrap_close(&bootstraps[r]);
     printf("data errors and routing stats, %d ranks on one GPU: host and CUDA %s\n", num_ranks,
            failed ? "DIFFER" : "say the same");
