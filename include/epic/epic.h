@@ -584,7 +584,7 @@ typedef struct epic_plan_args {
     const int32_t *logical_of_expert; /* [num_experts] if the layer has num_logical; else
                                          NULL */
     int64_t capacity;                 /* slots of this rank, or EPIC_CAPACITY_EXACT */
-    uint32_t index_type;              /* type of topk_idx: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
+    uint32_t index_type;              /* epic_type of topk_idx: I32 or I64; 0: I32 */
     uint32_t flags;                   /* must be 0 */
     int32_t *expert_rows;             /* out [num_local_experts]: rows of each slab, with
                                          padding */
@@ -776,8 +776,8 @@ typedef struct epic_allreduce_sum_args {
     epic_call call;
     float *data;    /* [count], replaced by the sum */
     int64_t count;  /* equal on all ranks; 0 is allowed */
-    uint32_t order; /* EPIC_BY_RANK: ascending ranks; EPIC_TREE: a binary tree, for which
-                       num_ranks must be a power of two */
+    uint32_t order; /* an epic_sum_order.  EPIC_BY_RANK: ascending ranks; EPIC_TREE: a binary
+                       tree, for which num_ranks must be a power of two */
     uint32_t flags; /* must be 0 */
 } epic_allreduce_sum_args;
 
@@ -993,8 +993,8 @@ typedef struct epic_router_args {
     /* out [num_tokens, E] of weights_type: scores of all columns; NULL: not wanted */
     void *scores;
     uint32_t type;              /* epic_type of logits: F32, BF16, F16 or F64 */
-    uint32_t weights_type;      /* type of weights: F32, or F64 with F64 logits; 0: F32 */
-    uint32_t token_id_type;     /* type of token_ids: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
+    uint32_t weights_type;      /* epic_type of weights: F32, or F64 with F64 logits; 0: F32 */
+    uint32_t token_id_type;     /* epic_type of token_ids: I32 or I64; 0: I32 */
     uint32_t flags;             /* must be 0 */
     const int32_t *topk_idx_in; /* [num_tokens, top_k]: forced experts, used instead of a
                                    choice; negative: no expert; NULL: the router chooses.  Not
@@ -1033,7 +1033,7 @@ typedef struct epic_router_backward_args {
     void *d_scale_of_expert; /* out [E] of weights_type, summed over these tokens; NULL: not
                                 wanted */
     uint32_t type;           /* epic_type of logits */
-    uint32_t weights_type;   /* as in forward */
+    uint32_t weights_type;   /* epic_type of the weights, as in forward */
     uint32_t grad_type;      /* epic_type of d_logits: F32 or `type`; 0: `type` */
     uint32_t flags;          /* 0 or EPIC_ACCUMULATE */
 } epic_router_backward_args;
@@ -1066,7 +1066,7 @@ typedef struct epic_balance_loss_args {
     int64_t workspace_bytes;
     void *loss;         /* out [1] of loss_type: this rank's part of the loss */
     uint32_t type;      /* epic_type of logits */
-    uint32_t loss_type; /* type of loss: EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
+    uint32_t loss_type; /* epic_type of loss: F32 or F64; 0: F32 */
 } epic_balance_loss_args;
 
 /* Computes this rank's part of the balance loss.  The sum of the parts of all ranks is the
@@ -1124,7 +1124,7 @@ typedef struct epic_z_loss_args {
     int64_t workspace_bytes;
     void *loss;         /* out [1] of loss_type: this rank's part of the loss */
     uint32_t type;      /* epic_type of logits */
-    uint32_t loss_type; /* type of loss: EPIC_F32 or EPIC_F64; 0: EPIC_F32 */
+    uint32_t loss_type; /* epic_type of loss: F32 or F64; 0: F32 */
 } epic_z_loss_args;
 
 /* Computes this rank's part of the z-loss: coeff / T * sum over tokens of logsumexp(z)^2.
@@ -1506,8 +1506,8 @@ typedef struct epic_moe_args {
     int32_t *load;               /* out [num_experts]: like epic_plan_args.load */
     int32_t *logical_load;       /* out [num_logical]: like epic_plan_args.logical_load */
     int32_t *demand;             /* out [1]: like epic_plan_args.demand */
-    uint32_t token_id_type;      /* type of token_ids: EPIC_I32 or EPIC_I64; 0: EPIC_I32 */
-    uint32_t loss_type;          /* type of the losses: F32, or F64 with F64 rows; 0: F32 */
+    uint32_t token_id_type;      /* epic_type of token_ids: I32 or I64; 0: I32 */
+    uint32_t loss_type;          /* epic_type of losses: F32, or F64 with F64 rows; 0: F32 */
     uint32_t flags;              /* 0 or EPIC_PLANNED */
     uint32_t reserved;           /* must be 0 */
     const int32_t *topk_idx_in;  /* [num_tokens, top_k]: forced expert ids, used instead of the
@@ -1710,16 +1710,11 @@ typedef struct epic_tcp {
 static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp *tcp);
 
 /* Makes a bootstrap over TCP from the environment variables of the launcher, or a group of one
- * rank if none of them is set.
- *
- * MASTER_ADDR and MASTER_PORT must name rank 0's host and a port.  If an MPI launcher started
- * the ranks and MASTER_ADDR is not set, the call uses this host.  Tasks of srun need neither
- * variable, because Slurm's own variables contain hosts and ports.
+ * rank if none of them is set.  docs/reference/environment.md lists the variables.
  *
  * If a variable shows that there are several ranks, the call never makes a group of one rank.
  * It returns EPIC_EINVAL if the number of ranks is unknown or if two launchers contradict each
- * other.  It also returns EPIC_EINVAL in a batch script or shell of Slurm with several tasks
- * but without srun.  RANK=0 WORLD_SIZE=1 requests a group of one rank.
+ * other.
  * Errors:  those of epic_bootstrap_tcp.
  * Threads: collective.
  * CUDA:    no difference. */
@@ -1745,8 +1740,9 @@ EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
  * gather; 0: 300000.
  *
  * EPIC calls the NCCL that the process has already loaded, version 2.14 or newer, and does not
- * link it.  EPIC_NCCL is the path of that library if the process has loaded several.  A gather
- * calls only ncclAllGather, on a stream of the bootstrap and in a thread of its own.  Until the
+ * link it.  If the process has loaded several, an environment variable selects one
+ * (docs/reference/environment.md).  A gather calls only ncclAllGather, on a stream of the
+ * bootstrap and in a thread of its own.  Until the
  * call that gathers (epic_open) has returned, no other thread may use `comm`.  The caller's own
  * collectives on `comm` must come before or after this call in the same order on all ranks.
  *
@@ -1808,7 +1804,8 @@ typedef struct epic_memory_info {
  * and "gpu" as "p2p".
  *
  * For "hosts" the result is an upper bound.  Memory that the network reads and writes is
- * counted in both host_bytes and device_bytes, unless EPIC_NET_MEMORY selects one of them.
+ * counted in both host_bytes and device_bytes, unless an environment variable selects one of
+ * them (docs/reference/environment.md).
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if the backend's library cannot be loaded.
  * Threads: local.
  * CUDA:    no difference. */
