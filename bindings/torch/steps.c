@@ -30,13 +30,9 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* The overloads of plan and plan_dispatch: none, `compared` with the options of a whole layer and
- * perhaps capacity_limit, and `limited` with capacity_limit. */
-typedef enum overload { DEFAULT, COMPARED, LIMITED } overload;
-
-/* Reads the layer, the capacity, the tag, the placement tables, and capacity_limit, which DEFAULT
- * does not have. A negative capacity stands for the capacity that always suffices. */
-static void read_layout(torch_call *call, plan_job *job, overload form)
+/* Reads the layer, the capacity, the tag and the placement tables. A negative capacity stands for
+ * the capacity that always suffices. */
+static void read_layout(torch_call *call, plan_job *job)
 {
     job->args.call = call_enter_layer(call, &job->stored);
     const int64_t capacity = call_int(call);
@@ -44,10 +40,6 @@ static void read_layout(torch_call *call, plan_job *job, overload form)
     job->args.call.tag = call_tag(call);
     const call_array table = call_arg_or_none(call, "rank_of_expert", EPIC_I32, 1);
     const call_array logical = call_arg_or_none(call, "logical_of_expert", EPIC_I32, 1);
-    if (form == LIMITED)
-        job->args.capacity_limit = call_arg(call, "capacity_limit", EPIC_I32, 0).data;
-    if (form == COMPARED)
-        job->args.capacity_limit = call_arg_or_none(call, "capacity_limit", EPIC_I32, 0).data;
     job->args.layer = &job->stored.layer;
     job->args.rank_of_expert = table.data;
     job->args.logical_of_expert = logical.data;
@@ -100,39 +92,40 @@ static void plan_results(torch_call *call, plan_job *job)
     if (logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
 }
 
-/* Reads the options of the whole layer. They follow all other arguments in the overloads
- * plan.compared and plan_dispatch.compared. */
-static void read_layer_options(torch_call *call, plan_job *job)
+/* Reads the last arguments of plan and plan_dispatch: capacity_limit and, in the overload
+ * `compared`, the options of the whole layer. */
+static void read_limit_and_options(torch_call *call, plan_job *job, bool is_compared)
 {
+    job->args.capacity_limit = call_arg_or_none(call, "capacity_limit", EPIC_I32, 0).data;
+    if (!is_compared) return;
     read_compared(call, &job->compared, &job->stored.layer);
     job->args.moe = &job->compared.moe;
 }
 
-/* Runs the operator epic::plan, or one of its overloads. */
-static void make_plan(torch_value *stack, uint64_t num_results, overload form)
+/* Runs the operator epic::plan, or its overload `compared`. */
+static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
     plan_job job = {0};
     call_order_token(&call);
     (void)read_choices(&call, &job);
-    read_layout(&call, &job, form);
-    if (form == COMPARED) read_layer_options(&call, &job);
+    read_layout(&call, &job);
+    read_limit_and_options(&call, &job, is_compared);
     plan_results(&call, &job);
     if (!call.failed) call_check_result(&call, epic_plan(call.use.ctx, &job.args));
     call_end(&call);
 }
 
-/* Defines the function `name`, which runs make(stack, num_results, form). */
-#define DEFINE_OVERLOAD(name, make, form)                                              \
+/* Defines the function `name`, which runs make(stack, num_results, is_compared). */
+#define DEFINE_OVERLOAD(name, make, is_compared)                                       \
     static void name(torch_value *stack, uint64_t num_arguments, uint64_t num_results) \
     {                                                                                  \
         (void)num_arguments;                                                           \
-        make(stack, num_results, form);                                                \
+        make(stack, num_results, is_compared);                                         \
     }
 
-DEFINE_OVERLOAD(op_plan, make_plan, DEFAULT)
-DEFINE_OVERLOAD(op_plan_compared, make_plan, COMPARED)
-DEFINE_OVERLOAD(op_plan_limited, make_plan, LIMITED)
+DEFINE_OVERLOAD(op_plan, make_plan, false)
+DEFINE_OVERLOAD(op_plan_compared, make_plan, true)
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
@@ -249,8 +242,8 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-/* Runs the operator epic::plan_dispatch, or one of its overloads. */
-static void make_plan_dispatch(torch_value *stack, uint64_t num_results, overload form)
+/* Runs the operator epic::plan_dispatch, or its overload `compared`. */
+static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
     plan_job job = {0};
@@ -258,9 +251,9 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, overloa
     call_order_token(&call);
     const call_array chosen = read_choices(&call, &job);
     const call_array tokens = read_chosen(&call, chosen, &args);
-    read_layout(&call, &job, form);
+    read_layout(&call, &job);
     args.flags = call_uint(&call, "flags");
-    if (form == COMPARED) read_layer_options(&call, &job);
+    read_limit_and_options(&call, &job, is_compared);
     plan_results(&call, &job);
     dispatch_results(&call, tokens, job.args.capacity, &args);
     if (!call.failed)
@@ -268,9 +261,8 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, overloa
     call_end(&call);
 }
 
-DEFINE_OVERLOAD(op_plan_dispatch, make_plan_dispatch, DEFAULT)
-DEFINE_OVERLOAD(op_plan_dispatch_compared, make_plan_dispatch, COMPARED)
-DEFINE_OVERLOAD(op_plan_dispatch_limited, make_plan_dispatch, LIMITED)
+DEFINE_OVERLOAD(op_plan_dispatch, make_plan_dispatch, false)
+DEFINE_OVERLOAD(op_plan_dispatch_compared, make_plan_dispatch, true)
 
 /* The operator epic::dispatch_flat: sends each token once to each rank that has experts for it,
  * and returns these experts in recv_expert. */
@@ -541,29 +533,29 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define CHOSEN "(Tensor(a!) order_token, Tensor topk_idx"
 #define SENT CHOSEN ", Tensor tokens, Tensor? weights"
 
+#define LIMIT ", Tensor? capacity_limit=None"
+
 /* The overload "compared", for programs that compose a layer of single operators. Its last
- * arguments are the options of the whole layer, which the ranks compare. In both overloads
- * capacity_limit follows the other arguments of the layout. */
-#define WHOLE_LAYOUT                          \
+ * arguments are the 26 options of the whole layer, which the ranks compare. As arguments with
+ * defaults of the other overload they would need 1.5 us of host time per call (torch 2.15, see
+ * docs/lab/torch.md). */
+#define COMPARED_LAYOUT                       \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"
-#define OVERLOAD(name, form, schema)                                \
-    {                                                               \
-#name "." #form, #name "." #form schema, op_##name##_##form \
+#define COMPARED(name, schema)                                            \
+    {                                                                     \
+#name ".compared", #name ".compared" schema, op_##name##_compared \
     }
-#define COMPARED_LAYOUT WHOLE_LAYOUT ", Tensor? capacity_limit"
-#define LIMITED_LAYOUT WHOLE_LAYOUT ", Tensor capacity_limit"
+#define COMPARED_OPTIONS ", Tensor? capacity_limit" COMPARED_SCHEMA
 
 static const torch_op ops[] = {
-    OVERLOAD(plan, compared, CHOSEN COMPARED_LAYOUT COMPARED_SCHEMA PLANNED),
-    OVERLOAD(plan_dispatch, compared,
-             SENT COMPARED_LAYOUT ", int dispatch_flags" COMPARED_SCHEMA PLANNED_SENT),
-    OVERLOAD(plan, limited, CHOSEN LIMITED_LAYOUT PLANNED),
-    OVERLOAD(plan_dispatch, limited, SENT LIMITED_LAYOUT ", int dispatch_flags" PLANNED_SENT),
-    OP(plan, CHOSEN LAYOUT PLANNED),
+    COMPARED(plan, CHOSEN COMPARED_LAYOUT COMPARED_OPTIONS PLANNED),
+    COMPARED(plan_dispatch,
+             SENT COMPARED_LAYOUT ", int dispatch_flags" COMPARED_OPTIONS PLANNED_SENT),
+    OP(plan, CHOSEN LAYOUT LIMIT PLANNED),
     OP(dispatch, "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
                  "SymInt capacity" PLANNED_BY FLAGS ") -> (Tensor recv, Tensor slot_weights)"),
-    OP(plan_dispatch, SENT LAYOUT FLAGS PLANNED_SENT),
+    OP(plan_dispatch, SENT LAYOUT FLAGS LIMIT PLANNED_SENT),
     OP(dispatch_quantized,
        "(Tensor(a!) order_token, Tensor plan, Tensor tokens, Tensor? weights, "
        "SymInt capacity, int quantize" PLANNED_BY FLAGS

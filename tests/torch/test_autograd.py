@@ -78,10 +78,10 @@ def opcheck(rank: int) -> None:
         flat = epic.torch.plan(group, epic.torch.Layer(EXPERTS, TOP_K, layout="flat"), ids)
         count, octets = x.shape[0], x.view(torch.uint8)
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (ops.plan, (order_token, ids, *layout)),
+            (ops.plan, (order_token, ids, *layout, None)),
             (ops.dispatch, (order_token, data, x, w, spec.capacity, *place, 1)),
             (ops.dispatch, (order_token, data, x, None, spec.capacity, *place, 1)),
-            (ops.plan_dispatch, (order_token, ids, x, w, *layout, 1)),
+            (ops.plan_dispatch, (order_token, ids, x, w, *layout, 1, None)),
             (ops.dispatch_quantized, (order_token, data, x, w, spec.capacity, 1, *place, 1)),
             (ops.dispatch_bytes, (order_token, data, octets, octets, w, spec.capacity, *place, 1)),
             (ops.dispatch_bytes, (order_token, data, octets, None, None, spec.capacity, *place, 1)),
@@ -266,11 +266,10 @@ class Twice(torch.autograd.Function):
 
 
 def test_the_short_way_into_autograd() -> None:
-    """Check that the base class's apply, which arguments.applied calls, does what Function.apply
-    does.
+    """Check that the base class's apply, which make_apply calls, does what Function.apply does.
 
-    This saves time in torch 2.9. Later versions have no wrapper around it, so `applied` can be
-    removed when 2.9 is no longer supported.
+    This saves time in torch 2.9. Later versions have no wrapper around it, so make_apply can call
+    Function.apply when 2.9 is no longer supported.
     """
     short = super(torch.autograd.Function, Twice).apply
     for apply in (short, Twice.apply):
@@ -279,7 +278,7 @@ def test_the_short_way_into_autograd() -> None:
         y.sum().backward()
         assert torch.equal(y, torch.full((3,), 2.0)) and torch.equal(x.grad, y)
     is_python = inspect.ismethod(torch.autograd.Function.apply)
-    assert is_python == (torch.__version__ < "2.10"), "see applied: is its trick still of use?"
+    assert is_python == (torch.__version__ < "2.10"), "see make_apply: is its trick of use?"
 
 
 class Overrides(TorchFunctionMode):

@@ -120,9 +120,6 @@ def plan(
         elif compared:
             given = (spec.layer, slots, spec.tag, *tables[:2], capacity_limit, *compared)
             data = ops.plan.compared(group.order_token, topk_idx, *given)
-        elif capacity_limit is not None:
-            given = (spec.layer, slots, spec.tag, *tables)
-            data = ops.plan.limited(group.order_token, topk_idx, *given)
         else:
             call = PLAN if is_traced() or overridden(topk_idx) else PLAN_NOW
             data = call(group.order_token, topk_idx, spec.layer, slots, spec.tag, *tables)
@@ -157,8 +154,8 @@ def plan_into(
     spec: PlanSpec, chosen: Tensor, slots: int, tables: tuple[Any, Any], out: Plan
 ) -> Tensor:
     """Make a plan in the bytes of `out`, and return these bytes."""
-    data = bytes_of(out)
-    args = (spec.group.order_token, chosen, spec.layer, slots, spec.tag, *tables)
+    data, limit = bytes_of(out), None  # out= and capacity_limit exclude each other
+    args = (spec.group.order_token, chosen, spec.layer, slots, spec.tag, *tables, limit)
     write_out(ops.plan_out.default, args, data)
     return data
 
@@ -584,17 +581,14 @@ def plan_dispatch_op(
     """Call the operator without a gradient."""
     spec, _, slots, tables = request
     order_token = spec.group.order_token
+    limit = tables[2:]  # one element, capacity_limit, or none
+    numbers = (spec.layer, slots, spec.tag, *tables[:2], int(zero_tail))
     if spec.compared:
-        placed = (*tables, None)[:3]  # there may be a capacity_limit
-        given = (spec.layer, slots, spec.tag, *placed, int(zero_tail), *spec.compared)
+        given = (*numbers, *(limit or (None,)), *spec.compared)
         return ops.plan_dispatch.compared(order_token, chosen, tokens, weights, *given)
-    if len(tables) > 2:  # there is a capacity_limit
-        given = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
-        return ops.plan_dispatch.limited(order_token, chosen, tokens, weights, *given)
     is_seen = is_traced() or overridden(chosen, tokens, weights)
     call = PLAN_DISPATCH if is_seen else PLAN_DISPATCH_NOW
-    numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
-    return call(order_token, chosen, tokens, weights, *numbers)
+    return call(order_token, chosen, tokens, weights, *numbers, *limit)
 
 
 def plan_dispatch_into(
@@ -610,7 +604,8 @@ def plan_dispatch_into(
     found = (bytes_of(plan), recv, slot)
     check_pair(weights, slot)
     spec, _, slots, tables = request
-    numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail))
+    limit = None  # out= and capacity_limit exclude each other
+    numbers = (spec.layer, slots, spec.tag, *tables, int(zero_tail), limit)
     args = (spec.group.order_token, chosen, tokens, weights, *numbers)
     write_out(ops.plan_dispatch_out.default, args, *found)
     return found
