@@ -3,9 +3,28 @@
  * receive buffers of all ranks do, rows are stored directly into their slots (windows.cuh).
  * Otherwise all rows go through staging, like in dispatch.cu.
  *
- *   planner CTAs    make the plan, then count themselves in num_planned
- *   other CTAs      send the first `num_early_tokens` tokens through staging meanwhile
- *   all CTAs        wait for the plan and for the permits of all peers, then move rows
+ *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
+ *   recv    [recv_rows, row_bytes]    output, in a window of this rank: rows by slot
+ *
+ *   warp 1 of the last CTA  sends the permit of this rank to all peers
+ *   planner CTAs            make the plan, then count themselves in num_planned
+ *   other CTAs              send the first `num_early_tokens` tokens through staging meanwhile
+ *   all CTAs                wait for the plan and for the permits of all peers. If all permits
+ *                           came, remote CTAs store rows to peers and local CTAs do the rest
+ *                           (windows.cuh). Otherwise all CTAs move all rows through staging
+ *   warp 0 of CTA 0         after a direct dispatch, waits until all peers have stored their rows
+ *   the CTA that is last    sets the counters to 0; after an error, clears the outputs
+ *
+ * Memory order, for each store that another CTA or a peer must see before it continues:
+ *
+ *   store                         then                          before a reader's loads
+ *   permit                        the signature, after a fence  poll of the permit, fence
+ *   arrays of the plan            barrier, fence, num_planned   acquire of num_planned, barrier
+ *   rows in a window of a peer    barrier, fence, num_stored;   poll of `stored`, fence
+ *                                 fence, `stored` of the peer
+ *   weights, records, early rows  nothing                       each word is its own flag
+ *
+ * net/windows.cuh explains the lines about permits and rows.
  *
  * The kernel moves only rows that are aligned to 16 bytes, of layers with one choice per token
  * (top-1) or with layout FLAT. */

@@ -3,11 +3,20 @@
  * experts. The host cannot check this when it enqueues the call, because it depends on
  * rank_of_expert in device memory.
  *
- * All ranks get the same result, because the plan's header has the largest number of experts
- * that a rank owns (num_local). If the plan does not fit, the kernel marks it as failed and
- * sets the number of rows of each local expert to 0. Later operations with this plan then move
- * no rows, and epic_check() returns the error. One thread does the work, in memory of this rank
- * only. */
+ *   plan                        in, out: the header; on failure, result and checksum change
+ *   expert_rows, expert_tokens  out [num_local]: zeros on failure, else unchanged
+ *
+ *   thread 0 of one CTA  compares the header with the layer. On failure, stores the header and the
+ *                        zeros, then reports the fault to the host
+ *   other threads        nothing
+ *
+ * All ranks get the same result, because num_local in the plan's header, the largest number of
+ * experts that one rank owns, is equal on all ranks. After a failure, later operations with this
+ * plan move no rows, and epic_check() returns the error.
+ *
+ * Memory order: the thread accesses only memory of this rank and the host's memory for reports.
+ * The kernel that made the plan and the kernels that read it run before and after this one on
+ * the same stream, so no fence is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
