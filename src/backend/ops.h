@@ -56,7 +56,9 @@ typedef struct epic_gate_args {
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]. Forward: output. Backward: input, the gradient of the logits. */
     float *logits;
-    void *workspace; /* memory of the caller; gate_bytes() of rules/gate_layout.h is its size */
+    /* memory of the caller; its size is that of gate_forward_bytes() or gate_backward_bytes()
+     * (rules/gate_layout.h) */
+    void *workspace;
     /* [tokens, hidden] of row_type. Backward adds the gradient of x to this array; may be
      * NULL */
     void *d_x;

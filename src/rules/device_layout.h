@@ -83,11 +83,6 @@ static inline uint32_t device_words_sum(const void *header, size_t bytes)
     return sum;
 }
 
-static inline uint32_t device_header_sum(const device_plan_header *header)
-{
-    return device_words_sum(header, offsetof(device_plan_header, sum));
-}
-
 typedef struct device_padding { /* the padding slots of one slab */
     int32_t first, count;       /* first slot, and number of slots */
 } device_padding;

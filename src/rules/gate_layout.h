@@ -227,14 +227,4 @@ static inline int64_t gate_backward_bytes(const gate_tokens *t, int64_t hidden, 
     return bytes;
 }
 
-/* Returns the bytes of the workspace of a call with one block of tokens (in forward, of all
- * blocks), whose size decides on the method. */
-static inline int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
-                                 bool backward, bool is_invariant)
-{
-    const gate_tokens t = {tokens, block, 1, block};
-    return backward ? gate_backward_bytes(&t, hidden, columns, is_invariant)
-                    : gate_forward_bytes(&t, hidden, columns, is_invariant);
-}
-
 #endif

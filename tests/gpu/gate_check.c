@@ -33,6 +33,16 @@ typedef struct problem {
 static p2p_status status;
 static epic_group group = {.status = &status, .device_sms = 132};
 
+/* Returns the bytes of the workspace of a call with one block of tokens (in forward, of all
+ * blocks), whose size decides on the method. */
+static int64_t gate_bytes(int64_t tokens, int64_t block, int64_t hidden, int64_t columns,
+                          bool backward, bool invariant)
+{
+    const gate_tokens t = {tokens, block, 1, block};
+    return backward ? gate_backward_bytes(&t, hidden, columns, invariant)
+                    : gate_forward_bytes(&t, hidden, columns, invariant);
+}
+
 /* Returns the workspace for both methods, forward and backward. */
 static size_t workspace_bytes(const shape *s)
 {

@@ -17,7 +17,7 @@ typedef struct made { /* A plan of rank 2, in memory of exactly its size. */
 
 static void seal(const made *m)
 {
-    m->header->sum = device_header_sum(m->header);
+    m->header->sum = device_words_sum(m->header, offsetof(device_plan_header, sum));
 }
 
 static made make(void)
