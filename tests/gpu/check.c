@@ -4,6 +4,7 @@
  *   gpu_check RANKS GPUS threads|processes|RANKS_PER_PROCESS CASES SEED
  *             [big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]
  *
+ *   tight   contexts with staging of two rows, which makes many rounds
  *   lowlat  contexts for low-latency kernels (at most TEAM_LOWLAT_TOKENS tokens)
  *   most    contexts with more tokens than the library's limit for these kernels
  *   rows    only the seeds whose rows have no second rows
@@ -19,7 +20,6 @@
  *
  *   - the token limit of the low-latency kernels (group->lowlat_tokens), so that small cases run
  *     both kinds of kernels, and `forms` runs each kernel in turn
- *   - staging of two rows, which makes many rounds (tight)
  *   - epochs that start shortly before 2^32 (EPIC_TEST_EPOCH)
  *   - the bytes of the heap at the end: poison or zero, as before the first call
  *   - ranks that are processes, and full size (big) */
