@@ -349,13 +349,15 @@ int p2p_gemm_is_built(int major, int minor);
 cudaError_t p2p_launch_activation(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_activation_backward(const p2p_activation_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStream_t stream);
-cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
+/* Launcher of the kernel in experts/bias.cu. */
+cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 
 /* Load the kernels on the current device. Called at open, so that no later launch has to load
  * them. */
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
+cudaError_t p2p_load_bias(void);
 cudaError_t p2p_load_plain_gemm(void);
 cudaError_t p2p_load_few_rows(void);
 cudaError_t p2p_load_hopper_gemm(void);

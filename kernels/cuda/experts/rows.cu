@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels that run between the two matrix products of the experts, and kernels for the
- * gradients of the biases.
+/* Kernels that run between the two matrix products of the experts.
  *
  *     gate_up      [slots, width]  result of the first product, before input weight and bias
  *     activations  [slots, inner]  forward: output. Backward: on entry the gradient of the
@@ -11,14 +10,12 @@
  *   quantized_activation_kernel  gate_up -> activations in e4m3, with scales
  *   quantize_kernel              rows -> e4m3, with scales
  *   activation_backward_kernel   gradient of activations -> d_gate_up, d_slot_weights
- *   bias_kernel                  rows -> sum of each expert's rows
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
- * A warp works on one row. In bias_kernel, a CTA works on 64 columns of one expert. The kernels
- * neither read nor write rows without a token, because the matrix products do not read such
- * rows. Only d_slot_weights gets zeros for them. Memory bandwidth should limit the speed of
- * these kernels, not arithmetic. So the activations that most models use are compiled
- * separately, without a branch for each element. */
+ * A warp works on one row. The kernels neither read nor write rows without a token, because
+ * the matrix products do not read such rows. Only d_slot_weights gets zeros for them. Memory
+ * bandwidth should limit the speed of these kernels, not arithmetic. So the activations that
+ * most models use are compiled separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -397,68 +394,7 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         });
 }
 
-/* --------------------------------------------------------------------- bias and scale ---- */
-
-/* number of rows that a warp loads before it adds the first one, so that the loads overlap */
-#define BIAS_AHEAD 8
-
-/* Adds this warp's share of the rows of an expert's slab, each times its weight, to sum: rows
- * `warp`, warp + WARPS, warp + 2 WARPS, ... Each lane adds two columns: `column` to sum[0] and
- * column + 32 to sum[1]. */
-template <class T>
-static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
-                                                int64_t column, int warp, float (&sum)[2])
-{
-    for (int64_t r = warp; r < slab.tokens; r += WARPS * BIAS_AHEAD) {
-        float w[BIAS_AHEAD], x[BIAS_AHEAD][2];
-#pragma unroll
-        for (int i = 0; i < BIAS_AHEAD; i++) {
-            const bool is_row = r + i * WARPS < slab.tokens;
-            const int64_t slot = slab.row + r + i * WARPS;
-            w[i] = is_row && job.weights ? job.weights[slot] : 1;
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                x[i][h] =
-                    is_row && column + h * 32 < job.n
-                        ? load_number(job.rows, NUMBER_TYPE<T>, slot * job.n + column + h * 32)
-                        : 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < BIAS_AHEAD; i++)
-#pragma unroll
-            for (int h = 0; h < 2; h++)
-                if (r + i * WARPS < slab.tokens) sum[h] += w[i] * x[i][h];
-    }
-}
-
-/* Computes the gradients of the biases: for each expert the weighted sum of its rows. A CTA
- * computes 64 columns of one expert, and adds the sums of its warps in a fixed order, so that
- * every run gives the same bits. */
-static __global__ void __launch_bounds__(THREADS)
-    bias_kernel(const __grid_constant__ p2p_bias_job job)
-{
-    __shared__ float parts[WARPS][64];
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int64_t across = (job.n + 63) / 64, expert = blockIdx.x / across;
-    const int64_t first = blockIdx.x % across * 64;
-    const slab_range slab = job.slabs.slabs[expert];
-    float sum[2] = {0, 0};
-    if (job.row_type == EPIC_BF16)
-        add_rows<Bf16>(job, slab, first + lane, warp, sum);
-    else if (job.row_type == EPIC_F16)
-        add_rows<F16>(job, slab, first + lane, warp, sum);
-    else
-        add_rows<F32>(job, slab, first + lane, warp, sum);
-    parts[warp][lane] = sum[0];
-    parts[warp][32 + lane] = sum[1];
-    __syncthreads();
-    const int64_t column = first + threadIdx.x;
-    if (threadIdx.x >= 64 || column >= job.n) return;
-    const int64_t at = expert * job.n + column;
-    float total = job.accumulate ? load_number(job.out, job.out_type, at) : 0;
-    for (int i = 0; i < WARPS; i++) total += parts[i][threadIdx.x];
-    store_number(job.out, job.out_type, at, total);
-}
+/* ------------------------------------------------------------------------------- scale ---- */
 
 /* Multiplies rows by their weights or, if job.bias is set, adds weight * bias to them, in
  * place. */
@@ -558,12 +494,6 @@ extern "C" cudaError_t p2p_launch_quantize(const p2p_quantize_job *job, cudaStre
     return launch_rows<F32>(job, stream);
 }
 
-extern "C" cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream)
-{
-    const int64_t ctas = (job->n + 63) / 64 * job->slabs.num_experts;
-    return launch_kernel(bias_kernel, (int)ctas, THREADS, 0, stream, *job);
-}
-
 extern "C" cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream)
 {
     return launch_kernel(scale_kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream,
@@ -602,7 +532,6 @@ extern "C" cudaError_t p2p_load_activation(void)
     cudaError_t error = load_typed<Bf16>();
     if (error == cudaSuccess) error = load_typed<F16>();
     if (error == cudaSuccess) error = load_typed<F32>();
-    if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, bias_kernel);
     if (error == cudaSuccess) error = cudaFuncGetAttributes(&attributes, scale_kernel);
     return error;
 }

@@ -49,6 +49,7 @@ static epic_result load_code(void)
     TRY(p2p_cuda(p2p_load_loss(), "loading the loss kernels"));
     TRY(p2p_cuda(p2p_load_slabs(), "loading the slabs kernel"));
     TRY(p2p_cuda(p2p_load_activation(), "loading the activation kernels"));
+    TRY(p2p_cuda(p2p_load_bias(), "loading the bias kernel"));
     TRY(p2p_cuda(p2p_load_dense(), "loading the kernels of a layer's dense part"));
     TRY(p2p_cuda(p2p_load_components(), "loading the kernels of the gate's components"));
     TRY(p2p_cuda(p2p_load_gate_blocks(), "loading the kernels of the gate's blocks"));
