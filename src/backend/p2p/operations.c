@@ -1,99 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations of a group. Each call turns checked arguments into a kernel launch. No call
- * waits or allocates, so a CUDA graph can capture it. */
-#include <string.h>
-
-#include "backend/p2p/layers.h"
+/* Plan, dispatch and the sums, and the table of all operations. Each call turns checked arguments
+ * into a kernel launch. No call waits or allocates, so a CUDA graph can capture it. */
+#include "backend/p2p/operations.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 
-#define MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
-
 /* how many bytes NVLink can send in the time in which a kernel makes the plan */
 #define EARLY_BYTES (5 << 20)
-/* number of tokens that a combine kernel sends before it receives the first one (measured in
- * docs/lab/cuda.md) */
-#define COMBINE_LAG 48
-
-/* ------------------------------------------------------ common parts of all operations ---- */
-
-/* Fills in `self`, the first member of every job (the arguments of a kernel): the operation,
- * its signature and its time limit. In the backend `hosts`, also wakes the proxy thread. */
-static void fill_self(p2p_self *self, const epic_group *g, const epic_call *call,
-                      epic_operation operation, signature a)
-{
-    const uint32_t timeout_ms = call->timeout_ms ? call->timeout_ms : g->config.timeout_ms;
-    g->hooks->wake(g);
-    signature_mix(&a, call->tag);
-    *self = g->self;
-    self->operation = operation;
-    self->signature = (uint32_t)operation << 28 | (uint32_t)(a.hash >> 36);
-    self->timeout_ns = (uint64_t)timeout_ms * 1000000;
-    p2p_beats_expect(g->beats, timeout_ms);
-}
-
-static int sms_of(const epic_group *g, const epic_call *call)
-{
-    return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
-}
-
-static cudaStream_t stream_of(const epic_call *call)
-{
-    return (cudaStream_t)call->stream;
-}
-
-/* Limits a number of rows to MOST_ROWS, so that it fits into int32. */
-static int32_t clamp_to_int32(int64_t num_rows)
-{
-    return num_rows > MOST_ROWS ? MOST_ROWS : (int32_t)num_rows;
-}
-
-/* Returns whether all rows can be read in vectors of 16 bytes. */
-static bool is_aligned(epic_const_rows rows)
-{
-    return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
-}
-
-/* Checks the type of the rows of combine and of the backward operations. */
-static epic_result check_type(uint32_t type)
-{
-    if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "type is %u: must be EPIC_F32, EPIC_BF16 or EPIC_F16 in CUDA contexts",
-                     type);
-}
-
-/* Checks that a row fits into the staging memory of this group, into which peers send rows. */
-static epic_result check_row(const epic_group *g, const char *name, int64_t row_bytes)
-{
-    if (row_bytes <= g->config.max_row_bytes) return EPIC_OK;
-    return epic_fail(
-        EPIC_EINVAL,
-        "%s.row_bytes is %lld: must be at most config.max_row_bytes %lld; open with "
-        "more",
-        name, (long long)row_bytes, (long long)g->config.max_row_bytes);
-}
 
 /* -------------------------------------------------------------------------------- plan ---- */
-
-/* Returns whether this group may use low-latency kernels. The libraries for many ranks have
- * none. In the backend `hosts` these kernels send the expert ids to every rank, so max_tokens
- * must be small and relays must be off. */
-static bool can_use_lowlat(const epic_group *g)
-{
-    if (MANY_RANKS) return false;
-    return !HOSTS || (g->config.max_tokens <= g->lowlat_tokens && !g->self.net->ranks_per_host);
-}
-
-/* Returns whether an operation uses a low-latency kernel, which takes at most `most` tokens.
- * num_tokens is the number of tokens of this rank. Ranks may decide differently, because all
- * kernels send and receive rows in the same format. */
-static bool fits_lowlat(const epic_group *g, const epic_layer *layer, int32_t num_tokens,
-                        int32_t most, int64_t row_bytes)
-{
-    return can_use_lowlat(g) && num_tokens <= most && layer->top_k <= 32 &&
-           g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
-}
 
 /* Returns how many CTAs make the plan: one per 64 tokens, from 1 to the smaller one of
  * P2P_MAX_PLANNERS and num_sms. */
@@ -122,10 +37,10 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->demand = args->demand;
     job->num_tokens = (int32_t)args->num_tokens;
     job->block = (int32_t)(job->layer.num_experts / (uint32_t)g->num_ranks);
-    job->capacity = args->capacity > MOST_ROWS ? MOST_ROWS : (int32_t)args->capacity;
+    job->capacity = args->capacity > P2P_MOST_ROWS ? P2P_MOST_ROWS : (int32_t)args->capacity;
     job->capacity_limit = args->capacity_limit;
     job->has_int64_ids = args->index_type == EPIC_I64;
-    job->planners = planners_of(args->num_tokens, sms_of(g, &args->call));
+    job->planners = planners_of(args->num_tokens, p2p_sms_of(g, &args->call));
     const bool flat = job->layer.layout == EPIC_FLAT;
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
@@ -134,7 +49,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
      * plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
-    if (!can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
+    if (!p2p_can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
     if (max_lowlat_tokens > g->config.max_tokens)
         max_lowlat_tokens = (int32_t)g->config.max_tokens;
     job->max_lowlat_tokens =
@@ -153,12 +68,12 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
     signature a = {EPIC_OP_PLAN};
     TRY(p2p_check_group(g));
     TRY(fill_plan(g, &job, args, g->lowlat_tokens, &a));
-    fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
+    p2p_fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
     p2p_expect_layer(&job.self, &job.layer);
-    const int sms = sms_of(g, &args->call);
+    const int sms = p2p_sms_of(g, &args->call);
     return p2p_cuda(!MANY_RANKS && job.is_lowlat
-                        ? p2p_launch_lowlat_plan(&job, sms, stream_of(&args->call))
-                        : p2p_launch_plan(&job, sms, stream_of(&args->call)),
+                        ? p2p_launch_lowlat_plan(&job, sms, p2p_stream_of(&args->call))
+                        : p2p_launch_plan(&job, sms, p2p_stream_of(&args->call)),
                     "launching plan");
 }
 
@@ -173,27 +88,20 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     const epic_rows out = args->recv_scales;
     const int64_t bytes = out.row_bytes ? out.row_bytes : in.row_bytes;
     if (!bytes) return EPIC_OK;
-    TRY(check_row(g, args->quantize ? "recv_scales" : "scales",
-                  args->quantize ? out.row_bytes : in.row_bytes));
+    TRY(p2p_check_row(g, args->quantize ? "recv_scales" : "scales",
+                      args->quantize ? out.row_bytes : in.row_bytes));
     job->scales = in.data;
     job->recv_scales = out.data;
     job->scale_bytes = bytes;
     job->type = args->type;
     job->quantize = args->quantize;
     job->scales_aligned =
-        is_aligned(epic_rows_as_const(out)) && (args->quantize || is_aligned(in));
+        p2p_is_aligned(epic_rows_as_const(out)) && (args->quantize || p2p_is_aligned(in));
     job->scales_in_words = (uintptr_t)out.data % 4 == 0 && bytes % 4 == 0;
     signature_mix(a, (uint64_t)bytes);
     signature_mix(a, args->quantize);
     if (args->quantize) signature_mix(a, args->type);
     return EPIC_OK;
-}
-
-/* Returns whether rows of all tokens fit into the staging memory at once. Otherwise an operation
- * that uses staging moves them in several rounds. */
-static bool fits_staging(const epic_group *g, int64_t row_bytes)
-{
-    return g->config.max_tokens * device_round_up(row_bytes, 16) <= g->self.at.source_bytes;
 }
 
 /* Returns whether dispatch stores rows into windows, if all ranks have them. A token must have
@@ -204,7 +112,7 @@ static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
     const epic_layer *layer = &job->plan.layer;
     if (!WITH_WINDOWS || !job->aligned || !job->row_bytes) return false;
     return layer->top_k == 1 ||
-           (layer->layout == EPIC_FLAT && !fits_staging(g, job->row_bytes));
+           (layer->layout == EPIC_FLAT && !p2p_fits_staging(g, job->row_bytes));
 }
 
 /* Fills in *job, the arguments of a dispatch kernel. Mixes those that must be equal on all
@@ -212,7 +120,7 @@ static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
-    TRY(check_row(g, "tokens", args->tokens.row_bytes));
+    TRY(p2p_check_row(g, "tokens", args->tokens.row_bytes));
     job->tokens = args->tokens.data;
     job->recv = args->recv.data;
     job->weights = args->weights;
@@ -221,9 +129,10 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
     job->top_k = (int32_t)job->plan.layer.top_k;
     job->token_bytes = args->tokens.row_bytes ? args->tokens.row_bytes : args->recv.row_bytes;
     job->row_bytes = args->quantize ? args->recv.row_bytes : job->token_bytes;
-    job->num_tokens = clamp_to_int32(args->tokens.num_rows);
-    job->recv_rows = clamp_to_int32(args->recv.num_rows);
-    job->aligned = is_aligned(args->tokens) && is_aligned(epic_rows_as_const(args->recv));
+    job->num_tokens = p2p_clamp_rows(args->tokens.num_rows);
+    job->recv_rows = p2p_clamp_rows(args->recv.num_rows);
+    job->aligned =
+        p2p_is_aligned(args->tokens) && p2p_is_aligned(epic_rows_as_const(args->recv));
     job->bulk = g->bulk;
     job->zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
     job->leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
@@ -277,11 +186,12 @@ static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
 {
     job->flat = is_flat(job);
     const int64_t bytes = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
-    const bool is_lowlat = job->plan.planners
-                               ? job->plan.is_lowlat
-                               : !job->flat && fits_lowlat(g, &job->plan.layer, job->num_tokens,
+    const bool is_lowlat =
+        job->plan.planners ? job->plan.is_lowlat
+                           : !job->flat && p2p_fits_lowlat(g, &job->plan.layer, job->num_tokens,
                                                            max_lowlat_rows(g, job), bytes);
-    return p2p_cuda(launcher_of(job, is_lowlat)(job, sms_of(g, call), stream_of(call)), what);
+    return p2p_cuda(launcher_of(job, is_lowlat)(job, p2p_sms_of(g, call), p2p_stream_of(call)),
+                    what);
 }
 
 static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
@@ -292,7 +202,7 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     TRY(p2p_check_group(g));
     TRY(p2p_read_plan_layer(g, &job.plan.layer, args->layer, args->plan_bytes));
     TRY(fill_dispatch(g, &job, args, &a));
-    fill_self(&job.plan.self, g, &args->call, EPIC_OP_DISPATCH, a);
+    p2p_fill_self(&job.plan.self, g, &args->call, EPIC_OP_DISPATCH, a);
     p2p_expect_layer(&job.plan.self, &job.plan.layer);
     job.plan.at = p2p_plan_layout(g, &job.plan.layer);
     job.plan.plan = (uint8_t *)(uintptr_t)args->plan;
@@ -349,226 +259,10 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
         return p2p_dispatch(g, &second);
     }
     job.num_early_tokens = early_tokens_of(g, &job);
-    fill_self(&job.plan.self, g, &plan_args->call, EPIC_OP_DISPATCH, a);
+    p2p_fill_self(&job.plan.self, g, &plan_args->call, EPIC_OP_DISPATCH, a);
     p2p_expect_layer(&job.plan.self, &job.plan.layer);
     job.plan_bytes = plan_args->plan_bytes;
     return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
-}
-
-/* --------------------------------------------------------------- combine and gradients ---- */
-
-/* Kernels read row 0 of a caller's array in place of rows that it lacks
- * (kernels/cuda/combine/slots.cuh). If the array has no row at all, this memory replaces it. */
-static void *scratch_of(const epic_group *g)
-{
-    return g->self.heap[g->rank] + g->self.at.scratch;
-}
-
-typedef struct plan_argument {
-    const epic_layer *layer;
-    const void *plan;
-    int64_t plan_bytes;
-} plan_argument;
-
-/* Returns the number of leaves of the sum tree on each rank if it is above one and the fast
- * kernel for that supports the layer. Otherwise returns 0. */
-static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
-{
-    const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
-    const bool streams = WITH_WINDOWS && layer->sum_order == EPIC_TREE && g->num_ranks <= 8 &&
-                         leaves > 1 && leaves <= P2P_STREAM_LEAVES && layer->top_k <= 32 &&
-                         layer->layout != EPIC_FLAT && !layer->partial_type;
-    return streams ? (int32_t)leaves : 0;
-}
-
-/* Checks the plan of a call, writes its layer with all defaults to *layer, and fills in the
- * members of *job that depend on the plan. */
-static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
-                                     epic_layer *layer, const plan_argument *given)
-{
-    TRY(p2p_read_plan_layer(g, layer, given->layer, given->plan_bytes));
-    const device_plan_layout at = p2p_plan_layout(g, layer);
-    job->plan = given->plan;
-    job->plan_bytes = given->plan_bytes;
-    job->rank_of_at = at.rank_of;
-    job->records_at = at.records;
-    job->top_k = (int32_t)layer->top_k;
-    job->tree = layer->sum_order == EPIC_TREE;
-    job->flat = layer->layout == EPIC_FLAT;
-    job->leaves = leaves_to_stream(g, layer);
-    return EPIC_OK;
-}
-
-/* Fills in *job, the arguments of a combine kernel, and launches the kernel. */
-static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
-                                  const epic_layer *layer, const epic_call *call,
-                                  epic_const_rows rows, epic_rows out, signature a,
-                                  epic_operation operation)
-{
-    TRY(check_type(job->type));
-    TRY(check_row(g, "rows", rows.row_bytes));
-    job->rows = rows.data;
-    job->out = out.data;
-    job->row_bytes = rows.row_bytes ? rows.row_bytes : out.row_bytes;
-    job->num_tokens = clamp_to_int32(out.num_rows);
-    job->num_rows = clamp_to_int32(rows.num_rows);
-    if (!job->num_rows) {
-        job->rows = scratch_of(g);
-        if (job->slot_weights) job->slot_weights = scratch_of(g);
-        if (job->slot_floats) job->slot_floats = scratch_of(g);
-    }
-    job->aligned = is_aligned(rows) && is_aligned(epic_rows_as_const(out));
-    job->lag = COMBINE_LAG;
-    signature_mix(&a, (uint64_t)job->row_bytes);
-    signature_mix(&a, job->type);
-    fill_self(&job->self, g, call, operation, a);
-    p2p_expect_layer(&job->self, layer);
-    const bool is_lowlat =
-        !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
-        fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    /* If no rounds are needed, staging is faster (docs/lab/cuda.md). */
-    if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
-        !fits_staging(g, job->row_bytes))
-        job->out_place = p2p_window_place(g, out);
-    if (job->out_place) job->windows = p2p_window_table(g);
-    cudaError_t (*const launch)(const p2p_combine_job *, int, cudaStream_t) =
-        !MANY_RANKS && is_lowlat       ? p2p_launch_lowlat_combine
-        : WITH_WINDOWS && job->windows ? p2p_launch_combine_windows
-                                       : p2p_launch_combine;
-    return p2p_cuda(launch(job, sms_of(g, call), stream_of(call)), "launching combine");
-}
-
-/* Implements epic_ops.combine: sends rows back to their tokens' ranks, and sums the rows of
- * each token. */
-static epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
-{
-    P2P_RANGE("epic_combine");
-    p2p_combine_job job = {0};
-    signature a = {EPIC_OP_COMBINE};
-    epic_layer layer;
-    TRY(p2p_check_group(g));
-    TRY(fill_combine_plan(g, &job, &layer,
-                          &(plan_argument){args->layer, args->plan, args->plan_bytes}));
-    job.slot_weights = args->slot_weights;
-    job.type = args->type;
-    signature_mix(&a, args->slot_weights != NULL);
-    return launch_combine(g, &job, &layer, &args->call, args->rows, args->out, a,
-                          EPIC_OP_COMBINE);
-}
-
-/* For an EPIC_FLAT plan: launches a separate operation that sends the gradients of the weights
- * (d_slot_weights) back to the tokens' ranks. */
-static epic_result launch_flat_floats(const epic_group *g,
-                                      const epic_dispatch_backward_args *args,
-                                      const p2p_combine_job *rows, const epic_layer *layer,
-                                      signature a)
-{
-    p2p_combine_job job = *rows;
-    job.slot_floats = args->d_slot_weights;
-    job.choice_floats = args->d_weights;
-    if (!job.num_rows) job.slot_floats = scratch_of(g);
-    signature_mix(&a, 1);
-    fill_self(&job.self, g, &args->call, EPIC_OP_DISPATCH_BACKWARD, a);
-    p2p_expect_layer(&job.self, layer);
-    return p2p_cuda(
-        p2p_launch_flat_floats(&job, sms_of(g, &args->call), stream_of(&args->call)),
-        "launching dispatch_backward");
-}
-
-/* Implements epic_ops.dispatch_backward with a combine without weights, which also sends the
- * gradients of the weights. With EPIC_FLAT a second operation sends these. */
-static epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
-{
-    P2P_RANGE("epic_dispatch_backward");
-    p2p_combine_job job = {0};
-    signature a = {EPIC_OP_DISPATCH_BACKWARD};
-    epic_layer layer;
-    TRY(p2p_check_group(g));
-    TRY(fill_combine_plan(g, &job, &layer,
-                          &(plan_argument){args->layer, args->plan, args->plan_bytes}));
-    const bool separate = job.flat && args->d_weights;
-    job.slot_floats = separate ? NULL : args->d_slot_weights;
-    job.choice_floats = separate ? NULL : args->d_weights;
-    job.type = args->type;
-    signature_mix(&a, args->d_weights != NULL);
-    TRY(launch_combine(g, &job, &layer, &args->call, args->d_recv, args->d_tokens, a,
-                       EPIC_OP_DISPATCH_BACKWARD));
-    return separate ? launch_flat_floats(g, args, &job, &layer, a) : EPIC_OK;
-}
-
-static void fill_quantized(p2p_combine_backward_job *job,
-                           const epic_combine_backward_args *args)
-{
-    const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    /* how many bytes (e4m3 numbers) each lane of a warp stores at a time */
-    const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
-    if (!args->quantize) return;
-    if (!args->d_out.row_bytes)
-        job->row_bytes = rows->row_bytes * (args->type == EPIC_F32 ? 4 : 2);
-    job->quantize = args->quantize;
-    job->d_rows_scales = scales->data;
-    job->scale_bytes = scales->row_bytes;
-    job->quantized_bytes = rows->row_bytes;
-    job->quantized_whole =
-        ((uintptr_t)rows->data | (uint64_t)rows->row_bytes) % (uint64_t)lane_bytes == 0;
-    job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
-}
-
-/* Implements epic_ops.combine_backward: sends the gradient of each token to the ranks of its
- * experts. */
-static epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
-{
-    P2P_RANGE("epic_combine_backward");
-    p2p_combine_backward_job job = {0};
-    signature a = {EPIC_OP_COMBINE_BACKWARD};
-    epic_layer layer;
-    TRY(p2p_check_group(g));
-    TRY(check_type(args->type));
-    TRY(check_row(g, "d_out", args->d_out.row_bytes));
-    TRY(p2p_read_plan_layer(g, &layer, args->layer, args->plan_bytes));
-    job.plan = args->plan;
-    job.plan_bytes = args->plan_bytes;
-    job.d_out = args->d_out.data;
-    job.rows = args->rows.data;
-    job.d_rows = args->d_rows.data;
-    job.slot_weights = args->slot_weights;
-    job.d_slot_weights = args->d_slot_weights;
-    job.row_bytes = args->d_out.row_bytes ? args->d_out.row_bytes : args->d_rows.row_bytes;
-    fill_quantized(&job, args);
-    job.num_tokens = clamp_to_int32(args->d_out.num_rows);
-    job.top_k = (int32_t)layer.top_k;
-    job.num_rows = clamp_to_int32(args->d_rows.num_rows);
-    if (args->d_slot_weights && args->rows.num_rows < job.num_rows)
-        job.num_rows = clamp_to_int32(args->rows.num_rows);
-    if (!job.num_rows) {
-        job.d_rows = job.d_rows_scales = scratch_of(g);
-        if (job.rows) job.rows = scratch_of(g);
-        if (job.slot_weights) job.slot_weights = scratch_of(g);
-        if (job.d_slot_weights) job.d_slot_weights = scratch_of(g);
-    }
-    job.type = args->type;
-    job.aligned = is_aligned(args->d_out) &&
-                  (args->quantize || is_aligned(epic_rows_as_const(args->d_rows))) &&
-                  (!args->d_slot_weights || is_aligned(args->rows));
-    job.zero_tail = (args->flags & EPIC_ZERO_TAIL) != 0;
-    job.leave_padding = (args->flags & EPIC_LEAVE_PADDING) != 0;
-    signature_mix(&a, (uint64_t)job.row_bytes);
-    signature_mix(&a, args->type);
-    signature_mix(&a, args->quantize);
-    signature_mix(&a,
-                  (uint64_t)(args->slot_weights != NULL) << 1 | (args->d_slot_weights != NULL));
-    fill_self(&job.self, g, &args->call, EPIC_OP_COMBINE_BACKWARD, a);
-    p2p_expect_layer(&job.self, &layer);
-    const bool only_moves = !args->quantize && !args->slot_weights && !args->d_slot_weights;
-    const bool has_single_slots = layer.top_k == 1 || layer.layout == EPIC_FLAT;
-    if (WITH_WINDOWS && only_moves && has_single_slots && job.aligned && job.row_bytes &&
-        !fits_staging(g, job.row_bytes))
-        job.d_rows_place = p2p_window_place(g, args->d_rows);
-    if (job.d_rows_place) job.windows = p2p_window_table(g);
-    cudaError_t (*const launch)(const p2p_combine_backward_job *, int, cudaStream_t) =
-        WITH_WINDOWS && job.windows ? p2p_launch_backward_windows : p2p_launch_combine_backward;
-    return p2p_cuda(launch(&job, sms_of(g, &args->call), stream_of(&args->call)),
-                    "launching combine_backward");
 }
 
 /* --------------------------------------------------------------------------------- sum ---- */
@@ -590,9 +284,10 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
         p2p_sum_job job = {.data = args->data + done,
                            .count = left < most ? left : most,
                            .order = args->order};
-        fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
-        TRY(p2p_cuda(p2p_launch_sum(&job, sms_of(g, &args->call), stream_of(&args->call)),
-                     "launching sum"));
+        p2p_fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
+        TRY(p2p_cuda(
+            p2p_launch_sum(&job, p2p_sms_of(g, &args->call), p2p_stream_of(&args->call)),
+            "launching sum"));
         done += job.count;
     } while (done < args->count);
     return EPIC_OK;
@@ -610,10 +305,10 @@ static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args 
                                 .plan_bytes = args->plan_bytes,
                                 .data = args->data.data,
                                 .count = args->data.row_bytes / (int64_t)sizeof(float),
-                                .num_rows = clamp_to_int32(args->data.num_rows)};
-    fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
+                                .num_rows = p2p_clamp_rows(args->data.num_rows)};
+    p2p_fill_self(&job.self, g, &args->call, EPIC_OP_SUM, a);
     return p2p_cuda(
-        p2p_launch_sum_replicas(&job, sms_of(g, &args->call), stream_of(&args->call)),
+        p2p_launch_sum_replicas(&job, p2p_sms_of(g, &args->call), p2p_stream_of(&args->call)),
         "launching sum_replicas");
 }
 

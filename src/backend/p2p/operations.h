@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The common parts of all operations (jobs.c), and the operations of combine.c for the table in
+ * operations.c. A job is the struct of arguments of a kernel. */
+#ifndef EPIC_P2P_OPERATIONS_H
+#define EPIC_P2P_OPERATIONS_H
+
+#include "backend/p2p/layers.h"
+
+#define P2P_MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
+
+/* Fills in `self`, the first member of every job: the operation, its signature and its time
+ * limit. In the backend `hosts`, also wakes the proxy thread. */
+void p2p_fill_self(p2p_self *self, const epic_group *group, const epic_call *call,
+                   epic_operation operation, signature a);
+
+static inline int p2p_sms_of(const epic_group *g, const epic_call *call)
+{
+    return call->max_sms && (int)call->max_sms < g->num_sms ? (int)call->max_sms : g->num_sms;
+}
+
+static inline cudaStream_t p2p_stream_of(const epic_call *call)
+{
+    return (cudaStream_t)call->stream;
+}
+
+/* Limits a number of rows to P2P_MOST_ROWS, so that it fits into int32. */
+static inline int32_t p2p_clamp_rows(int64_t num_rows)
+{
+    return num_rows > P2P_MOST_ROWS ? P2P_MOST_ROWS : (int32_t)num_rows;
+}
+
+/* Returns whether all rows can be read in vectors of 16 bytes. */
+static inline bool p2p_is_aligned(epic_const_rows rows)
+{
+    return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
+}
+
+/* Checks that a row fits into the staging memory of this group, into which peers send rows.
+ * `name`: the caller's name of the rows. Errors: EPIC_EINVAL. */
+epic_result p2p_check_row(const epic_group *group, const char *name, int64_t row_bytes);
+
+/* Returns whether rows of all tokens fit into the staging memory at once. Otherwise an operation
+ * that uses staging moves them in several rounds. */
+bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
+
+/* Returns whether this group may use low-latency kernels. The libraries for many ranks have
+ * none. In the backend `hosts` these kernels send the expert ids to every rank, so max_tokens
+ * must be small and relays must be off. */
+bool p2p_can_use_lowlat(const epic_group *group);
+
+/* Returns whether an operation uses a low-latency kernel, which takes at most `most` tokens.
+ * num_tokens is the number of tokens of this rank. Ranks may decide differently, because all
+ * kernels send and receive rows in the same format. */
+bool p2p_fits_lowlat(const epic_group *group, const epic_layer *layer, int32_t num_tokens,
+                     int32_t most, int64_t row_bytes);
+
+/* Implement the members of epic_ops with these names (combine.c). */
+epic_result p2p_combine(epic_group *group, const epic_combine_args *args);
+epic_result p2p_dispatch_backward(epic_group *group, const epic_dispatch_backward_args *args);
+epic_result p2p_combine_backward(epic_group *group, const epic_combine_backward_args *args);
+
+#endif
