@@ -383,7 +383,7 @@ int main(int argc, char **argv)
         {200, 200, 24, EPIC_F16},
         {150, 136, 7, EPIC_F32},
         {140, 130, 5, EPIC_BF16},
-        {17, 1100, 70, EPIC_F32}}; /* the kernel for few rows */
+        {140, 1100, 70, EPIC_F32}}; /* the kernel for few rows */
     static const invariant_gate many[] = {{4096, 7168, 32, EPIC_BF16},
                                           {4096, 2880, 128, EPIC_BF16}};
     static const invariant_gate wide[] = {{4096, 7168, 256, EPIC_BF16},

@@ -27,7 +27,7 @@
  * step */
 #define EXPERTS_PLAIN_STEP 16
 /* largest number of rows of the kernel for few rows (experts/grouped_few.cu) */
-#define EXPERTS_FEW_ROWS 16
+#define EXPERTS_FEW_ROWS 128
 
 /* Returns the number of terms of a slice in the kernels without tensor cores: a multiple of
  * EXPERTS_PLAIN_STEP. The last slices can be shorter or empty. `depth`: number of terms of the
@@ -325,8 +325,8 @@ cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
 /* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows: for FORWARD products of at
- * most EXPERTS_FEW_ROWS rows with float32 weights and slices. This kernel does not read
- * job->slabs.slabs and job->slabs.tiles. */
+ * most EXPERTS_FEW_ROWS rows with float32 weights and slices, if it is faster. This kernel does
+ * not read job->slabs.slabs and job->slabs.tiles. */
 bool p2p_gemm_has_few_rows(const p2p_gemm *job);
 /* Launches the kernel for few rows. It writes the sums of the slices to job->slice_sums. */
 cudaError_t p2p_launch_few_rows(const p2p_gemm *job, cudaStream_t stream);

@@ -5,20 +5,28 @@
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
  * plain_kernel (experts/grouped_plain.cu) multiplies tiles of 128 rows, in steps of
- * EXPERTS_PLAIN_STEP terms. With few rows most of a tile is empty. Here a CTA computes one slice of
- * the sums of COLUMNS columns. A thread computes one column of up to ROWS_EACH rows, and loads BATCH
- * weights of its column before it uses the first of them. It adds the terms of a slice in the same
- * order as plain_kernel, and slices_kernel adds the slices. So a row has the same bits whichever
- * kernel computes it. No kernel of another rank reads the results. */
+ * EXPERTS_PLAIN_STEP terms. With few rows most of a tile is empty. Here a CTA computes one slice
+ * of the sums of ROWS rows and COLUMNS columns. A thread computes one column of ROWS_EACH rows,
+ * and loads BATCH weights of its column before it uses the first of them. It adds the terms of a
+ * slice in the same order as plain_kernel, and slices_kernel adds the slices. So a row has the
+ * same bits whichever kernel computes it. No kernel of another rank reads the results. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
+#define ROWS 16
 #define COLUMNS 64
 #define THREADS 128
-#define ROWS_EACH (EXPERTS_FEW_ROWS * COLUMNS / THREADS)
+#define ROWS_EACH (ROWS * COLUMNS / THREADS)
 #define TERMS 128 /* terms of all rows that are in shared memory at a time */
 #define BATCH 32  /* weights that a thread loads at a time */
+/* with more than ROWS rows and more multiplications than this, plain_kernel is faster */
+#define MOST_PRODUCTS (INT64_C(1) << 26)
+
+static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, int64_t size)
+{
+    return (count + size - 1) / size;
+}
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
  * rows. `weights`: the column's weights, which are `stride` numbers apart. */
@@ -40,14 +48,18 @@ static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
     }
 }
 
-/* The kernel: each CTA computes one slice of the sums of COLUMNS columns, of all rows. */
+/* The kernel: each CTA computes one slice of the sums of ROWS rows and COLUMNS columns. CTAs with
+ * the same slice and columns are next to each other, so that the L2 cache holds their weights. */
 static __global__ void __launch_bounds__(THREADS)
     few_rows_kernel(const __grid_constant__ p2p_gemm g)
 {
-    __shared__ float rows[EXPERTS_FEW_ROWS][TERMS];
-    const int num_rows = (int)g.slabs.num_slots;
-    const int64_t slice = blockIdx.x % g.slices;
-    const int64_t column = blockIdx.x / g.slices * COLUMNS + threadIdx.x % COLUMNS;
+    __shared__ float rows[ROWS][TERMS];
+    const int row_blocks = (int)count_blocks(g.slabs.num_slots, ROWS);
+    const int64_t first_row = (int64_t)(blockIdx.x % row_blocks) * ROWS;
+    const int num_rows = (int)min((int64_t)ROWS, g.slabs.num_slots - first_row);
+    const int64_t slice = blockIdx.x / row_blocks % g.slices;
+    const int64_t column =
+        (int64_t)(blockIdx.x / row_blocks / g.slices) * COLUMNS + threadIdx.x % COLUMNS;
     const int first = (int)threadIdx.x / COLUMNS * ROWS_EACH;
     const int64_t each = experts_plain_slice(g.k, g.slices);
     const int64_t slice_end = min((slice + 1) * each, g.k);
@@ -55,10 +67,12 @@ static __global__ void __launch_bounds__(THREADS)
     for (int64_t begin = slice * each; begin < slice_end; begin += TERMS) {
         const int terms = (int)min((int64_t)TERMS, slice_end - begin);
         __syncthreads(); /* the threads have read the terms before */
-        for (int i = threadIdx.x; i < EXPERTS_FEW_ROWS * terms; i += THREADS) {
+        for (int i = threadIdx.x; i < ROWS * terms; i += THREADS) {
             const int row = i / terms, term = i % terms;
             rows[row][term] =
-                row < num_rows ? load_number(g.a, g.row_type, row * g.k + begin + term) : 0;
+                row < num_rows
+                    ? load_number(g.a, g.row_type, (first_row + row) * g.k + begin + term)
+                    : 0;
         }
         __syncthreads();
         if (column < g.n && first < num_rows)
@@ -67,19 +81,22 @@ static __global__ void __launch_bounds__(THREADS)
 #pragma unroll
     for (int r = 0; r < ROWS_EACH; r++)
         if (column < g.n && first + r < num_rows)
-            g.slice_sums[(slice * num_rows + first + r) * g.n + column] = sum[r];
+            g.slice_sums[(slice * g.slabs.num_slots + first_row + first + r) * g.n + column] =
+                sum[r];
 }
 
 extern "C" bool p2p_gemm_has_few_rows(const p2p_gemm *g)
 {
     return g->pass == EPIC_GEMM_FORWARD && g->row_type != EPIC_E4M3 &&
            g->weight_type == EPIC_F32 && g->slices > 1 &&
-           g->slabs.num_slots <= EXPERTS_FEW_ROWS;
+           g->slabs.num_slots <= EXPERTS_FEW_ROWS &&
+           (g->slabs.num_slots <= ROWS || g->slabs.num_slots * g->n * g->k <= MOST_PRODUCTS);
 }
 
 extern "C" cudaError_t p2p_launch_few_rows(const p2p_gemm *g, cudaStream_t stream)
 {
-    const int64_t ctas = (g->n + COLUMNS - 1) / COLUMNS * g->slices;
+    const int64_t ctas =
+        count_blocks(g->slabs.num_slots, ROWS) * count_blocks(g->n, COLUMNS) * g->slices;
     return launch_kernel(few_rows_kernel, (int)ctas, THREADS, 0, stream, *g);
 }
 
