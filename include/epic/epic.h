@@ -1312,7 +1312,8 @@ typedef struct epic_experts_args {
     int64_t workspace_bytes;
     void *y;               /* out [num_slots, hidden]; 0 on padding; must not be x */
     uint32_t flags;        /* EPIC_RECOMPUTE: write only `saved`, for backward if forward did
-                              not save it; y is ignored */
+                              not save it; y is ignored.  EPIC_LEAVE_PADDING: padding slots
+                              of y may keep their contents */
     uint32_t weights_type; /* epic_type of slot_weights: 0: F32; or F64, with F64 rows only */
 } epic_experts_args;
 
@@ -1381,7 +1382,8 @@ typedef struct epic_experts_backward_args {
     void *d_b_down;        /* out, shape of b_down */
     void *d_slot_weights;  /* out [num_slots], with EPIC_WEIGHT_EARLY and _INPUT only; 0 on
                               padding */
-    uint32_t flags;        /* EPIC_ACCUMULATE, for weights and biases */
+    uint32_t flags;        /* EPIC_ACCUMULATE, for weights and biases; EPIC_LEAVE_PADDING:
+                              padding slots of d_x may keep their contents */
     uint32_t weights_type; /* epic_type of slot_weights and d_slot_weights */
     /* epic_type of the gradients of weights and biases: F32 (F64 rows: F64), on CUDA contexts
      * also row_type; 0: F32 (F64 rows: F64) */

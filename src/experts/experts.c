@@ -329,7 +329,7 @@ static epic_result prepare_forward(experts_job *job, const epic_experts_args *a)
                                    {"w_gate_up_scales", a->w_gate_up_scales},
                                    {"w_down_scales", a->w_down_scales}};
     TRY(check_slots(a->num_slots));
-    TRY(check_flags(a->flags, EPIC_RECOMPUTE));
+    TRY(check_flags(a->flags, EPIC_RECOMPUTE | EPIC_LEAVE_PADDING));
     TRY(check_e4m3(job, "epic_experts_forward"));
     TRY(read_weights_type(job, a->weights_type));
     TRY(check_required(arrays, job->is_recompute ? 3 : 4, a->num_slots));
@@ -396,7 +396,7 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     const named_scales scales[] = {{"w_gate_up_scales", a->w_gate_up_scales},
                                    {"w_down_scales", a->w_down_scales}};
     TRY(check_slots(a->num_slots));
-    TRY(check_flags(a->flags, EPIC_ACCUMULATE));
+    TRY(check_flags(a->flags, EPIC_ACCUMULATE | EPIC_LEAVE_PADDING));
     TRY(check_e4m3(job, "epic_experts_backward"));
     TRY(read_weights_type(job, a->weights_type));
     job->grad_type = a->grad_type;

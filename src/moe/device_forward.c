@@ -113,7 +113,8 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a)
                                    .tokens = j->x,
                                    .recv = {j->saved.recv, j->capacity, j->row_bytes},
                                    .weights = j->saved.weights,
-                                   .slot_weights = j->saved.slot_weights};
+                                   .slot_weights = j->saved.slot_weights,
+                                   .flags = moe_padding_flag(j)};
     const op_header_extra extra = {.options = &j->options};
     epic_plan_args plan;
     quantize_dispatch(j, &dispatch);

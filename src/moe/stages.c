@@ -29,48 +29,52 @@ epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                             .capacity_limit = a->capacity_limit};
 }
 
-/* Calls epic_experts_forward for all slots. If `flags` is 0, this computes work.y. If `flags`
- * is EPIC_RECOMPUTE, this computes only the data that backward reads, with weights of
- * row_type. */
-static epic_result call_experts(moe_job *j, uint32_t flags)
+uint32_t moe_padding_flag(const moe_job *j)
 {
-    const bool scaled = j->is_e4m3 && !flags;
+    return j->is_device ? EPIC_LEAVE_PADDING : 0;
+}
+
+/* Calls epic_experts_forward for all slots. If `recompute` is false, this computes work.y.
+ * Otherwise it computes only the data that backward reads, with weights of row_type. */
+static epic_result call_experts(moe_job *j, bool recompute)
+{
+    const bool scaled = j->is_e4m3 && !recompute;
     epic_experts experts = j->experts;
     if (scaled) experts.weight_type = EPIC_E4M3;
-    const epic_experts_args how = {.call = j->call,
-                                   .experts = &experts,
-                                   .x = j->saved.recv,
-                                   .x_scales = scaled ? j->work.recv_scales : NULL,
-                                   .num_slots = j->capacity,
-                                   .expert_rows = j->saved.expert_rows,
-                                   .expert_tokens = j->saved.expert_tokens,
-                                   .slot_weights =
-                                       moe_is_weighted_late(j) ? NULL : j->saved.slot_weights,
-                                   .w_gate_up = j->weights.w_gate_up,
-                                   .w_down = j->weights.w_down,
-                                   .w_gate_up_scales = j->weights.w_gate_up_scales,
-                                   .w_down_scales = j->weights.w_down_scales,
-                                   .b_gate_up = j->weights.b_gate_up,
-                                   .b_down = j->weights.b_down,
-                                   .saved = j->saved.experts,
-                                   .saved_bytes = j->experts_memory.saved_bytes,
-                                   .workspace = j->work.experts,
-                                   .workspace_bytes = flags ? j->experts_memory.backward_bytes
-                                                            : j->experts_memory.forward_bytes,
-                                   .y = j->work.y,
-                                   .flags = flags,
-                                   .weights_type = j->real_type};
+    const epic_experts_args how = {
+        .call = j->call,
+        .experts = &experts,
+        .x = j->saved.recv,
+        .x_scales = scaled ? j->work.recv_scales : NULL,
+        .num_slots = j->capacity,
+        .expert_rows = j->saved.expert_rows,
+        .expert_tokens = j->saved.expert_tokens,
+        .slot_weights = moe_is_weighted_late(j) ? NULL : j->saved.slot_weights,
+        .w_gate_up = j->weights.w_gate_up,
+        .w_down = j->weights.w_down,
+        .w_gate_up_scales = j->weights.w_gate_up_scales,
+        .w_down_scales = j->weights.w_down_scales,
+        .b_gate_up = j->weights.b_gate_up,
+        .b_down = j->weights.b_down,
+        .saved = j->saved.experts,
+        .saved_bytes = j->experts_memory.saved_bytes,
+        .workspace = j->work.experts,
+        .workspace_bytes =
+            recompute ? j->experts_memory.backward_bytes : j->experts_memory.forward_bytes,
+        .y = j->work.y,
+        .flags = moe_padding_flag(j) | (recompute ? EPIC_RECOMPUTE : 0),
+        .weights_type = j->real_type};
     return epic_experts_forward(moe_local_context(j), &how);
 }
 
 epic_result moe_run_experts(moe_job *j)
 {
-    return call_experts(j, 0);
+    return call_experts(j, false);
 }
 
 epic_result moe_recompute_experts(moe_job *j)
 {
-    return j->moe.flags & EPIC_RECOMPUTE ? call_experts(j, EPIC_RECOMPUTE) : EPIC_OK;
+    return j->moe.flags & EPIC_RECOMPUTE ? call_experts(j, true) : EPIC_OK;
 }
 
 epic_result moe_combine(moe_job *j, const epic_rows *out)
@@ -100,6 +104,7 @@ epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_
                                             .plan_bytes = j->plan_bytes,
                                             .d_out = *d_out,
                                             .d_rows = slots,
+                                            .flags = moe_padding_flag(j),
                                             .type = j->experts.row_type};
     const op_header_extra extra = {fault, &j->options};
     return api_combine_backward(j->ctx, &how, &extra);
@@ -112,7 +117,8 @@ epic_result moe_dispatch_again(moe_job *j)
                                     .plan = j->saved.plan,
                                     .plan_bytes = j->plan_bytes,
                                     .tokens = j->x,
-                                    .recv = {j->saved.recv, j->capacity, j->row_bytes}};
+                                    .recv = {j->saved.recv, j->capacity, j->row_bytes},
+                                    .flags = moe_padding_flag(j)};
     return j->moe.flags & EPIC_DISPATCH_AGAIN ? epic_dispatch(j->ctx, &how) : EPIC_OK;
 }
 
@@ -145,7 +151,7 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
                                             .d_b_gate_up = g->b_gate_up,
                                             .d_b_down = g->b_down,
                                             .d_slot_weights = j->work.d_slot_weights,
-                                            .flags = flags,
+                                            .flags = flags | moe_padding_flag(j),
                                             .weights_type = j->real_type,
                                             .grad_type = j->grad_type};
     return epic_experts_backward(moe_local_context(j), &how);

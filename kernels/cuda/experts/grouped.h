@@ -99,6 +99,9 @@ typedef struct p2p_gemm {
     uint32_t out_type;
     /* Only in WEIGHT and INPUT. 1: add the result to out; 0: overwrite out. */
     int32_t accumulate;
+    /* Only in FORWARD and INPUT. 1: rows of `out` without a token may keep their contents, because
+     * no kernel reads them. 0: they become zero. */
+    int32_t leave_padding;
     int32_t sms; /* largest number of CTAs to launch */
     /* The tiles of `out` form rows and columns. The kernel computes them in groups of this many
      * rows of tiles. Within a group it goes from one column of tiles to the next, so that the

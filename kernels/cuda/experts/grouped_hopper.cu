@@ -83,9 +83,14 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
                         weight ? experts : 1,
                         weight ? g->out_type : y_type,
                         64};
+    Matrix a_few = a, out_few = out;
+    a_few.lines = out_few.lines = FEW_LINES;
     cudaError_t error = make_map(&maps->a, a);
     if (error == cudaSuccess) error = make_map(&maps->b, b);
-    return error == cudaSuccess ? make_map(&maps->out, out) : error;
+    if (error == cudaSuccess) error = make_map(&maps->out, out);
+    if (error != cudaSuccess || weight) return error;
+    error = make_map(&maps->a_few, a_few);
+    return error == cudaSuccess ? make_map(&maps->out_few, out_few) : error;
 }
 
 /* Returns the kernel's arguments for a product. */
@@ -111,6 +116,7 @@ static Job job_of(const p2p_gemm *g)
     const bool many = g->pass != EPIC_GEMM_WEIGHT && job.num_experts >= 16;
     job.group = g->group ? g->group : many ? 2 : 8;
     job.accumulate = g->pass != EPIC_GEMM_FORWARD && g->accumulate;
+    job.leave_padding = g->leave_padding;
     if (has_slices(g)) {
         job.out = g->slice_sums;
         job.num_experts = g->slices;

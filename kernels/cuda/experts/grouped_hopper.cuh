@@ -34,7 +34,8 @@
  * The sums of WEIGHT must contain only the slab's tokens, not its padding or the next slab. A
  * stage has a block of 64 slots. WEIGHT starts with the last block of the slab, which can be
  * incomplete, and the consumers set the lines after the slab's last token to zero in shared
- * memory. FORWARD and INPUT compute whole tiles, and store only the rows of the slab. */
+ * memory. FORWARD and INPUT compute 64 rows if at least one of them holds a token, and store only
+ * rows of the slab. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
@@ -76,6 +77,24 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     }
     fence_async_proxy();
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
+}
+
+/* Called instead of multiply_tile() if none of this warpgroup's 64 rows holds a token: waits for
+ * each stage of the tile and releases it. Only the first warp does so. The others wait for it at
+ * the barrier in store_tile(), so that no warp falls behind by a whole round of the ring. (With
+ * e4m3 numbers this branch made ptxas spill registers, and products of many tokens 3 to 6 %
+ * slower.) */
+template <int CTAS>
+static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
+                                                 Stage &s, int thread)
+{
+    for (int k = 0; k < w.steps; k++) {
+        if (thread < 32) {
+            barrier_wait(at.full + 8 * s.index, s.parity);
+            release_stage<CTAS>(at, s.index, thread);
+        }
+        s.next_stage();
+    }
 }
 
 /* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Issues the wgmma of each
@@ -300,8 +319,10 @@ template <int PASS> static __device__ __forceinline__ int out_row(const Job &job
     return PASS == PASS_SLICES ? w.expert * (int)job.lines + w.row : w.row;
 }
 
-/* Rounds the results of a tile to type Out and stores them, one box after the other. A tensor
- * copy reads one of the warpgroup's two boxes in shared memory while the other is written. */
+/* Rounds the results of a tile to type Out and stores them, one box of 64 rows after the other.
+ * If not all rows of a box are stored, tensor copies store boxes of FEW_LINES rows or, if
+ * FEW_LINES does not divide the number of rows, store_lines() stores them. The warpgroup has two
+ * boxes in shared memory: while a tensor copy reads one of them, it writes the other. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
@@ -328,6 +349,10 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
                 add_box(&maps.out, box, column, out_row<PASS>(job, w) + warpgroup * 64, z);
             else if (thread == 0 && w.store)
                 store_box(&maps.out, box, column, out_row<PASS>(job, w) + warpgroup * 64, z);
+        } else if (w.store && rows > 0 && rows % FEW_LINES == 0) {
+            const int row = out_row<PASS>(job, w) + warpgroup * 64;
+            for (int line = 0; thread == 0 && line < rows; line += FEW_LINES)
+                store_box(&maps.out_few, box + line * 128, column, row + line, 0);
         } else if (w.store && rows > 0 && column < job.columns) {
             const int64_t at =
                 (int64_t)(out_row<PASS>(job, w) + warpgroup * 64) * job.columns + column;
@@ -463,6 +488,8 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
          t += grid) {
         if constexpr (sizeof(T) == 1)
             multiply_tile_e4m3<CTAS>(d, job, w, at, s, warpgroup, thread);
+        else if (PASS != EPIC_GEMM_WEIGHT && warpgroup * 64 >= w.tokens)
+            skip_tile<CTAS>(w, at, s, thread);
         else
             multiply_tile<T, PASS, CTAS>(d, w, at, s, warpgroup, thread);
         if constexpr ((PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1) && sizeof(Out) == 2)

@@ -90,7 +90,7 @@ static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
         p.row = tile.row;
         p.first = 0;
         p.depth = PASS == EPIC_GEMM_FORWARD ? g.k : g.n;
-        p.rows = tile.rows;
+        p.rows = g.leave_padding ? tile.tokens : tile.rows;
         p.tokens = tile.tokens;
     }
     const int64_t each = experts_plain_slice(p.depth, slices_of(g));

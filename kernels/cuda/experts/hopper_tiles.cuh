@@ -22,7 +22,8 @@
  *   Stage          position in the ring of stages, with the parity of its barriers
  *   run_producer   one thread per CTA: waits for barrier empty[s], then starts tensor copies of
  *                  128 x 64 numbers of matrix a and 64 x 256 of matrix b into stage s. The
- *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 numbers.) */
+ *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 numbers.)
+ *                  Of tiles with few tokens, it can copy only the rows with a token. */
 #ifndef EPIC_HOPPER_TILES_CUH
 #define EPIC_HOPPER_TILES_CUH
 
@@ -41,6 +42,9 @@
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
+/* rows of the smaller boxes in which parts of tiles are copied; a multiple of 8, because the
+ * swizzle repeats after 8 rows */
+#define FEW_LINES 16
 /* space for two boxes of results per consumer warpgroup */
 #define STORE_BYTES (2 * GROUP_BYTES)
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
@@ -69,6 +73,8 @@ struct E4m3 {
  * (TMA). */
 struct Maps {
     CUtensorMap a, b, out;
+    /* the same matrices as a and out in boxes of FEW_LINES rows; not in WEIGHT */
+    CUtensorMap a_few, out_few;
 };
 
 /* Arguments of the kernel, set by job_of(). p2p_gemm and p2p_slabs (experts/grouped.h) explain
@@ -97,6 +103,7 @@ struct Job {
      * the tiles of a column read the same part of matrix b from the L2 cache. */
     int group;
     int accumulate;
+    int leave_padding;
 };
 
 /* One tile of the result matrix `out`. find_tile() fills in this struct. */
@@ -114,7 +121,7 @@ struct Tile {
      * rows of the whole slab that hold a token. */
     int tokens;
     /* only in FORWARD and INPUT: number of rows of the tile that are stored: those with a token
-     * and the padding */
+     * and, unless job.leave_padding is set, the padding */
     int rows;
     /* false: this CTA does not store the tile. Either the other CTA of the cluster stores this
      * tile, and only needs the copies and arrivals of this CTA. Or the results are added to out
@@ -124,6 +131,14 @@ struct Tile {
      * both */
     bool share;
 };
+
+/* Returns the number of rows of a tile that are stored. With job.leave_padding they are the rows
+ * with a token, rounded up to whole boxes if the slab has so many rows. */
+static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_tile &tile)
+{
+    const int whole_boxes = (tile.tokens + FEW_LINES - 1) / FEW_LINES * FEW_LINES;
+    return job.leave_padding ? min(tile.rows, whole_boxes) : tile.rows;
+}
 
 /* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
  * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles; not used in WEIGHT
@@ -184,7 +199,7 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
         w.expert = tile.expert;
         w.first = 0;
         w.tokens = tile.tokens;
-        w.rows = tile.rows;
+        w.rows = rows_to_store(job, tile);
         w.steps = job.steps;
         if (CTAS == 2)
             w.share = job.tiles[min(pair * 2 + 1 - rank, down - 1)].expert == w.expert;
@@ -220,13 +235,20 @@ struct SharedLayout {
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts to copy the part of matrix a for one stage to shared memory address `to`. `step`: the
- * part's first index along the summed dimension. The barrier `full` counts the bytes. */
-template <int PASS>
+/* Starts to copy the part of matrix a that one stage needs, to shared memory address `to`.
+ * `step`: the part's first index along the summed dimension. The barrier `full` counts the
+ * bytes that arrive. FEW: copies only rows with a token, in boxes of FEW_LINES rows. The other
+ * rows of the stage keep old numbers. They change only results of rows without a token, which
+ * become zero or are not stored. */
+template <int PASS, bool FEW>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
 {
-    if (PASS == EPIC_GEMM_WEIGHT) {
+    if constexpr (FEW) {
+#pragma unroll 1
+        for (int line = 0; line < w.tokens; line += FEW_LINES)
+            load_box(to + line * 128, &maps.a_few, full, step, w.row + line);
+    } else if constexpr (PASS == EPIC_GEMM_WEIGHT) {
         load_box(to, &maps.a, full, w.row, step);
         load_box(to + GROUP_BYTES, &maps.a, full, w.row + 64, step);
     } else {
@@ -257,29 +279,45 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Main loop of the producer thread. For each tile of the CTA, copies the parts of matrices a
- * and b into the ring, one stage after the other. Before it fills a stage, waits until the
- * consumers have released it. */
+/* Copies the parts of matrices a and b that a tile needs into the ring, one stage after the
+ * other. Before the thread fills a stage, it waits until the consumers have released it. FEW: as
+ * in load_a(). */
+template <class T, int PASS, bool FEW>
+static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedLayout &at,
+                                                 const Tile &w, Stage &s, int rank)
+{
+    const int boxes = (w.tokens + FEW_LINES - 1) / FEW_LINES;
+    const uint32_t bytes_of_a = FEW ? boxes * FEW_LINES * 128 : A_BYTES;
+    for (int k = 0; k < w.steps; k++) {
+        const int block = PASS != EPIC_GEMM_WEIGHT ? k : k == 0 ? w.steps - 1 : k - 1;
+        const int step = w.first + block * (128 / (int)sizeof(T));
+        const uint32_t a = at.stages + s.index * STAGE_BYTES, full = at.full + 8 * s.index;
+        barrier_wait(at.empty + 8 * s.index, s.parity ^ 1);
+        barrier_expect(full, bytes_of_a + B_BYTES);
+        load_a<PASS, FEW>(a, maps, full, w, step);
+        load_b<PASS>(a + A_BYTES, maps, full, w, step, w.share, rank);
+        s.next_stage();
+    }
+}
+
+/* Main loop of the producer thread. If most experts have only one row of tiles, the kernel mostly
+ * waits for memory. Then only the rows with a token are copied of tiles that are at most half
+ * full. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)
 {
+    constexpr bool ROWS = PASS == EPIC_GEMM_FORWARD || PASS == EPIC_GEMM_INPUT;
     const int num_tiles = PASS == EPIC_GEMM_WEIGHT ? 0 : *job.num_tiles;
     const int grid = gridDim.x / CTAS;
     Stage s = {0, 0};
     Tile w;
     for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
-        for (int k = 0; k < w.steps; k++) {
-            const int block = PASS != EPIC_GEMM_WEIGHT ? k : k == 0 ? w.steps - 1 : k - 1;
-            const int step = w.first + block * (128 / (int)sizeof(T));
-            const uint32_t a = at.stages + s.index * STAGE_BYTES, full = at.full + 8 * s.index;
-            barrier_wait(at.empty + 8 * s.index, s.parity ^ 1);
-            barrier_expect(full, STAGE_BYTES);
-            load_a<PASS>(a, maps, full, w, step);
-            load_b<PASS>(a + A_BYTES, maps, full, w, step, w.share, rank);
-            s.next_stage();
-        }
+        if (ROWS && num_tiles < 2 * job.num_experts && w.tokens <= BM / 2)
+            copy_tile<T, PASS, ROWS>(maps, at, w, s, rank);
+        else
+            copy_tile<T, PASS, false>(maps, at, w, s, rank);
     }
 }
 

@@ -17,6 +17,9 @@
  *   d_w_gate_up = x^T d_gate_up
  *   d_x         = d_gate_up W_gate_up^T
  *
+ * No kernel reads rows without a token. So the products need not write such rows of saved,
+ * activations and d and, with EPIC_LEAVE_PADDING, of y and d_x.
+ *
  * If the weights are e4m3, forward also quantizes the activations to e4m3, and backward
  * quantizes d_y and d_gate_up before it multiplies them by weights. */
 #include "backend/p2p/p2p.h"
@@ -183,6 +186,7 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
                             .a_scales = a->x_scales,
                             .b_scales = a->w_gate_up_scales,
                             .out = a->saved,
+                            .leave_padding = true,
                             .k = c.hidden,
                             .n = c.width};
     const p2p_gemm second = {.pass = EPIC_GEMM_FORWARD,
@@ -193,6 +197,7 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
                              .out = a->y,
                              .bias = a->b_down,
                              .bias_weights = early ? a->slot_weights : NULL,
+                             .leave_padding = (a->flags & EPIC_LEAVE_PADDING) != 0,
                              .k = c.inner,
                              .n = c.hidden};
     p2p_activation_job between = activation_of(&c);
@@ -241,12 +246,18 @@ static epic_result weight_gradient(const experts_call *c, const epic_experts_bac
 }
 
 /* Computes the gradient of rows: out [slots, k] = rows [slots, n] times the expert's transposed
- * weights. */
+ * weights. `leave_padding`: do not write rows of out without a token. */
 static epic_result row_gradient(const experts_call *c, const void *rows, const void *weights,
-                                const float *scales, void *out, int64_t k, int64_t n)
+                                const float *scales, void *out, int64_t k, int64_t n,
+                                bool leave_padding)
 {
-    p2p_gemm job = {
-        .pass = EPIC_GEMM_INPUT, .a = rows, .b = weights, .out = out, .k = k, .n = n};
+    p2p_gemm job = {.pass = EPIC_GEMM_INPUT,
+                    .a = rows,
+                    .b = weights,
+                    .out = out,
+                    .leave_padding = leave_padding,
+                    .k = k,
+                    .n = n};
     if (!c->scaled) return launch_product(c, job);
     const p2p_quantize_job quantize = {.slabs = c->slabs,
                                        .rows = rows,
@@ -302,11 +313,11 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
     TRY(p2p_cuda(p2p_launch_slabs(&c.slabs, c.stream), "launching the experts' slabs"));
     TRY(bias_gradient(&c, a, a->d_y, early ? c.slot_weights : NULL, a->d_b_down, c.hidden));
     TRY(row_gradient(&c, a->d_y, a->w_down, a->w_down_scales, activations_of(&c), c.inner,
-                     c.hidden));
+                     c.hidden, true));
     TRY(activation_backward(&c, a));
     TRY(weight_gradient(&c, a, activations_of(&c), a->d_y, a->d_w_down, c.inner, c.hidden));
     TRY(weight_gradient(&c, a, a->x, d_gate_up_of(&c), a->d_w_gate_up, c.hidden, c.width));
     if (!a->d_x) return EPIC_OK;
     return row_gradient(&c, d_gate_up_of(&c), a->w_gate_up, a->w_gate_up_scales, a->d_x,
-                        c.hidden, c.width);
+                        c.hidden, c.width, (a->flags & EPIC_LEAVE_PADDING) != 0);
 }
