@@ -33,15 +33,16 @@ static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t se
     syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
 }
 
-/* Publishes in which phase this rank waits and for which ranks. The heartbeat is stored last,
- * with release order, so a peer that loads it also loads the new phase and ranks. */
+/* Publishes in which phase this rank waits and for which ranks. The heartbeat `now` is stored
+ * last, with release order. So a peer that loads the new heartbeat also loads the new phase and
+ * ranks. */
 static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
-                         const uint64_t *waits_for)
+                         const uint64_t *waits_for, int64_t now)
 {
     for (int w = 0; w < (g->num_ranks + 63) / 64; w++)
         store_relaxed(&wait->waits_for[w], waits_for[w]);
     store_relaxed(&wait->phase, phase);
-    store_release(&wait->heartbeat_ns, clock_ns());
+    store_release(&wait->heartbeat_ns, now);
 }
 
 static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
@@ -94,14 +95,14 @@ static bool has_core_per_rank(epic_group *g)
     return core_per_rank == 2;
 }
 
-/* Polls the futex for up to SPIN_NS before the thread sleeps. Returns true if a peer has set it
- * to idle. With fewer cores than ranks the thread yields its core between polls, because the
- * peer that will wake it may need the core. If yielding was slow before, the thread does not
- * poll at all (base/patience.h). */
-static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
+/* Polls the futex for up to SPIN_NS from `begin` on, before the thread sleeps. Returns true if a
+ * peer has set the futex to idle. If there is a core for each rank, the thread keeps its core while it
+ * polls. Otherwise the thread yields the core between polls, because the peer that will wake it
+ * may need the core. If yielding was slow before, the thread does not poll at all
+ * (base/patience.h). */
+static bool spin_on_futex(epic_group *g, const shared_op_slot *slot, int64_t begin)
 {
     const bool spins = has_core_per_rank(g);
-    const int64_t begin = clock_ns();
     int64_t now = begin;
     if (!spins && patience_is_over(&g->patience)) return false;
     for (bool rung = false; !rung && now - begin < SPIN_NS; now = clock_ns()) {
@@ -114,13 +115,13 @@ static bool spin_on_futex(epic_group *g, const shared_op_slot *slot)
     return load_acquire(&slot->futex) == SLOT_FUTEX_IDLE;
 }
 
-/* Waits until a peer sets the armed futex to idle: polls for a short time, then sleeps in
- * slices. Ends at the deadline. */
+/* Waits until a peer sets the armed futex to idle: polls for a short time from `now` on, then
+ * sleeps in slices. Ends at the deadline. */
 static void sleep_on_slot(epic_group *g, shared_op_slot *slot, const uint64_t *waits_for,
-                          int64_t deadline)
+                          int64_t now, int64_t deadline)
 {
     uint32_t armed = SLOT_FUTEX_ARMED;
-    if (spin_on_futex(g, slot) || !compare_swap(&slot->futex, &armed, SLOT_FUTEX_ASLEEP))
+    if (spin_on_futex(g, slot, now) || !compare_swap(&slot->futex, &armed, SLOT_FUTEX_ASLEEP))
         return;
     do sleep_slice(g, &slot->futex, SLOT_FUTEX_ASLEEP, deadline);
     while (load_acquire(&slot->futex) == SLOT_FUTEX_ASLEEP &&
@@ -154,15 +155,15 @@ static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_
 void shared_wait_for_change(epic_group *g, int index, uint32_t phase, const uint64_t *waits_for,
                             uint32_t ms)
 {
-    const int64_t deadline = clock_ns() + ms * 1000000ll;
+    const int64_t now = clock_ns(), deadline = now + ms * 1000000ll;
     if (index < 0) {
-        publish_wait(g, &shared_rank_state_of(g, g->rank)->wait, phase, waits_for);
+        publish_wait(g, &shared_rank_state_of(g, g->rank)->wait, phase, waits_for, now);
         sleep_for_free_slot(g, waits_for, deadline);
         return;
     }
     shared_op_slot *slot = g->exchanges[index].slot;
-    publish_wait(g, &slot->wait, phase, waits_for);
+    publish_wait(g, &slot->wait, phase, waits_for, now);
     if (load_relaxed(&slot->futex) != SLOT_FUTEX_IDLE)
-        sleep_on_slot(g, slot, waits_for, deadline);
+        sleep_on_slot(g, slot, waits_for, now, deadline);
     store_ordered(&slot->futex, SLOT_FUTEX_ARMED);
 }
