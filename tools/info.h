@@ -17,6 +17,9 @@ typedef enum info_form { INFO_TEXT, INFO_JSON, INFO_CHROME } info_form;
  * else 0. */
 int info_group(const char *group, info_form form);
 
+/* Formats a duration, for example "1.5 ms". Returns `out`. */
+const char *info_duration(int64_t ns, char out[32]);
+
 /* Returns a thread number for a tag, because a trace shows each tag as a thread. Perfetto's
  * thread numbers have 32 bits. */
 static inline uint64_t info_thread(uint64_t tag)

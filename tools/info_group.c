@@ -9,6 +9,7 @@
 #include <time.h>
 
 #include "info.h"
+#include "info_waits.h"
 #include "recordings.h"
 
 #define NUM_FINISHED 5 /* number of finished operations to show for each rank */
@@ -34,18 +35,6 @@ static int64_t elapsed_ns(int64_t from, int64_t to)
 {
     int64_t ns;
     return to < from || __builtin_sub_overflow(to, from, &ns) ? 0 : ns;
-}
-
-/* Formats a duration, for example "1.5 ms". */
-static const char *format_duration(int64_t ns, char out[32])
-{
-    if (ns < 1000000)
-        snprintf(out, 32, "%.1f us", (double)ns / 1e3);
-    else if (ns < 1000000000)
-        snprintf(out, 32, "%.1f ms", (double)ns / 1e6);
-    else
-        snprintf(out, 32, "%.1f s", (double)ns / 1e9);
-    return out;
 }
 
 static int64_t now_ns(void)
@@ -90,10 +79,10 @@ static void print_operation(const operation *o, int64_t now)
     const int64_t end = e->end_ns ? e->end_ns : now;
     printf("  %s  %-17s tag %" PRIu64 " sequence %" PRIu64 "  %" PRIu64 " bytes  %s  ",
            e->end_ns ? "finished " : "in flight", info_operation(e->operation), e->tag,
-           e->sequence, e->bytes, format_duration(elapsed_ns(e->start_ns, end), took));
+           e->sequence, e->bytes, info_duration(elapsed_ns(e->start_ns, end), took));
     if (e->end_ns) {
         printf("%s, %s ago\n", epic_result_name((epic_result)e->result),
-               format_duration(elapsed_ns(e->end_ns, now), ago));
+               info_duration(elapsed_ns(e->end_ns, now), ago));
         if (!*o->sentence) return;
         printf("             ");
         info_text(stdout, o->sentence);
@@ -119,7 +108,7 @@ static void print_rank(const recording *s, const operation *list, int num)
     printf("rank %d of %d  pid %lld  ", s->page->rank, s->page->num_ranks,
            (long long)s->page->pid);
     info_text(stdout, s->page->backend);
-    printf("  opened %s ago", format_duration(elapsed_ns(s->page->opened_ns, now), age));
+    printf("  opened %s ago", info_duration(elapsed_ns(s->page->opened_ns, now), age));
     if (s->holder != s->page->pid) printf("  (held by pid %d)", s->holder);
     printf("\n");
     if (*s->page->net) {
@@ -131,6 +120,7 @@ static void print_rank(const recording *s, const operation *list, int num)
     if (num == 0)
         printf(is_on_gpu(s->page) ? "  operations on GPUs are not recorded\n"
                                   : "  no operation yet\n");
+    waits_print(s);
 }
 
 /* Prints the ranks of the group that have no flight recorder on this host. */
@@ -199,6 +189,7 @@ static void print_json_rank(const recording *s, const operation *list, int num,
     printf(", \"opened_ns\": %" PRId64, s->page->opened_ns);
     print_json_operations("in_flight", list, num_in_flight, now);
     print_json_operations("finished", list + num_in_flight, num - num_in_flight, now);
+    waits_print_json(s);
     putchar('}');
 }
 
@@ -296,6 +287,7 @@ static void print_found(const recordings *found, const char *group)
             const int num = read_rank(&found->list[i], &list, &num_in_flight);
             print_rank(&found->list[i], list, num);
         }
+        waits_print_group(&found->list[first], end - first);
         print_missing(&found->list[first], end - first);
     }
 }

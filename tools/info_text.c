@@ -37,10 +37,21 @@ void info_label(FILE *to, const char *text)
     print_escaped(to, text, true, "\\\\x");
 }
 
+const char *info_duration(int64_t ns, char out[32])
+{
+    if (ns < 1000000)
+        snprintf(out, 32, "%.1f us", (double)ns / 1e3);
+    else if (ns < 1000000000)
+        snprintf(out, 32, "%.1f ms", (double)ns / 1e6);
+    else
+        snprintf(out, 32, "%.1f s", (double)ns / 1e9);
+    return out;
+}
+
 const char *info_operation(uint32_t number)
 {
     static const char *const names[] = {
-        "none", "open", "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
-        "sum"};
+        "none", "open",  "plan", "dispatch", "combine", "dispatch_backward", "combine_backward",
+        "sum",  "window"};
     return number < sizeof names / sizeof *names ? names[number] : "unknown";
 }

@@ -41,7 +41,8 @@ static void add_file(recordings *all, const char *path, int holder)
         all->num < MAX_RECORDINGS) {
         const recorder_page *page = recorder_map(fd);
         if (page && !atomic_load(&page->closed))
-            all->list[all->num++] = (recording){page, file.st_dev, file.st_ino, holder};
+            all->list[all->num++] =
+                (recording){page, file.st_dev, file.st_ino, holder, page->num_ranks};
         else
             recorder_unmap(page);
     }

@@ -16,7 +16,8 @@ typedef struct recording {
     const recorder_page *page;
     dev_t device;
     ino_t file;
-    int holder; /* the process that it was found in */
+    int holder;        /* the process that it was found in */
+    int32_t num_ranks; /* page->num_ranks when the recorder was found */
 } recording;
 
 typedef struct recordings {

@@ -1888,6 +1888,31 @@ typedef struct epic_failure_info {
  * CUDA:    no difference. */
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
 
+/* How long this rank has waited for one peer.  All numbers count from epic_open and never
+ * decrease. */
+typedef struct epic_wait_info {
+    uint64_t num_operations; /* operations that this rank has begun; equal for all peers */
+    uint64_t wait_ns;        /* nanoseconds in which an operation could not continue without
+                                data from the peer, or before the peer took data */
+    uint64_t alone_ns;       /* part of wait_ns in which the operation waited for no other
+                                peer */
+} epic_wait_info;
+
+/* Writes to out[r] how long the operations of this rank have waited for rank r.  Use it to find
+ * a slow rank: all other ranks wait for it, and most of that time is alone_ns.
+ *
+ * `operation` is an epic_operation, or EPIC_OP_NONE for the sums over all of them.  `out` has
+ * num_ranks elements, and num_ranks is the number of ranks of the group.  If one call makes two
+ * operations (epic_plan_dispatch), the wait for the call of a peer counts in the first of them.
+ * The times do not contain the time in which this process was suspended.  If several operations
+ * of this rank wait at the same time, their times are added.  A peer that is late only because it
+ * waits for a third rank counts, too.
+ * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if epic_open got no memory for the times.
+ * Threads: local.
+ * CUDA:    EPIC_ENOTSUP: ranks wait in kernels, which do not measure these times. */
+static inline epic_result epic_waits(const epic_context *ctx, uint32_t operation,
+                                     epic_wait_info *out, int32_t num_ranks);
+
 /* Returns the name of the library that multiplies matrices on the host: "OpenBLAS 0.3.21
  * Haswell" or "plain loops".  If oneDNN is used too, ", oneDNN 2.6.3 for bfloat16" follows.
  * Errors:  none.

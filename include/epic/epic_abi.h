@@ -140,6 +140,8 @@ EPIC_API epic_result epic_plan_read_v1(const void *plan, int64_t plan_bytes,
                                        epic_plan_info *out, size_t size);
 EPIC_API epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out,
                                      size_t size);
+EPIC_API epic_result epic_waits_v1(const epic_context *ctx, uint32_t operation,
+                                   epic_wait_info *out, int32_t num_ranks, size_t size);
 
 static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
                                                const epic_dispatcher_config *config)
@@ -349,6 +351,12 @@ static inline epic_result epic_plan_read(const void *plan, int64_t plan_bytes,
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out)
 {
     return epic_failure_v1(ctx, out, sizeof *out);
+}
+
+static inline epic_result epic_waits(const epic_context *ctx, uint32_t operation,
+                                     epic_wait_info *out, int32_t num_ranks)
+{
+    return epic_waits_v1(ctx, operation, out, num_ranks, sizeof *out);
 }
 
 #ifdef __cplusplus

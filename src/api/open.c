@@ -21,7 +21,8 @@
 
 int64_t context_bytes(const epic_config *config, bool host)
 {
-    const int64_t own = sizeof(epic_context) + TAGS_BYTES + sizeof(recorder_page);
+    const int64_t recorder = (int64_t)recorder_bytes((int32_t)config->num_ranks);
+    const int64_t own = (int64_t)sizeof(epic_context) + TAGS_BYTES + recorder;
     const int64_t trace = config_trace() ? TRACE_BYTES : 0;
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }

@@ -43,13 +43,13 @@ static int64_t wall_ns(void)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Creates a sealed memfd for one recorder_page.  Returns its descriptor, or -1 and sets errno.
+/* Creates a sealed memfd of `bytes` bytes for one recorder_page.  Returns its descriptor, or -1 and sets errno.
  * All of its memory is allocated here, so that no later write to it can fail. */
-static int make_memfd(const char *group, int rank)
+static int make_memfd(const char *group, int rank, size_t bytes)
 {
     char name[160];
     snprintf(name, sizeof name, "epic:%.127s:%d", group, rank);
-    if (!process_may_create_file(sizeof(recorder_page))) {
+    if (!process_may_create_file(bytes)) {
         errno = EFBIG;
         return -1;
     }
@@ -57,7 +57,7 @@ static int make_memfd(const char *group, int rank)
     if (fd < 0) return -1;
 
     int refused = fchmod(fd, 0600) < 0 ? errno : 0;
-    if (!refused) refused = posix_fallocate(fd, 0, sizeof(recorder_page));
+    if (!refused) refused = posix_fallocate(fd, 0, (off_t)bytes);
     if (!refused && fcntl(fd, F_ADD_SEALS, SEALS) < 0) refused = errno;
     if (!refused) return fd;
     close(fd);
@@ -69,7 +69,7 @@ static void write_header(recorder_page *page, const char *group, uint64_t group_
                          int num_ranks, const char *backend, const char *net)
 {
     page->version = RECORDER_VERSION;
-    page->page_bytes = sizeof *page;
+    page->page_bytes = (uint32_t)recorder_bytes(num_ranks);
     page->group_id = group_id;
     page->rank = rank;
     page->num_ranks = num_ranks;
@@ -88,17 +88,17 @@ epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group
     epic_recorder *recorder = calloc(1, sizeof *recorder);
     if (!recorder) return epic_fail(EPIC_ENOMEM, "no memory for the flight recorder");
 
-    recorder->fd = make_memfd(group, rank);
+    const size_t bytes = recorder_bytes(num_ranks);
+    recorder->fd = make_memfd(group, rank, bytes);
     void *page = MAP_FAILED;
     if (recorder->fd >= 0)
-        page = mmap(NULL, sizeof(recorder_page), PROT_READ | PROT_WRITE, MAP_SHARED,
-                    recorder->fd, 0);
+        page = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, recorder->fd, 0);
     if (page == MAP_FAILED) {
         const int refused = errno;
         if (recorder->fd >= 0) close(recorder->fd);
         free(recorder);
-        return epic_fail(EPIC_EDEVICE, "the flight recorder's memfd of %zu bytes: %s%s",
-                         sizeof(recorder_page), strerror(refused), epic_remedy(refused));
+        return epic_fail(EPIC_EDEVICE, "the flight recorder's memfd of %zu bytes: %s%s", bytes,
+                         strerror(refused), epic_remedy(refused));
     }
     recorder->page = page;
     write_header(recorder->page, group, group_id, rank, num_ranks, backend, net);
@@ -123,7 +123,7 @@ void recorder_close(epic_recorder *recorder)
 void recorder_forget(epic_recorder *recorder)
 {
     if (!recorder) return;
-    munmap(recorder->page, sizeof(recorder_page));
+    munmap(recorder->page, recorder->page->page_bytes);
     close(recorder->fd);
     free(recorder);
 }
@@ -188,6 +188,7 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     if (!recorder) return NO_RECORD;
     recorder_page *page = recorder->page;
     const uint64_t number = atomic_fetch_add_explicit(&page->next, 1, memory_order_relaxed);
+    atomic_fetch_add_explicit(&page->num_operations[operation], 1, memory_order_relaxed);
     const int at = claim_record(page, number);
     if (at < 0) return NO_RECORD;
 
@@ -224,6 +225,24 @@ void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase, in
     publish_entry(recorder->page, record % RECORDER_RECORDS, &entry, NULL);
 }
 
+/* The release order pairs with the acquire in recorder_read_wait(): a reader that finds the new
+ * alone_ns also finds the new wait_ns. */
+void recorder_add_wait(epic_recorder *recorder, uint32_t operation, const uint64_t *peers,
+                       uint64_t ns)
+{
+    if (!recorder) return;
+    const int32_t num_ranks = recorder->page->num_ranks;
+    recorder_wait *waits = recorder->page->waits + operation * (size_t)num_ranks;
+    int num_peers = 0, peer = 0;
+    for (int w = 0; w * 64 < num_ranks; w++)
+        for (uint64_t left = peers[w]; left; left &= left - 1, num_peers++) {
+            peer = w * 64 + __builtin_ctzll(left);
+            atomic_fetch_add_explicit(&waits[peer].wait_ns, ns, memory_order_relaxed);
+        }
+    if (num_peers == 1)
+        atomic_fetch_add_explicit(&waits[peer].alone_ns, ns, memory_order_release);
+}
+
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence)
 {
@@ -249,10 +268,26 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-static bool is_valid_page(const recorder_page *page)
+const recorder_page *recorder_get_page(const epic_recorder *recorder)
+{
+    return recorder ? recorder->page : NULL;
+}
+
+void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t operation,
+                        int32_t peer, epic_wait_info *out)
+{
+    const recorder_wait *wait = &page->waits[operation * (size_t)num_ranks + (size_t)peer];
+    out->num_operations +=
+        atomic_load_explicit(&page->num_operations[operation], memory_order_relaxed);
+    out->alone_ns += atomic_load_explicit(&wait->alone_ns, memory_order_acquire);
+    out->wait_ns += atomic_load_explicit(&wait->wait_ns, memory_order_relaxed);
+}
+
+static bool is_valid_page(const recorder_page *page, size_t bytes)
 {
     return atomic_load_explicit(&page->magic, memory_order_acquire) == RECORDER_MAGIC &&
-           page->version == RECORDER_VERSION && page->page_bytes == sizeof *page &&
+           page->version == RECORDER_VERSION && page->num_ranks >= 1 &&
+           page->page_bytes == bytes && recorder_bytes(page->num_ranks) == bytes &&
            memchr(page->group, 0, sizeof page->group) &&
            memchr(page->backend, 0, sizeof page->backend) &&
            memchr(page->net, 0, sizeof page->net);
@@ -266,18 +301,19 @@ const recorder_page *recorder_map(int fd)
         /* refuse a file that is not sealed: if it shrank, reading its mapping would raise
          * SIGBUS */
         return NULL;
-    if (fstat(fd, &file) < 0 || file.st_size != sizeof(recorder_page)) return NULL;
+    if (fstat(fd, &file) < 0 || file.st_size < (off_t)sizeof(recorder_page)) return NULL;
 
-    recorder_page *page = mmap(NULL, sizeof *page, PROT_READ, MAP_SHARED, fd, 0);
+    const size_t bytes = (size_t)file.st_size;
+    recorder_page *page = mmap(NULL, bytes, PROT_READ, MAP_SHARED, fd, 0);
     if (page == MAP_FAILED) return NULL;
-    if (is_valid_page(page)) return page;
-    munmap(page, sizeof *page);
+    if (is_valid_page(page, bytes)) return page;
+    munmap(page, bytes);
     return NULL;
 }
 
 void recorder_unmap(const recorder_page *page)
 {
-    if (page) munmap((void *)(uintptr_t)page, sizeof *page);
+    if (page) munmap((void *)(uintptr_t)page, page->page_bytes);
 }
 
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The flight recorder: the last operations of one context, in a memfd (a file in memory). The
- * program epic-info, run by the same user, finds it as epic:GROUP:RANK in /proc/PID/fd, and can
- * read it while a call is stuck.
+/* The flight recorder: the last operations of one context, and how long they waited for each
+ * peer, in a memfd (a file in memory).  The program epic-info, run by the same user, finds the
+ * memfd as epic:GROUP:RANK in /proc/PID/fd.  It can read the memfd while a call is stuck.
  *
  * Writing never blocks and never allocates. Any number of threads may write, each to its own
  * record. An operation keeps its record until it ends, so the record of a stuck operation is
@@ -53,6 +53,12 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
 void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase,
                     int32_t waits_for);
 
+/* Adds `ns` nanoseconds to the time that operations of this kind have waited for each rank in
+ * `peers`, a bit mask with a bit for each rank of the group.  `operation` is an
+ * epic_operation. */
+void recorder_add_wait(epic_recorder *recorder, uint32_t operation, const uint64_t *peers,
+                       uint64_t ns);
+
 /* Ends a record.  `sentence` is stored if the operation failed; it may be NULL. */
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence);
@@ -60,10 +66,11 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 /* ----------------------------------------------------------------------------- reading ---- */
 
 #define RECORDER_MAGIC 0x0143455243495045 /* "EPICREC\1" in memory */
-#define RECORDER_VERSION 3
+#define RECORDER_VERSION 4
 #define RECORDER_RECORDS 256
 #define RECORDER_SENTENCE 512
-#define RECORDER_NET 128 /* bytes of the description of a net */
+#define RECORDER_NET 128                         /* bytes of the description of a net */
+#define RECORDER_OPERATIONS (EPIC_OP_WINDOW + 1) /* number of values of epic_operation */
 
 /* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 until the operation
  * ends. */
@@ -96,12 +103,18 @@ typedef struct recorder_sentence {
     _Atomic uint64_t words[RECORDER_SENTENCE / sizeof(uint64_t)];
 } recorder_sentence;
 
-/* The contents of the memfd.  All fields except next, closed, records and sentences are written
- * once.  `magic` is stored last, with release order. */
+/* How long the operations of one kind have waited for one peer, in nanoseconds. */
+typedef struct recorder_wait {
+    _Atomic uint64_t wait_ns;
+    _Atomic uint64_t alone_ns; /* part of wait_ns in which they waited for no other peer */
+} recorder_wait;
+
+/* The contents of the memfd.  The fields up to `net` are written once, except next and closed.
+ * `magic` is stored last, with release order. */
 typedef struct recorder_page {
     _Atomic uint64_t magic;
     uint32_t version;
-    uint32_t page_bytes; /* sizeof(recorder_page) */
+    uint32_t page_bytes; /* size of the memfd: recorder_bytes(num_ranks) */
     int32_t rank;
     int32_t num_ranks;
     int64_t pid;
@@ -113,13 +126,34 @@ typedef struct recorder_page {
     uint64_t group_id;       /* distinguishes groups with the same name */
     uint64_t pad[4];
     char net[RECORDER_NET]; /* the net to other hosts, as epic_net_name returns it */
+    _Atomic uint64_t
+        num_operations[16]; /* operations that have begun, for each epic_operation */
     recorder_record records[RECORDER_RECORDS];
     recorder_sentence sentences[RECORDER_RECORDS];
+    recorder_wait waits[]; /* [RECORDER_OPERATIONS, num_ranks] */
 } recorder_page;
 
 _Static_assert(sizeof(recorder_entry) == 64, "recorder_entry has holes");
 _Static_assert(sizeof(recorder_record) == 128, "recorder_record has holes");
-_Static_assert(offsetof(recorder_page, records) == 384, "recorder_page has holes");
+_Static_assert(offsetof(recorder_page, records) == 512, "recorder_page has holes");
+_Static_assert(RECORDER_OPERATIONS <= 16, "recorder_page.num_operations is too short");
+
+/* Returns the size in bytes of the recorder of a rank in a group of num_ranks ranks. */
+static inline size_t recorder_bytes(int32_t num_ranks)
+{
+    return sizeof(recorder_page) +
+           (size_t)num_ranks * RECORDER_OPERATIONS * sizeof(recorder_wait);
+}
+
+/* Returns the memory of a recorder of this process; NULL if the recorder is NULL. */
+const recorder_page *recorder_get_page(const epic_recorder *recorder);
+
+/* Adds to *out how long the operations of one kind have waited for `peer`, and how many of them
+ * have begun. Keeps alone_ns at most wait_ns. The page has num_ranks ranks. The caller passes
+ * this number, because the process that wrote the page may have changed it since
+ * recorder_map(). */
+void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t operation,
+                        int32_t peer, epic_wait_info *out);
 
 /* Maps the memfd of a recorder read-only. Returns NULL if it is not a recorder of this version,
  * or if its file could shrink while it is read. recorder_unmap() accepts NULL. */

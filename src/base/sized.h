@@ -13,6 +13,7 @@
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
     ROW(epic_failure_info, sentence)               \
+    ROW(epic_wait_info, alone_ns)                  \
     ROW(epic_layer, flags)                         \
     ROW(epic_plan_args, demand)                    \
     ROW(epic_plan_info, rank_offset)               \

@@ -107,6 +107,49 @@ epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, siz
     return EPIC_OK;
 }
 
+/* Checks the arguments of epic_waits, and sets *page to the flight recorder, which contains the
+ * waiting times. */
+static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic_wait_info *out,
+                               int32_t num_ranks, size_t size, const recorder_page **page)
+{
+    if (!ctx) return no_context();
+    TRY(CHECK_PLACE(out, size));
+    TRY(check_ours(ctx));
+    if (operation >= RECORDER_OPERATIONS)
+        return epic_fail(EPIC_EINVAL,
+                         "operation is %u: must be an epic_operation, or EPIC_OP_NONE for all",
+                         operation);
+    if (num_ranks != ctx->num_ranks)
+        return epic_fail(EPIC_EINVAL, "num_ranks is %d: must be %d, the ranks of the group",
+                         num_ranks, ctx->num_ranks);
+    if (context_on_device(ctx))
+        return epic_fail(EPIC_ENOTSUP,
+                         "backend \"%s\" measures no waiting times, because its ranks wait in "
+                         "kernels; use the profiler of the GPU",
+                         ctx->backend_name);
+    *page = recorder_get_page(ctx->recorder);
+    if (*page) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "ctx has no waiting times, because the system refused the memory of its "
+                     "flight recorder in epic_open; raise the limit on memory or open files");
+}
+
+epic_result epic_waits_v1(const epic_context *ctx, uint32_t operation, epic_wait_info *out,
+                          int32_t num_ranks, size_t size)
+{
+    const recorder_page *page = NULL;
+    TRY(check_waits(ctx, operation, out, num_ranks, size, &page));
+    const uint32_t first = operation ? operation : EPIC_OP_NONE + 1;
+    const uint32_t last = operation ? operation : RECORDER_OPERATIONS - 1;
+    for (int32_t peer = 0; peer < num_ranks; peer++) {
+        epic_wait_info info = {0};
+        for (uint32_t i = first; i <= last; i++)
+            recorder_read_wait(page, num_ranks, i, peer, &info);
+        sized_write((char *)out + (size_t)peer * size, &info, SIZED_TYPE(&info), size);
+    }
+    return EPIC_OK;
+}
+
 void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
 {
     if (!ctx || context_check(ctx) != EPIC_OK) return;

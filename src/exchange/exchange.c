@@ -189,10 +189,19 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Checks for a failure, for the deadline and for peers that are gone, then sleeps once in
- * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free one. If
- * one check has seen a peer gone, sleeps only until all its data has arrived, so that the
- * second check comes soon. */
+/* Adds the time since `start` to the waiting times of the ranks that this rank waits for, without
+ * the time in which this process was suspended. */
+static void exchange_count_wait(exchange *x, uint64_t start)
+{
+    const uint64_t end = now_ns();
+    const uint64_t ns = end - start - deadline_stopped_ns(&x->deadline, end);
+    recorder_add_wait(x->ctx->recorder, x->operation, x->waits_for, ns);
+}
+
+/* Checks for a failure, for the deadline and for peers that are gone. Then sleeps once in
+ * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free op slot.
+ * If only one check has seen a peer gone, sleeps only until all data of that peer has arrived,
+ * so that the second check comes soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -206,6 +215,7 @@ static epic_result exchange_wait_in(exchange *x, int op_slot)
     const uint64_t sleep = deadline_sleep_ns(&x->deadline, now, longest_ms * MS);
     const uint64_t ms = longest_ms ? sleep / MS + 1 : 0;
     x->transport->wait(x->group, op_slot, x->phase, x->waits_for, (uint32_t)ms);
+    if (op_slot >= 0) exchange_count_wait(x, now);
     return exchange_poll_failure(x);
 }
 

@@ -86,6 +86,10 @@ static pid_t start_rank(uint64_t group_id, int rank)
     recorder_end(r, recorder_begin(r, EPIC_OP_PLAN, 7, 0, 64), EPIC_OK, NULL);
     recorder_end(r, recorder_begin(r, EPIC_OP_SUM, 9, 0, 8), EPIC_EOVERFLOW, "say \"when\"");
     recorder_phase(r, recorder_begin(r, EPIC_OP_DISPATCH, 7, 1, 4096), RECORDER_MOVING, 3);
+    const uint64_t three = 1 << 3, both = 1 << 1 | 1 << 3;
+    recorder_add_wait(r, EPIC_OP_DISPATCH, &three, 1500000);
+    recorder_add_wait(r, EPIC_OP_PLAN, &three, 500000);
+    recorder_add_wait(r, EPIC_OP_PLAN, &both, 250);
     if (damages) damage_recording();
     CHECK(write(opened[1], "", 1) == 1);
     for (;;) pause();
@@ -105,11 +109,18 @@ static void a_stuck_group(void)
     CHECK(says("moving rows, waits for rank 3") && says("finished"));
     CHECK(says("EPIC_EOVERFLOW") && says("say \"when\""));
     CHECK(says("\n  to other hosts by ucx \"by hand\"\n"));
+    CHECK(says("\n  waited 2.0 ms for rank 3\n"));
+    CHECK(says("\nall ranks together waited 4.0 ms for rank 3\n"));
 
     CHECK(info_of_group("--json") == 0);
     CHECK(says("\"rank\": 2, \"num_ranks\": 4") && says("\"waits_for\": 3"));
     CHECK(says("\"operation\": \"dispatch\", \"tag\": 7, \"sequence\": 1, \"bytes\": 4096"));
     CHECK(says("\"sentence\": \"say \\\"when\\\"\""));
+    CHECK(
+        says("{\"operation\": \"plan\", \"peer\": 1, \"num_operations\": 1, \"wait_ns\": 250, "
+             "\"alone_ns\": 0}"));
+    CHECK(
+        says("\"peer\": 3, \"num_operations\": 1, \"wait_ns\": 500250, \"alone_ns\": 500000}"));
     CHECK(says("\"net\": \"ucx \\\"by hand\\\"\"") && says("\"net\": \"\""));
 
     CHECK(info_of_group("--chrome") == 0);

@@ -7,6 +7,7 @@ The packages for frameworks are submodules: epic.jax and epic.torch.
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.options import Experts, Layer, Moe, Router
 from epic.traces import Placement, TraceStep, read_placement, read_trace
+from epic.waits import Wait, Waits, format_prometheus
 
 __version__ = "0.1.0"
 __all__ = [
@@ -19,6 +20,9 @@ __all__ = [
     "Placement",
     "Router",
     "TraceStep",
+    "Wait",
+    "Waits",
+    "format_prometheus",
     "read_placement",
     "read_trace",
 ]

@@ -130,6 +130,9 @@ PlanInfo = struct(
     *uints("result num_local_experts first_leaf num_leaves"),
     *((name, c_int64) for name in "total_tokens fate_offset rank_offset".split()),
 )
+WaitInfo = struct(
+    "WaitInfo", *((name, c_uint64) for name in "num_operations wait_ns alone_ns".split())
+)
 MoeStruct = struct(
     "MoeStruct",
     ("layer", c_void_p),
@@ -164,6 +167,7 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_blas_name": (c_char_p, []),
     "epic_plan_bytes_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_waits_v1": (c_int32, [c_void_p, c_uint32, c_void_p, c_int32, c_size_t]),
     "epic_capacity_bound_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_router_workspace_v1": (c_int32, [c_void_p, c_size_t, c_void_p]),
     "epic_window_register_v1": (c_int32, [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t]),

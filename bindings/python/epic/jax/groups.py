@@ -20,6 +20,7 @@ from epic.jax.bootstrapping import JaxStore, distributed_store
 from epic.jax.library import load_handlers
 from epic.options import INT64_MAX, Layer, backend_for, check_int, encode_text
 from epic.store import StoreExchange
+from epic.waits import Waits, read_waits
 
 DEFAULT_TIMEOUT_MS = 300_000
 
@@ -92,6 +93,30 @@ class Group:
                 f"{name} has rows of {width} bytes: must be at most {self.max_row_bytes}, the "
                 f"max_row_bytes of group {self.name!r}; open a group with more"
             )
+
+    def waits(self) -> list[Waits]:
+        """Return how long each rank of this process has waited for each other rank.
+
+        The times count from `epic.jax.open`.  Use them to find a slow rank.  Only on CPUs.
+        `epic.format_prometheus(group.waits())` returns them as text for Prometheus.
+
+        Returns:
+            The waits of each rank.  If a mesh has several groups, `Waits.group` ends with "/" and
+            the number of the group.
+
+        Raises:
+            EpicError: the group is not open, or it is on GPUs, whose kernels do not measure waits.
+
+        """
+        return [
+            read_waits(
+                context,
+                f"{self.name}/{member.index}" if len(self.devices) > 1 else self.name,
+                member.rank,
+                self.num_ranks,
+            )
+            for member, context in find_open(self).contexts.items()
+        ]
 
     def close(self) -> None:
         """Close the group; see `epic.jax.close`."""
@@ -564,12 +589,17 @@ def check(group: Group) -> None:
         raise errors[0]
 
 
-def contexts_of(group: Group) -> Iterator[int]:
-    """Yield the contexts of a group in this process; raise an error if it is not open."""
+def find_open(group: Group) -> OpenGroup:
+    """Return the state of an open group; raise an error if it is not open in this process."""
     state = open_groups.get(group.name)
     if state is None:
         raise EpicError(
             "EPIC_ECLOSED",
             f"group {group.name!r} is not open in this process: open it with epic.jax.open",
         )
-    yield from state.contexts.values()
+    return state
+
+
+def contexts_of(group: Group) -> Iterator[int]:
+    """Yield the contexts of a group in this process; raise an error if it is not open."""
+    yield from find_open(group).contexts.values()

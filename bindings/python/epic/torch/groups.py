@@ -31,6 +31,7 @@ from epic.options import (
 )
 from epic.torch.arguments import assume_constant_result
 from epic.torch.ops import KEPT_LAYERS, LIBRARY, pack_layer
+from epic.waits import Waits, read_waits
 
 DEFAULT_TIMEOUT_MS = 300_000
 LAST_CALLS_MS = 2000  # when the process ends, time for other threads to complete their calls
@@ -527,6 +528,20 @@ class Group:
         """
         self.must_be_open()
         _native.check(_native.core().epic_check(self.context), self.context)
+
+    def waits(self) -> Waits:
+        """Return how long this rank has waited for each other rank since the group was opened.
+
+        Use it to find a slow rank; the call costs a few microseconds. Only on CPUs.
+
+        Returns:
+            The waits. `Waits.prometheus()` returns them as text for Prometheus.
+
+        Raises:
+            EpicError: The group was closed, or it is on GPUs, whose kernels do not measure waits.
+        """
+        self.must_be_open()
+        return read_waits(self.context, self.name, self.rank, self.num_ranks)
 
     def abort(self, why: str, tag: int = 0) -> None:
         """Report to the other ranks that this rank makes no more calls with a tag.
