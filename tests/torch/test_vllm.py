@@ -8,6 +8,7 @@ import importlib
 import logging
 import os
 import sys
+import time
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -284,6 +285,52 @@ def check_names(rank: int) -> None:
     opened.group.close()
     workers.OPEN.clear()
     remove_stubs()
+
+
+def check_slow(rank: int, slow: int) -> None:
+    """Run steps in which one rank sleeps, and check which rank logs a line; -1: none sleeps."""
+    ranks = dist.get_world_size()
+    across = torch.full((ranks,), 2, dtype=torch.int32)
+    metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
+    install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=metadata))
+    exchange, workers = import_fresh()
+    moe = SimpleNamespace(
+        num_experts=ranks, experts_per_token=1, hidden_dim=HIDDEN, in_dtype=torch.float32,
+        num_local_experts=1, max_num_tokens=4, moe_parallel_config=SimpleNamespace(sp_size=1),
+    )  # fmt: skip
+    opened = workers.open_workers(moe, 60000)
+    layer = exchange.EpicPrepareAndFinalize(moe, opened)
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    workers.logger.addHandler(handler)
+    # A time limit that only the sleeps reach. Without a sleep, the last step reaches it.
+    workers.REPORT_SECONDS = 0.4
+    workers.SLOW_SHARE = 0.5
+    ids, ones = torch.full((2, 1), rank, dtype=torch.int32), torch.ones(2, 1)
+    x = torch.ones(2, HIDDEN)
+    for step in range(5):
+        if slow >= 0:
+            time.sleep(0.1 if rank == slow else 0.0)
+        elif step == 4:
+            time.sleep(0.5)
+        rows, _, _, local, weights = layer.prepare(x, ones, ids, ranks, None, False, None)
+        output = torch.empty_like(x)
+        layer.finalize(output, rows.clone(), weights, local, False, NoOp())
+    workers.logger.removeHandler(handler)
+    speaks = slow >= 0 and rank == (1 if slow == 0 else 0)
+    assert len(lines) == (1 if speaks else 0), lines
+    if speaks:
+        assert f"rank {slow} of {ranks} ({opened.places[slow]}) holds the others up" in lines[0]
+    opened.group.close()
+    workers.OPEN.clear()
+    remove_stubs()
+
+
+@pytest.mark.parametrize("slow", [-1, 0, 2])
+def test_slow(world: World, slow: int) -> None:
+    """Check that one rank logs one line about a slow rank, and no line without a slow rank."""
+    world.run(check_slow, slow)
 
 
 def test_names(world: World) -> None:

@@ -164,6 +164,7 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 output.copy_(epic.torch.combine(plan, rows))
             else:
                 epic.torch.combine(plan, rows, out=output)
+            self.workers.report_slow_rank()
 
     def gather_parts(self, own: Tensor) -> Tensor:
         """Gather the [T, H] results of all ranks of the TP group from their parts."""

@@ -4,6 +4,7 @@
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,9 @@ from vllm.distributed import get_ep_group
 import epic.torch
 
 logger = logging.getLogger("vllm.epic")
+
+REPORT_SECONDS = 10.0  # shortest time between two looks for a slow rank
+SLOW_SHARE = 0.2  # a rank is slow if another one waits for it this part of the time
 
 
 class Workers:
@@ -27,6 +31,33 @@ class Workers:
     def __init__(self, group: epic.torch.Group, places: list[str]) -> None:
         self.group = group
         self.places = places
+        self.looked_at = time.monotonic()  # time of the last look for a slow rank
+        self.waits = group.waits()  # the waits at that time
+
+    def report_slow_rank(self) -> None:
+        """Log one line if one rank has held the others up since the last look.
+
+        Call it after each operation. It looks once in REPORT_SECONDS and else returns at once. Only
+        rank 0 logs, because all ranks wait for a slow one. If rank 0 is the slow one, rank 1 logs.
+        """
+        passed = time.monotonic() - self.looked_at
+        if passed < REPORT_SECONDS:
+            return
+        waits = self.group.waits()
+        slow, seconds = waits.since(self.waits).slowest()
+        self.looked_at += passed
+        self.waits = waits
+        if seconds >= SLOW_SHARE * passed and self.group.rank == (1 if slow == 0 else 0):
+            logger.warning(
+                "EPIC: expert-parallel rank %d of %d (%s) holds the others up: rank %d waited "
+                "%.1f s only for it in the last %.1f s.",
+                slow,
+                self.group.num_ranks,
+                self.places[slow],
+                self.group.rank,
+                seconds,
+                passed,
+            )
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
