@@ -69,7 +69,7 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         """
         metadata = get_forward_context().dp_metadata
         if metadata is None:
-            return self.num_tokens
+            return self.num_tokens * self.sp_size
         tokens = metadata.num_tokens_across_dp_cpu
         return int((-(-tokens // self.sp_size) * self.sp_size).sum())
 
@@ -112,7 +112,7 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             a1, topk_weights, topk_ids = a1[own], topk_weights[own], topk_ids[own]
         if apply_router_weight_on_input:
             a1 = a1 * topk_weights.to(a1.dtype)
-        capacity = self.slots_per_token * self.count_tokens()
+        capacity = max(1, self.slots_per_token * self.count_tokens())  # 0 means EXACT
         with self.workers.named_in_errors():
             plan, rows, weights = epic.torch.plan_dispatch(
                 self.workers.group,
