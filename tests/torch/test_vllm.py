@@ -5,12 +5,13 @@ The stubs have the names that epic.vllm uses, and nothing else. tests/vllm tests
 """
 
 import importlib
+import inspect
 import logging
 import os
-import sys
 import time
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,70 +20,19 @@ import torch.distributed as dist
 import epic.torch
 from epic.vllm.options import Options, check_supported, read_options
 from epic.vllm.plugin import missing_names
+from vllm_stubs import (
+    Kernel,
+    NoOp,
+    PrepareAndFinalize,
+    TpGroup,
+    import_fresh,
+    install_stubs,
+    moe_config,
+    remove_stubs,
+)
 from world import World
 
 EXPERTS, TOP_K, HIDDEN = 8, 3, 16
-
-
-class NoOp:
-    """Stands for vLLM's class of experts that have applied the weights themselves."""
-
-    def apply(self, output: Any, rows: Any, *_: Any) -> Any:
-        """Return the rows."""
-        assert output is None
-        return rows
-
-
-class TpGroup:
-    """Stands for vLLM's group of tensor parallelism, over ranks that follow each other."""
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.world_size, self.rank_in_group = world_size, rank % world_size
-        starts = range(0, dist.get_world_size(), world_size)
-        groups = [dist.new_group(list(range(s, s + world_size))) for s in starts]
-        self.group = groups[rank // world_size]
-
-    def all_gather(self, own: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return the parts of all ranks, one after the other."""
-        assert dim == 0
-        parts = [torch.empty_like(own) for _ in range(self.world_size)]
-        dist.all_gather(parts, own, group=self.group)
-        return torch.cat(parts)
-
-
-def install_stubs(tp: TpGroup, context: SimpleNamespace) -> None:
-    """Put modules with vLLM's names into sys.modules."""
-    kernel = "vllm.model_executor.layers.fused_moe.modular_kernel"
-    parts = kernel.split(".")
-    names = [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
-    for name in [*names, "vllm.distributed", "vllm.forward_context"]:
-        sys.modules[name] = ModuleType(name)
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(sys.modules[parent], last, sys.modules[name])
-    made: Any = sys.modules[kernel]
-    made.FusedMoEPrepareAndFinalizeModular = type("Base", (), {})
-    made.FusedMoEActivationFormat = SimpleNamespace(Standard="standard")
-    made.ExpertTokensMetadata = lambda counts, _: counts
-    where: Any = sys.modules["vllm.distributed"]
-    where.get_tp_group = lambda: tp
-    where.get_ep_group = lambda: SimpleNamespace(cpu_group=dist.group.WORLD)
-    forward: Any = sys.modules["vllm.forward_context"]
-    forward.get_forward_context = lambda: context
-
-
-def remove_stubs() -> None:
-    """Remove the stubs, because the tests of other files run in the same processes."""
-    for name in [n for n in sys.modules if n.partition(".")[0] == "vllm"]:
-        del sys.modules[name]
-
-
-def import_fresh() -> tuple[Any, Any]:
-    """Import the modules of epic.vllm that use vLLM, again for each set of stubs."""
-    for name in ("epic.vllm.exchange", "epic.vllm.workers"):
-        sys.modules.pop(name, None)
-    workers = importlib.import_module("epic.vllm.workers")
-    return importlib.import_module("epic.vllm.exchange"), workers
 
 
 def scale_of(expert: torch.Tensor) -> torch.Tensor:
@@ -90,48 +40,71 @@ def scale_of(expert: torch.Tensor) -> torch.Tensor:
     return 1.0 + expert.to(torch.float64)
 
 
+# The tokens of each step and of each data-parallel rank, as vLLM pads them. vLLM runs a dummy batch
+# of one token on a rank without requests.
+PLAIN = [(7, 5, 6, 7)] * 3
+IDLE = [(7, 1, 1, 1), (1, 1, 1, 1), (1, 1, 1, 16)]
+PADDED = [(n,) * 4 for n in (1, 2, 4, 8, 16, 2)]
+EMPTY = [(0, 0, 0, 5), (0, 0, 0, 0), (3, 0, 0, 0)]
+STEPS = {"plain": PLAIN, "idle": IDLE, "padded": PADDED, "empty": EMPTY, "skewed": PLAIN}
+
+
+def tokens_of_step(
+    step: int, rank: int, tp_size: int, sp_size: int, sizes: tuple[int, ...], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and scores of this rank, equal in a group of tensor parallelism.
+
+    With sequence parallelism the model has split them over the ranks of that group.
+    """
+    draw = torch.Generator().manual_seed(100 * step + rank // tp_size)
+    tokens = sizes[rank // tp_size]
+    padded = -(-tokens // sp_size) * sp_size
+    x = torch.randn(padded, HIDDEN, generator=draw).to(dtype)
+    scores = torch.rand(padded, EXPERTS, generator=draw)
+    own = slice(rank % sp_size * (padded // sp_size), (rank % sp_size + 1) * (padded // sp_size))
+    return (x[own], scores[own]) if sp_size > 1 else (x, scores)
+
+
 def check_exchange(rank: int, tp_size: int, dtype: torch.dtype, case: str) -> None:
     """Run prepare, experts and finalize, and compare the result with float64.
 
-    case: "idle" gives all ranks except the first TP group a single token; "input" applies the
-    weights to the tokens.
+    case: a key of STEPS; "input" applies the weights to the tokens; "sequence" splits the tokens
+    over the ranks of tensor parallelism before the layer; "skewed" sends all to the last rank.
     """
     tp, context = TpGroup(rank, tp_size), SimpleNamespace(dp_metadata=None)
     install_stubs(tp, context)
     exchange, workers = import_fresh()
 
-    on_input = case == "input"
-    top_k = 1 if on_input else TOP_K
-    num_groups = dist.get_world_size() // tp_size
-    sizes = [7, *(1 if case == "idle" else 5 + n for n in range(num_groups - 1))]
-    if num_groups > 1:
-        across = torch.tensor(sizes, dtype=torch.int32)
-        context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
-    moe = SimpleNamespace(
-        num_experts=EXPERTS,
-        experts_per_token=top_k,
-        hidden_dim=HIDDEN,
-        in_dtype=dtype,
-        num_local_experts=EXPERTS // dist.get_world_size(),
-        max_num_tokens=16,
-        moe_parallel_config=SimpleNamespace(sp_size=1),
-    )
+    on_input, sp_size = case == "input", tp_size if case == "sequence" else 1
+    ranks = dist.get_world_size()
+    top_k = 1 if on_input else 2 if case == "skewed" else TOP_K
+    moe = moe_config(EXPERTS, top_k, HIDDEN, dtype, sp_size)
     opened = workers.open_workers(moe, 60000)
     assert workers.open_workers(moe, 60000) is opened  # layers of one size share a group
-    assert len(set(opened.places)) == dist.get_world_size()  # each rank is another process
+    assert len(set(opened.places)) == ranks  # each rank is another process
     layer = exchange.EpicPrepareAndFinalize(moe, opened)
-    assert layer.output_is_reduced() and layer.num_dispatchers() == dist.get_world_size()
-    draw = torch.Generator().manual_seed(rank // tp_size)  # equal tokens in a TP group
-    for _ in range(3):
-        tokens = sizes[rank // tp_size]
-        x = torch.randn(tokens, HIDDEN, generator=draw).to(dtype)
-        scores = torch.rand(tokens, EXPERTS, generator=draw)
+    assert layer.output_is_reduced() and layer.num_dispatchers() == ranks
+    for step, all_sizes in enumerate(STEPS.get(case, PLAIN)):
+        sizes = all_sizes[: ranks // tp_size]
+        if len(sizes) > 1:
+            across = torch.tensor(sizes, dtype=torch.int32)
+            context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
+        x, scores = tokens_of_step(step, rank, tp_size, sp_size, sizes, dtype)
+        if case == "skewed":
+            scores[:, -2:] += 1.0  # the two experts of the last rank
         weights, ids = scores.topk(top_k)
         ids = ids.to(torch.int32)
-        rows, _, counts, local, slot_weights = layer.prepare(
-            x, weights, ids, EXPERTS, None, on_input, None
-        )
+        with patch.object(epic.torch, "plan_dispatch", wraps=epic.torch.plan_dispatch) as called:
+            rows, _, counts, local, slot_weights = layer.prepare(
+                x, weights, ids, EXPERTS, None, on_input, None
+            )
+        # The capacity follows from the numbers of tokens, not from their experts.
+        total = sum(-(-n // sp_size) * sp_size for n in sizes)
+        capacity = min(top_k, EXPERTS // ranks) * total
+        assert called.call_args.kwargs["capacity"] == max(1, capacity)
         assert int(counts.sum()) == rows.shape[0] == local.shape[0] == slot_weights.shape[0]
+        if case == "skewed":
+            assert rows.shape[0] == (2 * total if rank == ranks - 1 else 0)
         output = torch.empty_like(x)
         factor = scale_of(local + moe.num_local_experts * rank)
         if not on_input:
@@ -141,7 +114,8 @@ def check_exchange(rank: int, tp_size: int, dtype: torch.dtype, case: str) -> No
         factors = (scale_of(ids) * weights.double()).sum(1, keepdim=True)
         wanted = x.double() * factors
         limit = 1e-6 if dtype == torch.float32 else 0.03
-        assert (output.double() - wanted).abs().max() <= limit * wanted.abs().max()
+        if x.shape[0]:
+            assert (output.double() - wanted).abs().max() <= limit * wanted.abs().max()
     opened.group.close()
     workers.OPEN.clear()
     remove_stubs()
@@ -149,11 +123,113 @@ def check_exchange(rank: int, tp_size: int, dtype: torch.dtype, case: str) -> No
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("tp_size", "case"), [(1, "plain"), (1, "idle"), (1, "input"), (2, "plain"), (4, "plain")]
+    ("tp_size", "case"),
+    [
+        *((1, case) for case in ("plain", "idle", "padded", "empty", "skewed", "input")),
+        *((2, case) for case in ("plain", "idle", "padded", "sequence")),
+        *((4, case) for case in ("plain", "idle", "sequence")),
+    ],
 )
 def test_exchange(world: World, tp_size: int, case: str, dtype: torch.dtype) -> None:
-    """Check DP, TP and DP x TP, different numbers of tokens, idle ranks, weights on the input."""
+    """Check DP, TP and DP x TP, several sizes, idle ranks, skewed routing, weights on the input."""
     world.run(check_exchange, tp_size, dtype, case)
+
+
+def check_capacity(rank: int) -> None:
+    """Check what the exchange refuses: more rows or tokens than vLLM has announced."""
+    ranks = dist.get_world_size()
+    context = SimpleNamespace(dp_metadata=None)
+    install_stubs(TpGroup(rank, 1), context)
+    exchange, workers = import_fresh()
+    moe = moe_config(ranks, 1, HIDDEN, max_tokens=4)
+    opened = workers.open_workers(moe, 60000)
+    layer = exchange.EpicPrepareAndFinalize(moe, opened)
+
+    def prepare(tokens: int, announced: int) -> Any:
+        across = torch.full((ranks,), announced, dtype=torch.int32)
+        context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
+        ids, ones = torch.zeros(tokens, 1, dtype=torch.int32), torch.ones(tokens, 1)
+        return layer.prepare(torch.ones(tokens, HIDDEN), ones, ids, ranks, None, False, None)
+
+    with pytest.raises(epic.torch.EpicError, match=r"EPIC_EOVERFLOW: .*rank 0"):
+        prepare(tokens=4, announced=3)
+    with pytest.raises(epic.torch.EpicArgumentError, match=r"5.*max_tokens"):
+        prepare(tokens=5, announced=5)
+    rows = prepare(tokens=4, announced=4)[0]  # the group is still usable
+    assert rows.shape[0] == (4 * ranks if rank == 0 else 0)
+    opened.group.close()
+    workers.OPEN.clear()
+    remove_stubs()
+
+
+def test_capacity(world: World) -> None:
+    """Check that too many rows or tokens are an error that names them, on every rank."""
+    world.run(check_capacity)
+
+
+def check_form(rank: int) -> None:
+    """Compare the class with vLLM's abstract class: methods, arguments and defaults."""
+    install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None))
+    ours = import_fresh()[0].EpicPrepareAndFinalize
+    assert not ours.__abstractmethods__
+    for name in ("prepare", "finalize"):
+        own, theirs = (
+            list(inspect.signature(getattr(kind, name)).parameters)
+            for kind in (ours, PrepareAndFinalize)
+        )
+        assert own == theirs, name
+    assert not ours.supports_async(ours.__new__(ours))
+    remove_stubs()
+
+
+def test_form(world: World) -> None:
+    """Check that vLLM can call the class."""
+    world.run(check_form)
+
+
+def check_layer(rank: int) -> None:
+    """Replace the exchange of a layer after its weights are loaded, or refuse to."""
+    moe = moe_config(EXPERTS, TOP_K, HIDDEN)
+    config = configurations()[0]
+    config.parallel_config.world_size_across_dp = dist.get_world_size()
+    config.additional_config = {"epic": {"timeout_ms": 60000}}
+    install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None), config)
+    exchange, workers = import_fresh()
+    made = importlib.import_module("epic.vllm.layer").EpicRoutedExperts()
+
+    def load(_: Any) -> None:
+        made.method.moe_kernel = Kernel("vllm's exchange", "experts")
+
+    made.method = SimpleNamespace(process_weights_after_loading=load, moe_kernel=None)
+    method = made._get_quant_method("", None, moe)
+    method.process_weights_after_loading(made)
+    kernel = method.moe_kernel
+    assert isinstance(kernel.prepare_finalize, exchange.EpicPrepareAndFinalize)
+    assert kernel.fused_experts == "experts" and made.uses_epic
+    with pytest.raises(epic.torch.EpicUnsupportedError, match="has shared experts: must have none"):
+        made.forward_modular(torch.ones(1), None, None, object())
+
+    made.method = SimpleNamespace(process_weights_after_loading=lambda _: None, moe_kernel=None)
+    method = made._get_quant_method("", None, moe)
+    for kernel in (None, SimpleNamespace(is_monolithic=True)):
+        method.moe_kernel = kernel
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="take the logits of the router"):
+            method.process_weights_after_loading(made)
+
+    config.additional_config = {}
+    off = type(made)()
+    off.method = SimpleNamespace()
+    assert off._get_quant_method("", None, moe) is off.method and not off.uses_epic
+    assert off.forward_modular("x", None, None) == ("vllm", "x")
+    (opened,) = workers.OPEN.values()
+    opened.group.close()
+    workers.OPEN.clear()
+    remove_stubs()
+
+
+def test_layer(world: World) -> None:
+    """Check the layer that vLLM makes in place of RoutedExperts, with EPIC on and off."""
+    world.run(check_layer)
 
 
 def check_alias(rank: int) -> None:
@@ -163,11 +239,7 @@ def check_alias(rank: int) -> None:
     metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
     install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=metadata))
     exchange, workers = import_fresh()
-    moe = SimpleNamespace(
-        num_experts=ranks, experts_per_token=1, hidden_dim=HIDDEN, in_dtype=torch.float32,
-        num_local_experts=1, max_num_tokens=4 * ranks,
-        moe_parallel_config=SimpleNamespace(sp_size=1),
-    )  # fmt: skip
+    moe = moe_config(ranks, 1, HIDDEN)
     opened = workers.open_workers(moe, 60000)
     layer = exchange.EpicPrepareAndFinalize(moe, opened)
     x = torch.randn(ranks, HIDDEN, generator=torch.Generator().manual_seed(rank))
@@ -261,10 +333,7 @@ def check_names(rank: int) -> None:
     install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None))
     workers: Any = import_fresh()[1]
     ranks = dist.get_world_size()
-    moe = SimpleNamespace(
-        num_experts=ranks, experts_per_token=1, hidden_dim=HIDDEN, in_dtype=torch.float32,
-        max_num_tokens=4,
-    )  # fmt: skip
+    moe = moe_config(ranks, 1, HIDDEN, max_tokens=4)
     opened = workers.open_workers(moe, 60000)
     processes = [place.rpartition(" ")[2] for place in opened.places]
     if rank == ranks - 1:
@@ -294,10 +363,7 @@ def check_slow(rank: int, slow: int) -> None:
     metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
     install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=metadata))
     exchange, workers = import_fresh()
-    moe = SimpleNamespace(
-        num_experts=ranks, experts_per_token=1, hidden_dim=HIDDEN, in_dtype=torch.float32,
-        num_local_experts=1, max_num_tokens=4, moe_parallel_config=SimpleNamespace(sp_size=1),
-    )  # fmt: skip
+    moe = moe_config(ranks, 1, HIDDEN, max_tokens=4)
     opened = workers.open_workers(moe, 60000)
     layer = exchange.EpicPrepareAndFinalize(moe, opened)
     lines: list[str] = []
