@@ -20,20 +20,30 @@
 #define HOST_PRODUCT_DEPTH 256 /* terms of a chunk of a sum in host_kernels.product */
 /* floats of memory that host_kernels.product needs: 448 KB */
 #define HOST_PRODUCT_MEMORY ((384 + 64) * HOST_PRODUCT_DEPTH)
+/* With at most this many rows of A, and B not transposed, the product reads B in place. Other
+ * products first copy B to contiguous memory, which takes longer than few rows save. */
+#define HOST_FEW_ROWS 16
+/* floats of memory that a product with at most HOST_FEW_ROWS rows needs: 48 KB */
+#define HOST_FEW_MEMORY ((HOST_FEW_ROWS + 32) * HOST_PRODUCT_DEPTH)
 
-/* A product of float32 matrices: C [m, n] = op(A) op(B), or C += op(A) op(B) if `add` is set.
- * op(A) is [m, k], and op(B) is [k, n]. A is stored as [m, k] or, if transpose_a is set, as [k,
- * m]. B is stored as [k, n] or, if transpose_b is set, as [n, k]. lda, ldb and ldc are the
- * distances, in elements, from one stored row to the next. `memory` has HOST_PRODUCT_MEMORY
- * floats, which the product overwrites. */
+/* A product of matrices: C [m, n] = op(A) op(B), or C += op(A) op(B) if `add` is set. op(A) is
+ * [m, k], and op(B) is [k, n]. A is stored as [m, k] or, if transpose_a is set, as [k, m]. B is
+ * stored as [k, n] or, if transpose_b is set, as [n, k]. lda, ldb and ldc are the distances, in
+ * elements, from one stored row to the next.
+ *
+ * C has float32 elements. A and B have elements of a_type and b_type: EPIC_F32, or also
+ * EPIC_BF16 if m is at most HOST_FEW_ROWS and no matrix is transposed. `memory` has
+ * HOST_PRODUCT_MEMORY floats, which the product overwrites. HOST_FEW_MEMORY floats suffice if m
+ * is at most HOST_FEW_ROWS. */
 typedef struct host_product {
     int64_t m, n, k;
-    const float *a;
+    const void *a;
     int64_t lda;
-    const float *b;
+    const void *b;
     int64_t ldb;
     float *c;
     int64_t ldc;
+    epic_type a_type, b_type;
     bool transpose_a, transpose_b, add;
     float *memory;
 } host_product;
@@ -41,6 +51,7 @@ typedef struct host_product {
 /* One variant of the row functions, compiled for one kind of processor. */
 typedef struct host_kernels {
     const char *name; /* "generic", "avx2" or "avx512"; printed by epic-info */
+    bool has_vectors; /* true: the loops use SIMD instructions; false: "generic" */
 
     /* Copies n bytes. Writes long rows with non-temporal stores, which bypass the caches and
      * need fence_copies(). */

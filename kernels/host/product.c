@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of float32 matrices in which the bits of an element depend only on its row of A and
+/* Products of float32 matrices, and bfloat16 matrices with few rows, in which the bits of an element depend only on its row of A and
  * its column of B. Libraries such as OpenBLAS do not promise this, because they may choose
  * another kernel if the number of rows is different. C [m, n] is op(A) [m, k] times op(B) [k,
  * n]. op() transposes its argument or returns it unchanged (host_product in kernels.h).
@@ -12,6 +12,8 @@
  * that results from an underflow may become +0. Every variant of this file, every block size
  * and every processor computes the same bits.
  *
+ * A bfloat16 number is converted to float32, without rounding, before it is multiplied.
+ *
  * The loops follow Goto's algorithm, in the caller's memory:
  *   for each chunk of the sum
  *     for each block of BLOCK_ROWS rows      packed in `left`, which fits the second-level cache
@@ -23,21 +25,29 @@
 #if LANES == 16
 #define TILE_ROWS 12
 #define VECTORS 2
+#define STEPS 8
+#define FEW_VECTORS 3
 #elif LANES == 8
 #define TILE_ROWS 6
 #define VECTORS 2
+#define STEPS 4
+#define FEW_VECTORS 2
 #else
 #define TILE_ROWS 4
 #define VECTORS 8
+#define STEPS 4
+#define FEW_VECTORS 2
 #endif
 #define PANEL (VECTORS * LANES)
 /* Number of columns of B that are packed (copied to contiguous memory) at a time. These are
  * several panels, because copying longer parts of a row of B is faster. */
 #define GROUP_COLUMNS 64
 #define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
-/* B is not packed if A has at most this many rows, because packing would take longer than it
- * saves. */
-#define FEW_ROWS 4
+/* Products with few rows (at most HOST_FEW_ROWS) read B in place. They add STEPS rows of B at a
+ * time to sums of at most FEW_SUMS floats, which stay in the first-level cache. So the memory is
+ * read in STEPS streams, each of which is contiguous. FEW_VECTORS vectors of each of these rows
+ * are in registers at a time. */
+#define FEW_SUMS (32 * HOST_PRODUCT_DEPTH)
 
 /* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
  * terms l from `first` to first + depth - 1. */
@@ -47,10 +57,10 @@ typedef struct part {
     bool adds; /* true: add to C; false: overwrite C */
 } part;
 
-/* Returns element (row, l) of op(A). */
+/* Returns the address of element (row, l) of op(A), a float32 matrix. */
 INLINE const float *left_at(const host_product *p, int64_t row, int64_t l)
 {
-    return p->transpose_a ? p->a + l * p->lda + row : p->a + row * p->lda + l;
+    return (const float *)p->a + (p->transpose_a ? l * p->lda + row : row * p->lda + l);
 }
 
 /* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS]. Fills the last tile
@@ -117,7 +127,7 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     const int64_t whole = count / PANEL * PANEL, step = PANEL * t->depth;
     if (whole < count) memset(out + whole * t->depth, 0, (size_t)step * sizeof *out);
     if (!p->transpose_b) {
-        const float *from = p->b + t->first * p->ldb + column;
+        const float *from = (const float *)p->b + t->first * p->ldb + column;
         for (int64_t l = 0; l < t->depth; l++, from += p->ldb, out += PANEL) {
             /* memcpy() is faster with a constant size */
             for (int64_t j = 0; j < whole; j += PANEL)
@@ -127,7 +137,7 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
         return;
     }
     for (int64_t j = 0; j < count; j += LANES) {
-        const float *from = p->b + (column + j) * p->ldb + t->first;
+        const float *from = (const float *)p->b + (column + j) * p->ldb + t->first;
         float *to = out + j / PANEL * step + j % PANEL;
         const int64_t columns = count - j < LANES ? count - j : LANES;
         int64_t l = 0;
@@ -138,15 +148,15 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     }
 }
 
-/* Computes one tile of C, at `c`: the first `rows` rows of a packed tile of op(A), `a` [depth,
- * TILE_ROWS], times columns of op(B), `b` [depth, vectors * LANES]. Stores the first `stored`
- * rows and the first `count` columns. ldb and ldc are the distances between rows of `b` and of
- * `c`, in floats. `adds`: see struct part. */
-INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t depth, float *c,
-                          int64_t ldc, int rows, int vectors, int64_t stored, int64_t count,
-                          bool adds)
+/* Computes one tile (part) of C, at `c`. It is the product of a packed tile of op(A), `a`
+ * [depth, TILE_ROWS], and of a packed panel of op(B), `b` [depth, PANEL]. ldc is the distance
+ * between rows of `c`, in floats. Stores the first `stored` rows and the first `count` columns.
+ * `adds`: see struct part. */
+INLINE void multiply_tile(const float *a, const float *b, int64_t depth, float *c, int64_t ldc,
+                          int64_t stored, int64_t count, bool adds)
 {
-    lanes sum[TILE_ROWS][8];
+    enum { rows = TILE_ROWS, vectors = VECTORS };
+    lanes sum[TILE_ROWS][VECTORS];
     /* The tile of C is often not in the caches. Start to load it now, because the code after
      * the loops writes it. */
     for (int i = 0; i < rows && i < stored; i++)
@@ -154,8 +164,8 @@ INLINE void multiply_tile(const float *a, const float *b, int64_t ldb, int64_t d
             __builtin_prefetch(c + i * ldc + v * LANES, 1);
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < vectors; v++) sum[i][v] = lanes_of(0);
-    for (int64_t l = 0; l < depth; l++, a += TILE_ROWS, b += ldb) {
-        lanes right[8];
+    for (int64_t l = 0; l < depth; l++, a += TILE_ROWS, b += PANEL) {
+        lanes right[VECTORS];
         for (int v = 0; v < vectors; v++) right[v] = load_f32(b + v * LANES);
         for (int i = 0; i < rows; i++) {
             const lanes left = lanes_of(a[i]);
@@ -184,8 +194,7 @@ static void multiply_panel(const part *t, const float *left, const float *right,
     for (int64_t tile = 0; tile < t->rows; tile += TILE_ROWS, left += TILE_ROWS * t->depth) {
         float *c = p->c + (t->first_row + tile) * p->ldc + column;
         const int64_t rows = t->rows - tile;
-        multiply_tile(left, right, PANEL, t->depth, c, p->ldc, TILE_ROWS, VECTORS, rows, count,
-                      t->adds);
+        multiply_tile(left, right, t->depth, c, p->ldc, rows, count, t->adds);
     }
 }
 
@@ -199,20 +208,110 @@ static void multiply_group(const part *t, const float *left, const float *right,
                        count - j < PANEL ? count - j : PANEL);
 }
 
-/* Multiplies the rows of a part (at most FEW_ROWS rows) by columns of B that are not packed,
- * WIDE * LANES columns at a time from column 0 on. Returns the number of computed columns; the
- * caller computes the rest. */
-static int64_t multiply_few(const part *t, const float *left)
+/* ------------------------------------------------------------------------ few rows ---- */
+
+/* Copies a chunk of the rows of op(A) to out [m, depth] as float32. */
+static void copy_few_left(const part *t, float *out)
 {
-    enum { WIDE = 8 };
     const host_product *p = t->p;
-    int64_t column = 0;
-    for (; column + WIDE * LANES <= p->n; column += WIDE * LANES)
-        for (int64_t i = 0; i < t->rows; i++)
-            multiply_tile(left + i, p->b + t->first * p->ldb + column, p->ldb, t->depth,
-                          p->c + (t->first_row + i) * p->ldc + column, p->ldc, 1, WIDE, 1,
-                          WIDE * LANES, t->adds);
-    return column;
+    for (int64_t i = 0; i < p->m; i++)
+        for (int64_t l = 0; l < t->depth; l++) {
+            const int64_t at =
+                p->transpose_a ? (t->first + l) * p->lda + i : i * p->lda + t->first + l;
+            out[i * t->depth + l] = p->a_type == EPIC_BF16
+                                        ? float_of_bf16(((const uint16_t *)p->a)[at])
+                                        : ((const float *)p->a)[at];
+        }
+}
+
+/* Adds to `vectors` vectors of the sums of each row the products with `steps` rows of B. `a`:
+ * element of the first row of op(A) for the first row of B. `right` has the vectors of the rows
+ * of B. */
+INLINE void add_products(const part *t, float *sums, int64_t sums_row, const float *a,
+                         lanes right[STEPS][FEW_VECTORS], int steps, int vectors)
+{
+    for (int64_t i = 0; i < t->rows; i++, sums += sums_row, a += t->depth) {
+        lanes sum[FEW_VECTORS];
+        for (int v = 0; v < vectors; v++) sum[v] = load_f32(sums + v * LANES);
+        for (int s = 0; s < steps; s++) {
+            const lanes left = lanes_of(a[s]);
+            for (int v = 0; v < vectors; v++) sum[v] = lanes_fma(left, right[s][v], sum[v]);
+        }
+        for (int v = 0; v < vectors; v++) store_f32(sums + v * LANES, sum[v]);
+    }
+}
+
+/* Adds to the sums [rows, sums_row] the products with STEPS rows of B, which begin at `b`.
+ * `count` is the number of columns, a multiple of FEW_VECTORS * LANES. */
+INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const float *a,
+                         const char *b, int64_t count, epic_type type)
+{
+    const int64_t row_bytes = t->p->ldb * bytes_of(type);
+    for (int64_t j = 0; j < count; j += FEW_VECTORS * LANES) {
+        lanes right[STEPS][FEW_VECTORS];
+        for (int s = 0; s < STEPS; s++) {
+            /* the same columns of a row that the next call adds */
+            __builtin_prefetch(b + (s + STEPS) * row_bytes + j * bytes_of(type));
+            for (int v = 0; v < FEW_VECTORS; v++)
+                right[s][v] = load_lanes(b + s * row_bytes, type, j + v * LANES);
+        }
+        add_products(t, sums + j, sums_row, a, right, STEPS, FEW_VECTORS);
+    }
+}
+
+/* Like add_few_rows(), but adds the products with one row of B, and accepts any `count`. */
+INLINE void add_one_row(const part *t, float *sums, int64_t sums_row, const float *a,
+                        const char *b, int64_t count, epic_type type)
+{
+    for (int64_t j = 0; j < count; j += LANES) {
+        lanes right[STEPS][FEW_VECTORS];
+        right[0][0] =
+            count - j < LANES ? load_tail(b, type, j, count - j) : load_lanes(b, type, j);
+        add_products(t, sums + j, sums_row, a, right, 1, 1);
+    }
+}
+
+/* Computes `count` columns of a chunk of C, from `column` on. `left` has the rows of op(A), and
+ * `sums` is memory for [rows, sums_row] floats. */
+INLINE void multiply_few_columns(const part *t, const float *left, float *sums,
+                                 int64_t sums_row, int64_t column, int64_t count,
+                                 epic_type type)
+{
+    const host_product *p = t->p;
+    const char *b = element_at(p->b, type, t->first * p->ldb + column);
+    const int64_t row_bytes = p->ldb * bytes_of(type);
+    const int64_t wide = count / (FEW_VECTORS * LANES) * (FEW_VECTORS * LANES);
+    const int64_t steps = t->depth / STEPS * STEPS;
+    memset(sums, 0, (size_t)(t->rows * sums_row) * sizeof *sums);
+    for (int64_t l = 0; l < steps; l += STEPS)
+        add_few_rows(t, sums, sums_row, left + l, b + l * row_bytes, wide, type);
+    /* the columns after the wide ones, and the last rows of B */
+    for (int64_t l = 0; l < t->depth; l++) {
+        const int64_t done = l < steps ? wide : 0;
+        add_one_row(t, sums + done, sums_row, left + l,
+                    b + l * row_bytes + done * bytes_of(type), count - done, type);
+    }
+    for (int64_t i = 0; i < t->rows; i++, sums += sums_row) {
+        float *c = p->c + i * p->ldc + column;
+        for (int64_t j = 0; j < count; j++) c[j] = t->adds ? c[j] + sums[j] : sums[j];
+    }
+}
+
+/* Multiplies matrices of which A has at most HOST_FEW_ROWS rows. B has elements of `type`. */
+INLINE void multiply_few(const host_product *p, epic_type type)
+{
+    float *const left = p->memory, *const sums = left + HOST_FEW_ROWS * HOST_PRODUCT_DEPTH;
+    const int64_t sums_row = FEW_SUMS / p->m / (FEW_VECTORS * LANES) * (FEW_VECTORS * LANES);
+    for (int64_t first = 0; first < p->k; first += HOST_PRODUCT_DEPTH) {
+        part t = {.p = p, .rows = p->m, .first = first, .adds = p->add || first > 0};
+        t.depth = p->k - first < HOST_PRODUCT_DEPTH ? p->k - first : HOST_PRODUCT_DEPTH;
+        copy_few_left(&t, left);
+        for (int64_t column = 0; column < p->n; column += sums_row) {
+            const int64_t rest = p->n - column;
+            multiply_few_columns(&t, left, sums, sums_row, column,
+                                 rest < sums_row ? rest : sums_row, type);
+        }
+    }
 }
 
 /* Implements host_kernels.product. */
@@ -221,6 +320,15 @@ void PRODUCT_OF(VARIANT)(const host_product *p)
     float *const left = p->memory, *const right = left + BLOCK_ROWS * HOST_PRODUCT_DEPTH;
     _Static_assert((BLOCK_ROWS + GROUP_COLUMNS) * HOST_PRODUCT_DEPTH == HOST_PRODUCT_MEMORY,
                    "HOST_PRODUCT_MEMORY must fit the blocks");
+    _Static_assert(HOST_FEW_ROWS * HOST_PRODUCT_DEPTH + FEW_SUMS == HOST_FEW_MEMORY,
+                   "HOST_FEW_MEMORY must fit the rows and the sums");
+    if (p->m <= HOST_FEW_ROWS && !p->transpose_b) {
+        if (p->b_type == EPIC_BF16)
+            multiply_few(p, EPIC_BF16);
+        else
+            multiply_few(p, EPIC_F32);
+        return;
+    }
     for (int64_t first = 0; first < p->k; first += HOST_PRODUCT_DEPTH) {
         part t = {.p = p, .first = first, .adds = p->add || first > 0};
         t.depth = p->k - first < HOST_PRODUCT_DEPTH ? p->k - first : HOST_PRODUCT_DEPTH;
@@ -228,9 +336,7 @@ void PRODUCT_OF(VARIANT)(const host_product *p)
             t.first_row = row;
             t.rows = p->m - row < BLOCK_ROWS ? p->m - row : BLOCK_ROWS;
             pack_left(&t, left);
-            int64_t column = 0;
-            if (t.rows <= FEW_ROWS && !p->transpose_b) column = multiply_few(&t, left);
-            for (; column < p->n; column += GROUP_COLUMNS) {
+            for (int64_t column = 0; column < p->n; column += GROUP_COLUMNS) {
                 const int64_t rest = p->n - column;
                 const int64_t count = rest < GROUP_COLUMNS ? rest : GROUP_COLUMNS;
                 pack_right(&t, column, count, right);

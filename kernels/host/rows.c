@@ -293,6 +293,7 @@ void PRODUCT_OF(VARIANT)(const host_product *product); /* product.c */
 
 const host_kernels TABLE_OF(VARIANT) = {
     .name = NAME_OF(VARIANT),
+    .has_vectors = LANES > 1,
     .copy = copy_row,
     .fence_copies = fence_copies,
     .partial = sum_partial,

@@ -203,7 +203,8 @@ void gemm_f64(const gemm *g)
         MULTIPLY(b->wide_dgemm, int64_t);
 }
 
-void gemm_invariant_f32(const gemm *g, void *memory)
+/* Multiplies with host_kernels.product. */
+static void multiply_own(const gemm *g, epic_type a_type, epic_type b_type, void *memory)
 {
     const host_product product = {.m = g->m,
                                   .n = g->n,
@@ -214,11 +215,28 @@ void gemm_invariant_f32(const gemm *g, void *memory)
                                   .ldb = g->ldb,
                                   .c = g->c,
                                   .ldc = g->ldc,
+                                  .a_type = a_type,
+                                  .b_type = b_type,
                                   .transpose_a = g->transpose_a,
                                   .transpose_b = g->transpose_b,
                                   .add = g->add,
                                   .memory = memory};
     host_kernels_get()->product(&product);
+}
+
+void gemm_invariant_f32(const gemm *g, void *memory)
+{
+    multiply_own(g, EPIC_F32, EPIC_F32, memory);
+}
+
+bool gemm_has_few(void)
+{
+    return host_kernels_get()->has_vectors;
+}
+
+void gemm_few(const gemm *g, uint32_t a_type, uint32_t b_type, void *memory)
+{
+    multiply_own(g, (epic_type)a_type, (epic_type)b_type, memory);
 }
 
 int64_t gemm_invariant_bytes(bool is_f64)

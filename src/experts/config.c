@@ -4,6 +4,7 @@
 
 #include "base/sized.h"
 #include "experts/blas.h"
+#include "kernels/kernels.h"
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
@@ -103,6 +104,8 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     job->is_bf16 = !job->is_invariant && ex->row_type == EPIC_BF16 &&
                    ex->weight_type == EPIC_BF16 && gemm_has_bf16();
     job->is_e4m3 = ex->weight_type == EPIC_E4M3;
+    job->has_few = !job->is_f64 && gemm_has_few() &&
+                   (ex->weight_type == EPIC_F32 || ex->weight_type == EPIC_BF16);
     return EPIC_OK;
 }
 
@@ -158,9 +161,16 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* Divides the memory at `at` into the parts of the workspace, and sets the pointers of *job to
- * them, unless `at` is NULL. Returns the size of all parts as a number of float32 elements, or
- * of float64 elements for F64 rows. */
+/* Returns the number of elements of job->product_memory. */
+static int64_t product_numbers(const experts_job *job)
+{
+    if (job->is_invariant) return gemm_invariant_bytes(job->is_f64) / number_bytes(job);
+    return job->has_few ? HOST_FEW_MEMORY : 0;
+}
+
+/* Divides the memory at `at` into the parts of the workspace, and sets the workspace pointers
+ * of *job to them. If `at` is NULL, the pointers keep their values. Returns the size of all
+ * parts as a number of float32 elements, or of float64 elements for F64 rows. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =
@@ -176,8 +186,7 @@ static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward,
         {&job->row_scratch,
          2 * larger_of(job->hidden, job->inner) + larger_of(job->hidden, job->width)},
         {&job->bias, larger_of(job->width, job->hidden)},
-        {&job->product_memory,
-         job->is_invariant ? gemm_invariant_bytes(job->is_f64) / number_bytes(job) : 0},
+        {&job->product_memory, product_numbers(job)},
     };
     int64_t numbers = 0;
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {

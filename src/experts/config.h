@@ -36,6 +36,8 @@ typedef struct experts_job {
     /* true: rows and weights are BF16, and oneDNN multiplies them without a conversion; inputs
      * of later products, such as activations, are rounded to BF16 */
     bool is_bf16;
+    /* true: gemm_few() multiplies the rows of experts with at most HOST_FEW_ROWS rows */
+    bool has_few;
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; only in backward */
 
@@ -72,7 +74,7 @@ typedef struct experts_job {
     void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;
-    void *product_memory; /* for gemm_invariant_f32() and gemm_invariant_f64() */
+    void *product_memory; /* for gemm_few(), gemm_invariant_f32() and gemm_invariant_f64() */
 } experts_job;
 
 /* The slots of one local expert. */

@@ -14,6 +14,7 @@
 
 #include "experts/blas.h"
 #include "experts/config.h"
+#include "kernels/kernels.h"
 #include "rules/convert.h"
 #include "rules/scalar.h"
 

@@ -100,6 +100,14 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
         OF(gemm)(g);
 }
 
+/* Returns true if gemm_few() multiplies the slab's rows by the weights. The result depends only
+ * on the types and on the number of rows, so that slabs of this size always have the same
+ * bits. */
+static bool is_few(const experts_job *job, const slab *slab)
+{
+    return job->has_few && slab->rows <= HOST_FEW_ROWS;
+}
+
 /* Returns the weight of a slot if experts.weighting equals `weighting` (EPIC_WEIGHT_EARLY or
  * EPIC_WEIGHT_INPUT). Otherwise returns 1. */
 static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
@@ -152,11 +160,15 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
 {
     const int64_t start = slab->expert * k * n;
     gemm g = {.m = slab->rows, .n = n, .k = k, .a = a, .lda = k, .ldc = n};
-    if (experts_has_ready_weights(job) || job->is_bf16) {
+    if (experts_has_ready_weights(job) || job->is_bf16 || is_few(job, slab)) {
         g.b = weight_at(job, weights, start);
         g.ldb = n;
         g.c = out;
-        multiply_matrices(job, &g);
+        if (is_few(job, slab))
+            gemm_few(&g, job->is_bf16 ? EPIC_BF16 : EPIC_F32, job->experts.weight_type,
+                     job->product_memory);
+        else
+            multiply_matrices(job, &g);
         return;
     }
     const int64_t columns = experts_tile_size(k, n);
