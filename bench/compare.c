@@ -2,8 +2,8 @@
 /* Compares two builds of libepic.so by turns: the same two ranks run plan_dispatch and combine
  * with one library, then with the other, again and again.
  *
- *     build/bench/turns OLD/libepic.so NEW/libepic.so [--backend threads] [--tokens 16]
- *                       [--hidden 1024] [--top-k 4] [--experts 32] [--rounds 400]
+ *     build/bench/compare OLD/libepic.so NEW/libepic.so [--backend threads] [--tokens 16]
+ *                         [--hidden 1024] [--top-k 4] [--experts 32] [--rounds 400]
  *
  * Backend "threads" runs the ranks as threads, every other backend as processes. Prints the median
  * time of a step of rank 0 with each library, and the median over the rounds of the ratio of both
@@ -21,7 +21,7 @@
 
 #define RANKS 2
 #define MAX_ROUNDS 4001
-#define ROUND_SECONDS 0.005 /* time of one turn */
+#define ROUND_SECONDS 0.005 /* time of one measurement */
 
 typedef struct options {
     const char *libraries[2], *backend;
@@ -73,7 +73,7 @@ static void *need(int64_t bytes)
 static void must(const side *s, epic_result result, const char *what)
 {
     if (result == EPIC_OK) return;
-    fprintf(stderr, "turns: %s: %s\n", what, s->error(NULL));
+    fprintf(stderr, "compare: %s: %s\n", what, s->error(NULL));
     exit(1);
 }
 
@@ -81,7 +81,7 @@ static void load(side *s, const char *path)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     if (!library) {
-        fprintf(stderr, "turns: %s\n", dlerror());
+        fprintf(stderr, "compare: %s\n", dlerror());
         exit(2);
     }
     *(void **)&s->bootstrap_threads = dlsym(library, "epic_bootstrap_threads");
@@ -292,7 +292,7 @@ int main(int argc, char **argv)
     static seat seats[RANKS];
     static side sides[2];
     if (read_options(&o, argc, argv)) {
-        fprintf(stderr, "usage: turns OLD/libepic.so NEW/libepic.so [--backend NAME] "
+        fprintf(stderr, "usage: compare OLD/libepic.so NEW/libepic.so [--backend NAME] "
                         "[--tokens N] [--hidden N] [--top-k N] [--experts N] [--rounds N]\n");
         return 2;
     }
