@@ -2,6 +2,7 @@
 /* Starts the ranks of a test and counts its checks. */
 #include "run.h"
 
+#include <arpa/inet.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -11,6 +12,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
@@ -328,4 +330,16 @@ void run_processes(int num_ranks, run_body *body, void *self, unsigned seconds)
     }
     wait_for_all(pids, num_ranks);
     run_rendezvous_free(rendezvous);
+}
+
+uint32_t run_free_port(void)
+{
+    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    socklen_t length = sizeof at;
+    const int fd = socket(AF_INET, SOCK_STREAM, 0);
+    if (bind(fd, (struct sockaddr *)&at, sizeof at) ||
+        getsockname(fd, (struct sockaddr *)&at, &length))
+        abort();
+    close(fd);
+    return ntohs(at.sin_port);
 }

@@ -35,6 +35,9 @@ void run_unshare(void *memory, size_t bytes);
  * process behind that would keep the test's output open. */
 pid_t run_fork(void);
 
+/* Returns a TCP port of loopback that no program uses now. */
+uint32_t run_free_port(void);
+
 /* SIGALRM ends this process as hung after `seconds`, or three times as long on a busy
  * machine. */
 void run_alarm(unsigned seconds);

@@ -14,11 +14,18 @@ static const char help[] =
     "                                        which ranks they waited\n"
     "       epic-info --group NAME --chrome  the last 256 operations of each rank, for "
     "Perfetto\n"
+    "       epic-info --report [FILE]        write a file to send when something fails;\n"
+    "                                        default: epic-report.txt\n"
     "       epic-info --help\n"
     "\n"
     "NAME is epic_config.name, \"epic\" by default.  Ranks are found on this host, among the\n"
     "processes of this user.  Their memory is read, so stuck ranks are shown too.\n"
-    "Exit status: 0; 1: no rank of the group was found; 2: usage.\n";
+    "--report writes versions, topology, limits and EPIC's environment, without secrets.  If "
+    "a\n"
+    "launcher starts it with several ranks, rank 0 also writes a table of the bandwidth "
+    "between\n"
+    "them.  Start it like the program that failed.\n"
+    "Exit status: 0; 1: no rank of the group was found, or no report was written; 2: usage.\n";
 
 static int print_usage(const char *why, const char *what)
 {
@@ -28,7 +35,7 @@ static int print_usage(const char *why, const char *what)
 
 int main(int argc, char **argv)
 {
-    const char *group = NULL, *sysfs = NULL;
+    const char *group = NULL, *sysfs = NULL, *report = NULL;
     info_form form = INFO_TEXT;
     for (int i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--help")) {
@@ -38,6 +45,9 @@ int main(int argc, char **argv)
             form = INFO_JSON;
         } else if (!strcmp(argv[i], "--chrome")) {
             form = INFO_CHROME;
+        } else if (!strcmp(argv[i], "--report")) {
+            const bool has_path = i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
+            report = has_path ? argv[++i] : "epic-report.txt";
         } else if (!strcmp(argv[i], "--group")) {
             if (++i == argc) return print_usage("--group needs the name of a group", "");
             group = argv[i];
@@ -52,7 +62,11 @@ int main(int argc, char **argv)
         }
     }
     if (group && sysfs) return print_usage("--sysfs: must be without --group", "");
+    if (report && (group || sysfs || form != INFO_TEXT))
+        return print_usage("--report: must be without other options", "");
+    if (report) return info_report(report);
     if (group) return info_group(group, form);
     if (form != INFO_TEXT) return print_usage("--json and --chrome need --group", "");
-    return info_machine(sysfs ? sysfs : "/sys");
+    info_machine(stdout, sysfs ? sysfs : "/sys", true);
+    return 0;
 }

@@ -1,14 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The two reports of epic-info, and functions that print text from other processes safely. */
+/* The reports of epic-info, and functions that print text from other processes safely. */
 #ifndef EPIC_INFO_H
 #define EPIC_INFO_H
 
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
 
+#define INFO_PATH 4352 /* size of the path of a plugin */
+
 /* Prints what this build and this machine can do. `sysfs` is the folder of sysfs, from which it
- * reads GPUs and NICs. Returns the exit status. */
-int info_machine(const char *sysfs);
+ * reads GPUs and NICs. With `with_variables` also prints the variables of the backend hosts. */
+void info_machine(FILE *to, const char *sysfs, bool with_variables);
+
+/* Loads a plugin of EPIC, such as "libepic_ucx.so". Searches the folder of libepic.so (in a
+ * build or an installation) first, and then where the system's loader searches. On an error
+ * returns NULL. Then `path` is the file that could not be loaded (see dlerror()), or "" if
+ * there is no such file. */
+void *info_open_plugin(char path[INFO_PATH], const char *library);
+
+/* Writes a report on this process, its machine and its group to the file `path`, for a user to
+ * send. Only rank 0 writes a file. Returns the exit status. */
+int info_report(const char *path);
 
 /* Formats of the report on a group: text, JSON, or the last operations of all ranks as a trace
  * for Perfetto and chrome://tracing. */

@@ -14,23 +14,23 @@
 #include "net/net.h"
 #include "net/ucx/nics.h"
 
-static void print_kernels(void)
+static void print_kernels(FILE *to)
 {
     const host_kernels *all[4];
     const int num_kernels = host_kernels_all(all);
-    printf("host kernels  ");
+    fprintf(to, "host kernels  ");
     for (int i = 0; i < num_kernels; i++)
-        printf("%s%s%s", i ? ", " : "", all[i]->name,
-               all[i] == host_kernels_get() ? " (chosen)" : "");
-    printf("\n");
+        fprintf(to, "%s%s%s", i ? ", " : "", all[i]->name,
+                all[i] == host_kernels_get() ? " (chosen)" : "");
+    fprintf(to, "\n");
 }
 
-static void print_backends(void)
+static void print_backends(FILE *to)
 {
-    printf("backends      ");
+    fprintf(to, "backends      ");
     for (int i = 0; epic_backends[i]; i++)
-        printf("%s%s", i ? ", " : "", epic_backends[i]->name);
-    printf("\n");
+        fprintf(to, "%s%s", i ? ", " : "", epic_backends[i]->name);
+    fprintf(to, "\n");
 }
 
 /* Writes the folder of this program to `out`, with a slash at the end, or "" if it is
@@ -43,54 +43,59 @@ static void find_own_folder(char *out, size_t size)
     if (slash) slash[1] = 0;
 }
 
-static void describe_backend(const void *symbol)
+static void describe_backend(FILE *to, const void *symbol)
 {
     const epic_backend *backend = symbol;
     char text[1024];
     if (!backend || !backend->describe) return;
     backend->describe(text, sizeof text);
-    printf("              %s\n", text);
+    fprintf(to, "              %s\n", text);
 }
 
 /* If a net cannot be used on this machine, prints the reason. */
-static void describe_net(const void *symbol)
+static void describe_net(FILE *to, const void *symbol)
 {
     const net_engine *engine = symbol;
     char why[NET_WHY_BYTES];
-    if (engine && !engine->is_available(why)) printf("              %s\n", why);
+    if (engine && !engine->is_available(why)) fprintf(to, "              %s\n", why);
 }
 
-/* Loads a plugin, and prints what it reports about this machine. Searches the folder of
- * libepic.so (in a build or an installation) first. If the plugin is not there, searches where
- * the system's loader searches. */
-static void print_plugin(const char *label, const char *library, const char *symbol,
-                         void (*describe)(const void *symbol))
+void *info_open_plugin(char path[INFO_PATH], const char *library)
 {
     static const char *const folders[] = {"../lib/", "../" EPIC_LIBDIR "/", ""};
-    char own[4096], path[4352];
+    char own[4096];
     find_own_folder(own, sizeof own);
     for (size_t i = 0; i < sizeof folders / sizeof *folders; i++) {
-        snprintf(path, sizeof path, "%s%s%s", *folders[i] ? own : "", folders[i], library);
+        snprintf(path, INFO_PATH, "%s%s%s", *folders[i] ? own : "", folders[i], library);
         if (*folders[i] && access(path, F_OK) != 0) continue;
         void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-        if (handle) {
-            printf("%s %s loads\n", label, path);
-            describe(dlsym(handle, symbol));
-            dlclose(handle);
-            return;
-        }
-        const char *why = dlerror();
-        if (*folders[i]) {
-            printf("%s %s does not load: %s\n", label, path, why);
-            return;
-        }
+        if (handle || *folders[i]) return handle;
     }
-    printf("%s not built: no %s\n", label, library);
+    *path = 0;
+    return NULL;
+}
+
+/* Loads a plugin, and prints what it reports about this machine. */
+static void print_plugin(FILE *to, const char *label, const char *library, const char *symbol,
+                         void (*describe)(FILE *to, const void *symbol))
+{
+    char path[INFO_PATH];
+    void *handle = info_open_plugin(path, library);
+    if (handle) {
+        fprintf(to, "%s %s loads\n", label, path);
+        describe(to, dlsym(handle, symbol));
+        dlclose(handle);
+    } else if (*path) {
+        const char *why = dlerror();
+        fprintf(to, "%s %s does not load: %s\n", label, path, why);
+    } else {
+        fprintf(to, "%s not built: no %s\n", label, library);
+    }
 }
 
 /* Prints the environment variables that the backend "hosts" reads, with their values in this
  * process. */
-static void print_variables(void)
+static void print_variables(FILE *to)
 {
     static const char *const variables[][2] = {
         {"EPIC_HOST",
@@ -107,55 +112,58 @@ static void print_variables(void)
     };
     for (size_t i = 0; i < sizeof variables / sizeof *variables; i++) {
         const char *text = getenv(variables[i][0]);
-        printf("              %s ", variables[i][0]);
-        if (text) info_text(stdout, text);
-        printf("%s (%s)\n", text && *text ? "" : "is not set", variables[i][1]);
+        fprintf(to, "              %s ", variables[i][0]);
+        if (text) info_text(to, text);
+        fprintf(to, "%s (%s)\n", text && *text ? "" : "is not set", variables[i][1]);
     }
-    printf("              what a group uses: epic-info --group NAME\n");
+    fprintf(to, "              what a group uses: epic-info --group NAME\n");
 }
 
 /* Prints for each GPU the NIC that the net ucx chooses for it. */
-static void print_nics(const char *sysfs)
+static void print_nics(FILE *to, const char *sysfs)
 {
     static nics_host host;
     nics_read(&host, sysfs);
-    printf("NICs          ");
+    fprintf(to, "NICs          ");
     if (getenv("UCX_NET_DEVICES")) {
-        printf("UCX_NET_DEVICES=");
-        info_text(stdout, getenv("UCX_NET_DEVICES"));
-        printf(" replaces EPIC's choice%s\n", host.num_gpus ? ":" : "");
+        fprintf(to, "UCX_NET_DEVICES=");
+        info_text(to, getenv("UCX_NET_DEVICES"));
+        fprintf(to, " replaces EPIC's choice%s\n", host.num_gpus ? ":" : "");
     } else {
-        printf(host.num_gpus ? "chosen for each GPU, by topology:\n" : "no GPU of NVIDIA\n");
+        fprintf(to,
+                host.num_gpus ? "chosen for each GPU, by topology:\n" : "no GPU of NVIDIA\n");
     }
     for (int g = 0; g < host.num_gpus; g++) {
         const int chosen = nics_choose(&host, g);
-        printf("              GPU %s: ", host.gpus[g].address);
+        fprintf(to, "              GPU %s: ", host.gpus[g].address);
         if (chosen < 0) {
-            printf("no active RDMA NIC\n");
+            fprintf(to, "no active RDMA NIC\n");
             continue;
         }
         const nics_port *port = &host.ports[chosen];
-        info_text(stdout, port->name);
-        printf(", %d Gb/s, ", port->gigabits);
-        info_text(stdout, port->link);
-        printf(", %s\n", nics_distance_name(nics_find_distance(&host.gpus[g], &port->device)));
+        info_text(to, port->name);
+        fprintf(to, ", %d Gb/s, ", port->gigabits);
+        info_text(to, port->link);
+        fprintf(to, ", %s\n",
+                nics_distance_name(nics_find_distance(&host.gpus[g], &port->device)));
     }
 }
 
-int info_machine(const char *sysfs)
+void info_machine(FILE *to, const char *sysfs, bool with_variables)
 {
     const uint32_t version = epic_version();
-    printf("epic          %u.%u.%u\n", version / 10000, version / 100 % 100, version % 100);
-    print_kernels();
-    print_backends();
-    print_plugin("backend mpi  ", "libepic_mpi.so", "epic_backend_mpi", describe_backend);
-    print_plugin("backend p2p  ", "libepic_cuda.so", "epic_backend_p2p", describe_backend);
-    print_plugin("backend hosts", "libepic_hosts.so", "epic_backend_hosts", describe_backend);
-    print_plugin("net ucx     ", "libepic_ucx.so", "epic_net_ucx", describe_net);
-    print_variables();
-    print_nics(sysfs);
-    printf("matrices      %s\n", epic_blas_name());
-    printf("cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));
-    printf("page size     %ld bytes\n", sysconf(_SC_PAGESIZE));
-    return 0;
+    fprintf(to, "epic          %u.%u.%u\n", version / 10000, version / 100 % 100,
+            version % 100);
+    print_kernels(to);
+    print_backends(to);
+    print_plugin(to, "backend mpi  ", "libepic_mpi.so", "epic_backend_mpi", describe_backend);
+    print_plugin(to, "backend p2p  ", "libepic_cuda.so", "epic_backend_p2p", describe_backend);
+    print_plugin(to, "backend hosts", "libepic_hosts.so", "epic_backend_hosts",
+                 describe_backend);
+    print_plugin(to, "net ucx     ", "libepic_ucx.so", "epic_net_ucx", describe_net);
+    if (with_variables) print_variables(to);
+    print_nics(to, sysfs);
+    fprintf(to, "matrices      %s\n", epic_blas_name());
+    fprintf(to, "cores         %ld\n", sysconf(_SC_NPROCESSORS_ONLN));
+    fprintf(to, "page size     %ld bytes\n", sysconf(_SC_PAGESIZE));
 }

@@ -4,9 +4,7 @@
 #ifndef MOE_LAYER_H
 #define MOE_LAYER_H
 
-#include <arpa/inet.h>
 #include <pthread.h>
-#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -468,22 +466,10 @@ static inline void team_threads(rank_work *work, void *what, const epic_config *
     for (int r = 0; r < n; r++) epic_bootstrap_close(&bootstraps[r]);
 }
 
-static inline uint32_t free_port(void)
-{
-    struct sockaddr_in at = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
-    socklen_t length = sizeof at;
-    const int fd = socket(AF_INET, SOCK_STREAM, 0);
-    if (bind(fd, (struct sockaddr *)&at, sizeof at) ||
-        getsockname(fd, (struct sockaddr *)&at, &length))
-        abort();
-    close(fd);
-    return ntohs(at.sin_port);
-}
-
 /* Runs ranks as processes on backend shm. They write to shared memory only. */
 static inline void team_processes(rank_work *work, void *what, const epic_config *config)
 {
-    const uint32_t port = free_port();
+    const uint32_t port = run_free_port();
     fflush(stdout);
     for (int r = 0; r < (int)config->num_ranks; r++) {
         if (run_fork()) continue;
