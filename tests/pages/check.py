@@ -5,12 +5,14 @@
 Links must lead to files and headings, every page must be in the menu of the site, C blocks must
 compile, Python blocks must parse, and commands must name targets, files and options that exist
 (commands.py).  Names of EPIC in the tables of other-libraries.md must exist.  With a library the
-whole C programs and the commands of docs/guide/traces.md run too, as one rank.
+whole C programs and the commands of docs/guide/traces.md run too, as one rank, and so does the
+block of docs/guide/several-hosts.md that measures a network.
 
 usage: check.py [--library LIBEPIC] CC [FLAG...]"""
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -190,6 +192,23 @@ def bad_traces(compiler: list[str], library: Path) -> tuple[int, list[str]]:
         return bad_runs(ROOT / "docs/guide/traces.md", library.parent.parent / "bin", folder)
 
 
+def bad_report(programs: Path) -> list[str]:
+    """Run the block of docs/guide/several-hosts.md that measures a network of one machine."""
+    page = ROOT / "docs/guide/several-hosts.md"
+    (block,) = (b for b in list_blocks(page, "sh") if b.startswith("# four processes of this"))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        block = block.replace("29500", str(free.getsockname()[1]))
+    with tempfile.TemporaryDirectory() as folder:
+        alone = {"PATH": f"{programs}:{os.environ['PATH']}"}
+        subprocess.run(["sh", "-e"], input=block, text=True, cwd=folder, timeout=60, check=True,
+                       env=alone, stdout=subprocess.DEVNULL)  # fmt: skip
+        report = Path(folder, "report.txt").read_text(encoding="utf-8")
+    rows = re.findall(r"^ +[0-3](?: +\d+\.\d+){4}$", report, re.M)
+    measured = len(rows) == 4 or "UCX none" in report
+    return [] if measured else [f"{page.name}: the report has no table of bandwidth:\n{report}"]
+
+
 def has_mpi(compiler: list[str]) -> bool:
     """Return whether the compiler finds mpi.h."""
     command = [*compiler, "-fsyntax-only", "-include", "mpi.h", "-x", "c", "/dev/null"]
@@ -215,7 +234,7 @@ def main() -> int:
     if library:
         ran, programs = bad_programs([*arguments, *flags], library)
         traced, runs = bad_traces([*arguments, *flags], library)
-        bad += programs + runs
+        bad += programs + runs + bad_report(library.parent.parent / "bin")
     print("\n".join(bad))
     print(f"{len(list_pages())} pages, {num} blocks of C, {ran} programs run, {said} commands, "
           f"{traced} run, {len(bad)} things wrong")  # fmt: skip
