@@ -247,6 +247,11 @@ world *world_new(uint64_t seed, int num_ranks)
     return w;
 }
 
+bool world_has_tree(int num_ranks)
+{
+    return power_of_two(num_ranks);
+}
+
 /* Here the routing must not depend on num_ranks, so everything that depends on it draws from
  * another source. */
 world *world_new_tree(uint64_t seed, int num_ranks)
@@ -255,21 +260,22 @@ world *world_new_tree(uint64_t seed, int num_ranks)
     world *w = calloc(1, sizeof *w);
     w->seed = seed;
     w->num_ranks = num_ranks;
+    const uint32_t parts = num_ranks > 8 ? (uint32_t)num_ranks : 8;
     w->wild = run_chance(&random, 15);
-    w->layer = (epic_layer){.num_experts = 8 * (uint32_t)run_between(&random, 2, 6),
+    w->layer = (epic_layer){.num_experts = parts * (uint32_t)run_between(&random, 2, 6),
                             .top_k = (uint32_t)run_between(&random, 1, 8),
                             .alignment = (uint32_t)PICK(&random, 1, 16),
                             .sum_order = EPIC_TREE,
-                            .leaves = 8 << run_below(&random, 2),
+                            .leaves = parts << run_below(&random, 2),
                             .partial_type = run_chance(&random, 30) ? EPIC_F32 : 0};
-    if (w->layer.num_experts % w->layer.leaves) w->layer.leaves = 8;
+    if (w->layer.num_experts % w->layer.leaves) w->layer.leaves = parts;
     if (run_chance(&random, 50)) {
         w->layer.overflow = EPIC_OVERFLOW_DROP;
         w->layer.expert_capacity = (uint32_t)run_between(&random, 3, 20);
         if (run_chance(&random, 40)) w->layer.priority = EPIC_BY_K;
     }
     choose_replicas(w, &random);
-    const int64_t total = 8 * run_between(&random, 1, 5);
+    const int64_t total = parts * run_between(&random, 1, 5);
     choose_ids(w, &random, total);
     w->num_ranks = 1;
     choose_placement(w, &own);

@@ -28,7 +28,9 @@ typedef struct world {
 world *world_new(uint64_t seed, int num_ranks);
 
 /* Makes a case with tree order and equally many tokens per rank. The tokens are equal for
- * every num_ranks (which divides 8), so the sums must equal those of one rank. */
+ * every num_ranks that divides 8, and the sums must equal those of one rank. world_has_tree()
+ * returns whether there are such cases: num_ranks must be a power of two. */
+bool world_has_tree(int num_ranks);
 world *world_new_tree(uint64_t seed, int num_ranks);
 
 void world_free(world *w);

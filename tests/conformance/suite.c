@@ -12,6 +12,9 @@
 
 #define MAX_ROW_BYTES 24576
 #define NUM_TAGS 16
+/* Groups of more ranks run fewer cases and tags, with little staging, because every rank computes
+ * the expected results of all ranks. */
+#define FEW_RANKS 8
 #define SECONDS 240 /* time after which a rank counts as hung */
 
 /* One rank of one group. */
@@ -31,13 +34,19 @@ static int64_t least_staging(int num_ranks, int64_t max_in_flight)
     return 2 * 8704 * max_in_flight * 2 * (num_ranks > 1 ? num_ranks - 1 : 1);
 }
 
-static epic_context *open_group(const member *m, uint32_t max_in_flight, bool little)
+static bool has_many_ranks(const member *m)
 {
+    return m->bootstrap->num_ranks > FEW_RANKS;
+}
+
+static epic_context *open_group(const member *m, uint32_t wanted, bool little)
+{
+    const uint32_t max_in_flight = has_many_ranks(m) && !wanted ? 4 : wanted;
     const int ranks = m->bootstrap->num_ranks;
     const int64_t least = m->windows ? EPIC_LEAST_STAGING : least_staging(ranks, max_in_flight);
     const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
                                 .max_row_bytes = MAX_ROW_BYTES,
-                                .staging_bytes = little ? least : 0,
+                                .staging_bytes = little || has_many_ranks(m) ? least : 0,
                                 .timeout_ms = 100000,
                                 .max_in_flight = max_in_flight,
                                 .max_sms =
@@ -132,7 +141,7 @@ static bool repeated_case(const member *m)
  * here: one backend runs all cases, the others fewer. */
 static bool tree_cases(const member *m)
 {
-    if (8 % m->bootstrap->num_ranks) return true;
+    if (!world_has_tree(m->bootstrap->num_ranks)) return true;
     epic_context *ctx = open_group(m, 2, false);
     const int cases = strcmp(m->backend, "threads") ? m->cases / 5 + 1 : m->cases;
     for (int i = 0; whole(m, ctx) && i < cases; i++) {
@@ -195,14 +204,15 @@ static bool many_tags(const member *m)
     if (suite_there->device) return true;
     epic_context *ctx = open_group(m, 0, false);
     if (!ctx) return false;
+    const int num_tags = has_many_ranks(m) ? 2 : NUM_TAGS;
     tagged tags[NUM_TAGS];
     pthread_t threads[NUM_TAGS];
     run_random random = {run_mix(m->seed, 77 + (uint64_t)m->bootstrap->rank)};
-    for (int t = 0; t < NUM_TAGS; t++) {
+    for (int t = 0; t < num_tags; t++) {
         tags[t] = (tagged){m, ctx, run_mix(m->seed, (uint64_t)t), run_below(&random, 4000)};
         pthread_create(&threads[t], NULL, run_tag, &tags[t]);
     }
-    for (int t = 0; t < NUM_TAGS; t++) pthread_join(threads[t], NULL);
+    for (int t = 0; t < num_tags; t++) pthread_join(threads[t], NULL);
     return close_group(ctx);
 }
 
@@ -247,21 +257,28 @@ static const struct {
     const char *name;
     bool (*run)(const member *); /* returns false if the suite should stop */
     int cases;
+    bool few; /* for at most FEW_RANKS ranks; more ranks have a similar part */
 } parts[] = {
-    {"random cases", many_cases, 60},     {"lanes shorter than rows", small_lanes, 40},
-    {"random delays", delayed_cases, 10}, {"one case repeated", repeated_case, 100},
-    {"tree order", tree_cases, 100},      {"side by side", side_by_side, 7},
-    {"many tags", many_tags, 2},          {"bad data", bad_data, 6},
-    {"simple step", simple_step, 12},
+    {"random cases", many_cases, 60, false},
+    {"lanes shorter than rows", small_lanes, 40, false},
+    {"random delays", delayed_cases, 10, true}, /* "one case repeated" has delays, too */
+    {"one case repeated", repeated_case, 100, false},
+    {"tree order", tree_cases, 100, false},
+    {"side by side", side_by_side, 7, true}, /* "many tags" also has several layers at once */
+    {"many tags", many_tags, 2, false},
+    {"bad data", bad_data, 6, false},
+    {"simple step", simple_step, 12, false},
 };
 
 /* Returns whether the arrays of a part lie in windows, too. Where rows are never stored into
- * windows directly, the first part shows that windows work as any memory. On GPUs only the
- * random cases and bad data do, because the emulator is slow. */
-static bool has_windows(const char *backend, size_t part)
+ * windows directly, the first part shows that windows work as any memory. On GPUs, where the
+ * emulator is slow, and with many ranks only the random cases and bad data use windows. */
+static bool has_windows(const char *backend, int num_ranks, size_t part)
 {
-    if (suite_there->device) return strcmp(backend, "p2p") == 0 && (part == 0 || part == 7);
-    return part == 0 || strcmp(backend, "threads") == 0 || strcmp(backend, "shm") == 0;
+    const bool stores = !strcmp(backend, "threads") || !strcmp(backend, "shm") ||
+                        (suite_there->device && !strcmp(backend, "p2p"));
+    if (!stores) return part == 0 && !suite_there->device;
+    return part == 0 || part == 7 || (!suite_there->device && num_ranks <= FEW_RANKS);
 }
 
 /* Runs all parts. Returns false if the suite should stop. */
@@ -269,13 +286,18 @@ static bool run_parts(const char *backend, const epic_bootstrap *bootstrap, void
                       bool windows)
 {
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
-        if (windows && !has_windows(backend, i)) continue;
+        const int ranks = bootstrap->num_ranks;
+        if (windows && !has_windows(backend, ranks, i)) continue;
+        if (parts[i].few && ranks > FEW_RANKS) continue;
         const uint64_t begin = run_now_ns();
+        const int64_t cases = parts[i].cases;
+        const int64_t fewer =
+            ranks > FEW_RANKS ? (cases * FEW_RANKS + ranks - 1) / ranks : cases;
         const member m = {.backend = backend,
                           .bootstrap = bootstrap,
                           .native = native,
                           .seed = run_mix(run_seed(), i),
-                          .cases = (int)run_scaled(parts[i].cases),
+                          .cases = (int)run_scaled(fewer),
                           .windows = windows};
         check_seed = m.seed;
         if (!parts[i].run(&m)) return false;
@@ -301,7 +323,8 @@ static void body(const epic_bootstrap *bootstrap, void *self)
 
 void suite_run(const char *backend, int num_ranks)
 {
-    const unsigned seconds = (unsigned)(SECONDS * (run_scale() > 1 ? run_scale() : 1));
+    const int slower = num_ranks > 64 ? 8 : 1;
+    const unsigned seconds = (unsigned)(SECONDS * slower * (run_scale() > 1 ? run_scale() : 1));
     if (strcmp(backend, "shm") == 0)
         run_processes(num_ranks, body, (void *)backend, seconds);
     else

@@ -7,7 +7,7 @@
 #include "check.h"
 #include "suite_case.h"
 
-enum { TOKENS = 7, TOP_K = 3, EXPERTS = 48, HIDDEN = 9 };
+enum { TOKENS = 7, TOP_K = 3, HIDDEN = 9 };
 
 /* Inputs of the experts. Values are whole numbers and eighths, so every sum is exact. */
 typedef struct part {
@@ -17,12 +17,18 @@ typedef struct part {
     int num_tokens;
 } part;
 
+/* Returns the number of experts: the first multiple of the number of ranks from 48 on. */
+static int num_experts_of(int num_ranks)
+{
+    return (48 + num_ranks - 1) / num_ranks * num_ranks;
+}
+
 static float factor(int expert)
 {
     return (float)(expert % 5 + 1);
 }
 
-static void fill(part *p, int rank, int round)
+static void fill(part *p, int rank, int num_experts, int round)
 {
     memset(p, 0xff, sizeof *p);
     p->num_tokens = (rank * 3 + round * 2) % (TOKENS + 1);
@@ -32,8 +38,8 @@ static void fill(part *p, int rank, int round)
             p->d_out[t][h] = (float)((t + h * 7 + rank * 2) % 11 - 5);
         }
         for (int k = 0; k < TOP_K; k++) {
-            p->topk_idx[t][k] = (t * 3 + k * 5 + rank + round) % (EXPERTS + 2);
-            if (p->topk_idx[t][k] >= EXPERTS) p->topk_idx[t][k] = -1;
+            p->topk_idx[t][k] = (t * 3 + k * 5 + rank + round) % (num_experts + 2);
+            if (p->topk_idx[t][k] >= num_experts) p->topk_idx[t][k] = -1;
             p->weights[t][k] = (float)(k + 1) / 8;
         }
     }
@@ -88,14 +94,16 @@ static bool good(epic_dispatcher *dispatcher, epic_result result)
 static void run_experts(const epic_slots *s)
 {
     const int64_t bytes = s->capacity * HIDDEN * (int64_t)sizeof(float);
-    int32_t counts[EXPERTS];
+    const int64_t count_bytes = s->num_local_experts * (int64_t)sizeof(int32_t);
+    int32_t *counts = malloc((size_t)count_bytes);
     float *rows = malloc((size_t)bytes), *at = rows;
-    suite_there->copy(counts, s->expert_rows, s->num_local_experts * (int64_t)sizeof *counts);
+    suite_there->copy(counts, s->expert_rows, count_bytes);
     suite_there->copy(rows, s->rows, bytes);
     for (int e = 0; e < s->num_local_experts; e++)
         for (int i = 0; i < counts[e] * HIDDEN; i++) *at++ *= factor(s->first_expert + e);
     suite_there->copy(s->results, rows, bytes);
     free(rows);
+    free(counts);
 }
 
 static bool run_round(epic_dispatcher *dispatcher, const part *p, part *there, bool weighted,
@@ -117,11 +125,12 @@ static bool run_round(epic_dispatcher *dispatcher, const part *p, part *there, b
                                                               *there->d_weights));
 }
 
-static bool check_round(epic_dispatcher *dispatcher, int rank, int round, bool gradients)
+static bool check_round(epic_dispatcher *dispatcher, const epic_bootstrap *bootstrap, int round,
+                        bool gradients)
 {
     const bool weighted = round % 3 != 2;
     part p;
-    fill(&p, rank, round);
+    fill(&p, bootstrap->rank, num_experts_of(bootstrap->num_ranks), round);
     part *there = suite_there->allocate(sizeof p);
     suite_there->copy(there, &p, sizeof p);
     const bool ran = run_round(dispatcher, &p, there, weighted, gradients);
@@ -134,17 +143,17 @@ static bool check_round(epic_dispatcher *dispatcher, int rank, int round, bool g
 
 void case_easy(epic_context *ctx, const epic_bootstrap *bootstrap, int rounds, bool gradients)
 {
-    const epic_dispatcher_config config = {.max_tokens = TOKENS,
-                                           .num_experts = EXPERTS,
-                                           .top_k = TOP_K,
-                                           .hidden = HIDDEN,
-                                           .type = EPIC_F32,
-                                           .alignment = gradients ? 4 : 0,
-                                           .gradients = gradients,
-                                           .stream = suite_there->stream ? suite_there->stream()
-                                                                         : NULL,
-                                           .tag = 40,
-                                           .ctx = ctx};
+    const epic_dispatcher_config config = {
+        .max_tokens = TOKENS,
+        .num_experts = (uint32_t)num_experts_of(bootstrap->num_ranks),
+        .top_k = TOP_K,
+        .hidden = HIDDEN,
+        .type = EPIC_F32,
+        .alignment = gradients ? 4 : 0,
+        .gradients = gradients,
+        .stream = suite_there->stream ? suite_there->stream() : NULL,
+        .tag = 40,
+        .ctx = ctx};
     epic_dispatcher *dispatcher;
     if (!CHECK_SAY(epic_dispatcher_open(&dispatcher, &config) == EPIC_OK, "%s",
                    epic_error(NULL)))
@@ -153,7 +162,7 @@ void case_easy(epic_context *ctx, const epic_bootstrap *bootstrap, int rounds, b
     bool going =
         case_agree(bootstrap, true); /* so that no rank allocates while a peer's kernel waits */
     for (int i = 0; going && i < rounds; i++)
-        going = check_round(dispatcher, bootstrap->rank, i, gradients);
+        going = check_round(dispatcher, bootstrap, i, gradients);
     case_agree(bootstrap, going);
     epic_dispatcher_close(dispatcher);
 }

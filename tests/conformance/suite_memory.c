@@ -30,7 +30,7 @@ const suite_memory *suite_there = &host;
 
 /* --------------------------------------------------------------------------- windows ---- */
 
-#define MOST_ARENAS 64
+#define MOST_ARENAS (2 * RUN_MAX_RANKS) /* two groups of ranks that are threads */
 #define ARENA_BYTES (8 << 20)
 
 /* A window of one context, from which arrays of calls are taken. Its memory is reused when all
