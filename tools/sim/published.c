@@ -37,11 +37,21 @@ static const run runs[] = {
     {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false, 0},
     {"DeepEP V1", "CX7 400G", 32, 8, 4096, 256, 8, 8, 4, FP8, BF16, 58, 57, false, 0},
     {"DeepEP V1", "CX7 400G", 64, 8, 4096, 256, 8, 8, 4, FP8, BF16, 51, 50, false, 0},
+    /* README of DeepEP V2: logical bandwidth, which counts rows for the own host, too */
+    {"DeepEP V2", "CX7 400G", 16, 8, 8192, 256, 8, 0, 0, FP8, BF16, 90, 81, false, 0},
+    {"DeepEP V2", "CX7 400G", 32, 8, 8192, 256, 8, 0, 0, FP8, BF16, 61, 61, false, 0},
+    /* docs/README_Hybrid-EP.md of DeepEP's branch hybrid-ep, H100: 16 SMs, times of the calls of
+     * PyTorch. The page does not say which rows its algorithm bandwidth counts. */
+    {"Hybrid-EP", "IB 400G", 16, 8, 4096, 128, 8, 0, 0, FP8, BF16, 48.3, 53.4, false, 0},
+    {"Hybrid-EP", "IB 400G", 32, 8, 4096, 256, 8, 0, 0, FP8, BF16, 42.1, 52.5, false, 0},
+    {"Hybrid-EP", "IB 400G", 64, 8, 4096, 512, 8, 0, 0, FP8, BF16, 35.0, 46.6, false, 0},
     {"UCCL-EP", "EFA 2x200G", 16, 8, 4096, 256, 8, 0, 0, FP8, BF16, 1200, 6380, true, 0},
     {"UCCL-EP", "EFA 2x200G", 32, 8, 4096, 256, 8, 0, 0, FP8, BF16, 2020, 4900, true, 0},
     {"DeepEP V1 LL", "CX7 400G", 16, 8, 128, 256, 8, 0, 0, FP8, BF16, 118, 195, true, 0},
     {"DeepEP V1 LL", "CX7 400G", 32, 8, 128, 256, 8, 0, 0, FP8, BF16, 155, 273, true, 0},
     {"DeepEP V1 LL", "CX7 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 173, 314, true, 0},
+    {"DeepEP V1 LL", "CX7 400G", 128, 8, 128, 256, 8, 0, 0, FP8, BF16, 192, 369, true, 0},
+    {"DeepEP V1 LL", "CX7 400G", 256, 8, 128, 256, 8, 0, 0, FP8, BF16, 194, 360, true, 0},
     {"pplx", "CX7 400G", 16, 8, 128, 256, 8, 0, 0, FP8, BF16, 110, 186, true, 0},
     {"pplx", "CX7 400G", 32, 8, 128, 256, 8, 0, 0, FP8, BF16, 154, 266, true, 0},
     {"pplx", "CX7 400G", 64, 8, 128, 256, 8, 0, 0, FP8, BF16, 188, 309, true, 0},
