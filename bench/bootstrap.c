@@ -68,9 +68,10 @@ static double cpu_ms(void)
 static void print_step(int rank, const char *what, double begin, double cpu)
 {
     if (rank != 0) return;
-    printf("%-14s %9.1f ms, processor time of rank 0 %8.1f ms, its memory %7.1f MiB, peak %.1f\n",
-           what, now_ms() - begin, cpu_ms() - cpu, (double)read_status("VmRSS:") / 1024,
-           (double)read_status("VmHWM:") / 1024);
+    printf(
+        "%-14s %9.1f ms, processor time of rank 0 %8.1f ms, its memory %7.1f MiB, peak %.1f\n",
+        what, now_ms() - begin, cpu_ms() - cpu, (double)read_status("VmRSS:") / 1024,
+        (double)read_status("VmHWM:") / 1024);
 }
 
 static void run_gathers(const epic_bootstrap *bootstrap)
@@ -168,8 +169,10 @@ int main(int argc, char **argv)
 {
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (!read_options(argc, argv)) {
-        fprintf(stderr, "usage: bootstrap [--ranks 2 to %d] [--bytes N] [--gathers N] [--secret] "
-                        "[--group]\n", MAX_RANKS);
+        fprintf(stderr,
+                "usage: bootstrap [--ranks 2 to %d] [--bytes N] [--gathers N] [--secret] "
+                "[--group]\n",
+                MAX_RANKS);
         return 2;
     }
     const uint32_t port = find_port();

@@ -18,6 +18,7 @@ typedef struct faults_way {
     /* A launcher, {program, argument, ..., NULL}, that starts the ranks with "-n RANKS
      * COMMAND". NULL: the test forks them. */
     const char *const *launcher;
+    int num_ranks; /* number of ranks of each fault, at most 64; 0: 2 to 4 */
 } faults_way;
 
 /* The main function of a fault test. Runs `faults` faults, times EPIC_TEST_SCALE, `width` at

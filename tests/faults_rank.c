@@ -53,7 +53,8 @@ void choose(fault *f, uint64_t seed)
     if (f->kind == EMPTY) f->operation = EPIC_OP_PLAN;
     do f->other = (uint32_t)run_between(&random, EPIC_OP_PLAN, EPIC_OP_SUM);
     while (f->other == f->operation);
-    f->num_ranks = (int)run_between(&random, 2, MAX_RANKS);
+    f->num_ranks = (int)run_between(&random, 2, FEW_RANKS);
+    if (way->num_ranks) f->num_ranks = way->num_ranks;
     f->victim = (int)run_below(&random, f->num_ranks);
     f->deadline_ms = (uint32_t)run_between(&random, 300, 500);
     f->late_us = (long)f->deadline_ms * 1000 / 3;

@@ -9,7 +9,8 @@
 #include "faults.h"
 #include "step.h"
 
-#define MAX_RANKS 4
+#define FEW_RANKS 4  /* largest number of ranks, unless the way has many ranks */
+#define MAX_RANKS 64 /* largest number that a way may have */
 
 enum kind {
     KILLED,    /* ended by SIGKILL */

@@ -14,9 +14,15 @@ static epic_config sizes_of(const step *s)
                          .num_ranks = (uint32_t)s->num_ranks};
 }
 
+static int num_experts_of(const step *s)
+{
+    return (STEP_EXPERTS + s->num_ranks - 1) / s->num_ranks * s->num_ranks;
+}
+
+/* The values are small enough that the sum of a row of 1,024 is exact. */
 static float token_value(const step *s, int64_t token, int64_t i)
 {
-    return (float)((s->rank * 64 + token) * 16 + i % 16);
+    return (float)((s->rank * 64 + token) % 1009 * 16 + i % 16);
 }
 
 static float *floats(int64_t count)
@@ -27,7 +33,8 @@ static float *floats(int64_t count)
 static void choose_experts(step *s)
 {
     for (int64_t i = 0; i < s->tokens * STEP_TOP_K; i++)
-        s->topk_idx[i] = (int32_t)((i * 7 + s->rank * 5 + i % STEP_TOP_K * 11) % STEP_EXPERTS);
+        s->topk_idx[i] =
+            (int32_t)((i * 7 + s->rank * 5 + i % STEP_TOP_K * 11) % num_experts_of(s));
 }
 
 void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
@@ -38,7 +45,8 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
                 .tokens = tokens,
                 .hidden = hidden,
                 .count = 3000,
-                .layer = {.num_experts = STEP_EXPERTS, .top_k = STEP_TOP_K, .alignment = 4}};
+                .layer = {.top_k = STEP_TOP_K, .alignment = 4}};
+    const uint32_t experts = s->layer.num_experts = (uint32_t)num_experts_of(s);
     const epic_config sizes = sizes_of(s);
     epic_layer flat = s->layer; /* FLAT plans are larger; allocate for both */
     flat.layout = EPIC_FLAT;
@@ -48,9 +56,9 @@ void step_open(step *s, epic_context *ctx, int64_t tokens, int64_t hidden)
     s->plan = aligned_alloc(64, (s->plan_bytes + 127) / 64 * 64);
     memset(s->plan, 0, s->plan_bytes);
     s->topk_idx = calloc((size_t)(tokens * STEP_TOP_K) + 1, sizeof *s->topk_idx);
-    s->expert_rows = calloc(STEP_EXPERTS, sizeof *s->expert_rows);
-    s->expert_tokens = calloc(STEP_EXPERTS, sizeof *s->expert_tokens);
-    s->load = calloc(STEP_EXPERTS, sizeof *s->load);
+    s->expert_rows = calloc(experts, sizeof *s->expert_rows);
+    s->expert_tokens = calloc(experts, sizeof *s->expert_tokens);
+    s->load = calloc(experts, sizeof *s->load);
     s->demand = calloc(1, sizeof *s->demand);
     float **const of_tokens[] = {&s->x, &s->out, &s->d_out, &s->d_tokens};
     float **const of_slots[] = {&s->recv, &s->d_rows};
@@ -277,7 +285,7 @@ bool step_all(step *s, uint64_t tag)
 bool step_works(epic_context *ctx, uint64_t tag)
 {
     step s;
-    step_open(&s, ctx, 5 + epic_rank(ctx), 32);
+    step_open(&s, ctx, 5 + epic_rank(ctx) % 32, 32);
     const bool right = step_all(&s, tag);
     step_close(&s);
     return right;

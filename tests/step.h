@@ -8,7 +8,8 @@
 
 #include "epic/epic.h"
 
-#define STEP_EXPERTS 24 /* blocks for 1, 2, 3, 4, 6, 8 and 12 ranks */
+/* smallest number of experts; a step has the next multiple of its number of ranks */
+#define STEP_EXPERTS 24
 #define STEP_TOP_K 2
 #define STEP_MAX_TOKENS 64
 #define STEP_MAX_ROW_BYTES 8192

@@ -1,9 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Faults on backend shm. */
+/* Faults on backend shm, in groups of 2 to 4 ranks, or of RANKS ranks.
+ *   shm [RANKS] */
+#include <stdlib.h>
+
 #include "faults.h"
 
-int main(void)
+int main(int argc, char **argv)
 {
-    const faults_way way = {.backend = "shm", .processes = true, .deaths = true};
-    return faults_main(&way, 300, 6);
+    const int num_ranks = argc > 1 ? atoi(argv[1]) : 0;
+    const faults_way way = {
+        .backend = "shm", .processes = true, .deaths = true, .num_ranks = num_ranks};
+    return num_ranks ? faults_main(&way, 30, 1) : faults_main(&way, 300, 6);
 }
