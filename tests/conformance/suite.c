@@ -15,7 +15,8 @@
 /* Groups of more ranks run fewer cases and tags, with little staging, because every rank computes
  * the expected results of all ranks. */
 #define FEW_RANKS 8
-#define SECONDS 240 /* time after which a rank counts as hung */
+#define MOST_WINDOW_RANKS 32 /* of backend p2p */
+#define SECONDS 240          /* time after which a rank counts as hung */
 
 /* One rank of one group. */
 typedef struct member {
@@ -276,7 +277,7 @@ static const struct {
 static bool has_windows(const char *backend, int num_ranks, size_t part)
 {
     const bool stores = !strcmp(backend, "threads") || !strcmp(backend, "shm") ||
-                        (suite_there->device && !strcmp(backend, "p2p"));
+                        (!strcmp(backend, "p2p") && num_ranks <= MOST_WINDOW_RANKS);
     if (!stores) return part == 0 && !suite_there->device;
     return part == 0 || part == 7 || (!suite_there->device && num_ranks <= FEW_RANKS);
 }
