@@ -48,7 +48,7 @@ static epic_context *open_group(const member *m, uint32_t wanted, bool little)
     const epic_config config = {.max_tokens = WORLD_MAX_TOKENS,
                                 .max_row_bytes = MAX_ROW_BYTES,
                                 .staging_bytes = little || has_many_ranks(m) ? least : 0,
-                                .timeout_ms = 100000,
+                                .timeout_ms = has_many_ranks(m) ? 400000 : 100000,
                                 .max_in_flight = max_in_flight,
                                 .max_sms =
                                     suite_there->max_sms ? suite_there->max_sms(ranks) : 0,
