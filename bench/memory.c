@@ -6,7 +6,7 @@
  *                        [BACKEND ...]
  *
  * Backends are shm, threads, mpi, p2p and hosts; default: shm. "other" is what a rank needs
- * besides staging and plans: announcements, counts, tables of peers and the flight recorder.
+ * in addition to staging and plans: announcements, counts, tables of peers and the flight recorder.
  * "group" is the sum over all ranks. A size that grows by a factor of 4 from 64 to 256 ranks is
  * linear in the number of ranks, and one that grows by 16 is quadratic. */
 #include <stdio.h>

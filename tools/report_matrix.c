@@ -36,13 +36,6 @@ typedef struct matrix {
     size_t bytes;   /* of each transfer */
 } matrix;
 
-double report_now(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
-}
-
 static bool gather_all(const epic_bootstrap *bootstrap, const void *mine, void *all,
                        size_t bytes)
 {
