@@ -14,7 +14,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#include "members/seat_set.h"
+#include "backend/seat_set.h"
 
 /* Ballots are ordered by authority, then round, then seat. All 0: no ballot. */
 typedef struct members_ballot {
