@@ -425,11 +425,10 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
     if (a->order > EPIC_TREE)
         return epic_fail(EPIC_EINVAL, "order is %u: must be EPIC_BY_RANK or EPIC_TREE",
                          a->order);
-    if (a->order == EPIC_TREE && ctx->num_ranks & (ctx->num_ranks - 1))
+    if (a->order == EPIC_TREE && ctx->num_members & (ctx->num_members - 1))
         return epic_fail(
-            EPIC_EINVAL,
-            "order is EPIC_TREE: num_ranks %d is no power of two; use EPIC_BY_RANK",
-            ctx->num_ranks);
+            EPIC_EINVAL, "order is EPIC_TREE: %s %d is no power of two; use EPIC_BY_RANK",
+            context_members(ctx) ? "the number of members" : "num_ranks", ctx->num_members);
     return EPIC_OK;
 }
 

@@ -269,7 +269,8 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     ctx->config.name = ctx->name;
     ctx->config.num_ranks = (uint32_t)bootstrap->num_ranks;
     ctx->rank = bootstrap->rank;
-    ctx->num_ranks = bootstrap->num_ranks;
+    ctx->num_ranks = ctx->num_members = bootstrap->num_ranks;
+    seat_set_add_all(&ctx->members, ctx->num_ranks);
     const size_t ranks = (size_t)bootstrap->num_ranks;
     rank_info *all = calloc(ranks, sizeof *all);
     epic_peer *peers = calloc(ranks, sizeof *peers);

@@ -35,6 +35,12 @@ static inline void seat_set_subtract(seat_set *s, const seat_set *other)
     for (int w = 0; w < SEAT_SET_WORDS; w++) s->words[w] &= ~other->words[w];
 }
 
+/* Adds the seats 0 to num_seats - 1. */
+static inline void seat_set_add_all(seat_set *s, int num_seats)
+{
+    for (int seat = 0; seat < num_seats; seat++) seat_set_add(s, seat);
+}
+
 static inline int seat_set_count(const seat_set *s)
 {
     int count = 0;
@@ -42,6 +48,15 @@ static inline int seat_set_count(const seat_set *s)
     return count;
 }
 
+/* Returns how many seats below `seat` are in the set. */
+static inline int seat_set_count_below(const seat_set *s, int seat)
+{
+    int count = __builtin_popcountll(s->words[seat / 64] & ((UINT64_C(1) << seat % 64) - 1));
+    for (int w = 0; w < seat / 64; w++) count += __builtin_popcountll(s->words[w]);
+    return count;
+}
+
+/* Returns whether every seat of `part` is in `whole`. */
 static inline bool seat_set_contains(const seat_set *whole, const seat_set *part)
 {
     for (int w = 0; w < SEAT_SET_WORDS; w++)

@@ -28,6 +28,7 @@
 #define EPIC_TRANSPORT_H
 
 #include "backend/backend.h"
+#include "backend/seat_set.h"
 
 /* Value of the argument `to` of room() and send(): the ring that all peers read. */
 #define EVERYONE (-1)
@@ -207,6 +208,12 @@ typedef struct epic_transport {
 
     /* Returns true and writes the failure to *out if the group has failed. */
     bool (*failure)(epic_group *group, epic_failure_info *out);
+
+    /* Sets the seats of the group that have a member. Called on all members, before the first
+     * operation. Afterwards the other seats are vacant: no function above waits for a rank on a
+     * vacant seat. op_header(), room(), send(), entry() and drop() are not called for it, and
+     * its entries in a peer ring's flow are 0. NULL: the backend has no vacant seats. */
+    void (*set_members)(epic_group *group, const seat_set *members);
 
     /* Returns the bytes of headers and entries that this rank has sent.  Tests use it. */
     uint64_t (*bytes_sent)(const epic_group *group);

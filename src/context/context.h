@@ -9,6 +9,7 @@
 #include <stdbool.h>
 
 #include "backend/ops.h"
+#include "backend/seat_set.h"
 #include "base/recorder.h"
 #include "base/tags.h"
 
@@ -20,6 +21,10 @@ struct epic_context {
     epic_group *group;
     int32_t rank;
     int32_t num_ranks, num_hosts;
+    /* The ranks that are members of the group now. A rank without a member is a *vacant seat*:
+     * no process takes part in the operations in its place (docs/internals/members.md). */
+    seat_set members;
+    int32_t num_members;
     uint64_t group_id;
     epic_config config; /* defaults filled in; its strings point to the next two fields */
     char name[64];
@@ -52,9 +57,15 @@ uint64_t epic_context_bytes_sent(const epic_context *ctx);
  * publishes it. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
-/* Returns the host memory of a context in bytes, without the memory of the backend: the struct,
- * the table of tags, the flight recorder and, if `host` is set (host context), the trace and
- * the exchanges. */
+/* Makes the seats in `members` the members of the group, and all other seats vacant. Each member
+ * calls it with the same set, before its first operation. Returns EPIC_EINVAL if the set has no
+ * seat for this rank, or a seat that the group does not have. Returns EPIC_ENOTSUP if the
+ * backend has no vacant seats. */
+epic_result context_set_members(epic_context *ctx, const seat_set *members);
+
+/* Returns the host memory of a context in bytes: the struct, the table of tags and the flight
+ * recorder. If `host` is set (host context), the trace and the exchanges are included. The
+ * memory of the backend is not included. */
 int64_t context_bytes(const epic_config *config, bool host);
 
 /* Returns the failure that broke the group, EPIC_ECLOSED if epic_open failed for this context
@@ -69,6 +80,25 @@ epic_result context_check(epic_context *ctx);
  * a contiguous block of experts. If the result is true, the sum order EPIC_BY_HOSTS stands for
  * these two steps (layer_choose_order()). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
+
+/* Returns true if the seat has a member, and false if it is vacant. */
+static inline bool context_has_member(const epic_context *ctx, int seat)
+{
+    return seat_set_has(&ctx->members, seat);
+}
+
+/* Returns the members of the group, or NULL if no seat is vacant. */
+static inline const seat_set *context_members(const epic_context *ctx)
+{
+    return ctx->num_members == ctx->num_ranks ? NULL : &ctx->members;
+}
+
+/* Returns the number of a seat's member: the rank that it would have in a group without vacant
+ * seats. */
+static inline int context_member_number(const epic_context *ctx, int seat)
+{
+    return context_members(ctx) ? seat_set_count_below(&ctx->members, seat) : seat;
+}
 
 /* Returns true if a device backend runs the operations of this context. Returns false if ctx is
  * NULL or epic_open failed for it. */

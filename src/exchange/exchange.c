@@ -239,13 +239,14 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its number in *op_slot. Operations of any peer may hold
- * the op slots, so waits_for contains all peers. */
+/* Waits for a free op slot and stores its number in *op_slot. The operations that use the op
+ * slots may wait for any member. Therefore this function adds all other members to waits_for,
+ * the ranks that this rank waits for. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
     exchange waiter = *request;
     for (int r = 0; r < waiter.num_ranks; r++)
-        if (r != waiter.rank) exchange_mark_awaited(&waiter, r);
+        if (exchange_is_peer(&waiter, r)) exchange_mark_awaited(&waiter, r);
     while ((*op_slot = request->transport->claim(request->group)) < 0)
         TRY(exchange_wait_in(&waiter, -1));
     /* the wait for op headers, which comes next, uses the same deadline */
@@ -296,13 +297,23 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
     return EPIC_OK;
 }
 
-/* Waits for the op headers of all ranks and compares them with this rank's header, `mine`. If
- * two differ, breaks the group with EPIC_EMISMATCH. */
+/* Sets the op headers of this rank and of the vacant seats, and clears all others. The header of
+ * a vacant seat is all zero: it has no tokens, no slots and no error. */
+static void exchange_init_headers(exchange *x, const epic_op_header *mine)
+{
+    static const epic_op_header vacant;
+    memset(x->headers, 0, (size_t)x->num_ranks * sizeof *x->headers);
+    for (int r = 0; r < x->num_ranks && context_members(x->ctx); r++)
+        if (!context_has_member(x->ctx, r)) x->headers[r] = &vacant;
+    x->headers[x->rank] = mine;
+}
+
+/* Waits for the op headers of all members and compares them. If two headers differ, breaks the
+ * group with EPIC_EMISMATCH. `mine` is the header of this rank. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
     int healthy = mine->local[LOCAL_ERROR] ? -1 : x->rank;
-    memset(x->headers, 0, (size_t)x->num_ranks * sizeof *x->headers);
-    x->headers[x->rank] = mine;
+    exchange_init_headers(x, mine);
     for (;;) {
         int missing = 0;
         memset(x->waits_for, 0, sizeof x->waits_for);

@@ -76,7 +76,8 @@ typedef struct exchange {
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */
     uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
 
-    /* The arrays from `headers` to `rows` have one element for each rank. */
+    /* The arrays from `headers` to `rows` have one element for each rank. The header of a
+     * vacant seat is all zero. */
     const epic_op_header **headers;
     /* element r: number of items of rank r; in a collect flow, number of items whose home is
      * rank r */
@@ -145,8 +146,14 @@ static inline void exchange_count_bytes(exchange *x, int64_t bytes)
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
 }
 
-/* Adds a rank to waits_for. If this rank waits too long, peers read waits_for to find the rank
- * that delays all others. */
+/* Returns true if the rank is a member of the group, but not this rank itself. */
+static inline bool exchange_is_peer(const exchange *x, int rank)
+{
+    return rank != x->rank && context_has_member(x->ctx, rank);
+}
+
+/* Adds a rank to waits_for, the set of ranks that this rank waits for. If this rank then waits
+ * too long, peers read waits_for to find the rank that delays all others. */
 static inline void exchange_mark_awaited(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);

@@ -175,15 +175,17 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for to the peers to which this rank has entries to send, or which have entries
- * for it. A ring to EVERYONE adds all peers. */
+ * Sets x->waits_for to the peers that this rank waits for. These are the peers that still have
+ * entries to send to this rank, and the peers to which this rank still has entries to send. If
+ * this rank still has to send an entry through a ring to EVERYONE, it waits for all peers. A
+ * vacant seat is no peer. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;
     memset(x->waits_for, 0, sizeof x->waits_for);
     bool open = false;
     for (int r = 0; r < x->num_ranks; r++) {
-        if (r == x->rank) continue;
+        if (!exchange_is_peer(x, r)) continue;
         const bool owes = x->num_read[r] < x->receives[r];
         const bool full =
             g->shared ? x->num_sent[x->rank] < x->sends[x->rank] : x->num_sent[r] < x->sends[r];

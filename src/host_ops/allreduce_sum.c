@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_allreduce_sum on the host.
  *
- * A long array is split into blocks, and rank b % num_ranks owns block b. First every rank
+ * A long array is split into blocks. Block b is owned by member b % num_members. First every rank
  * sends its numbers of each block to the block's owner, which adds them (a collect flow,
  * exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks get
  * the same bits.
@@ -27,7 +27,8 @@ typedef struct sum_call {
  * number `item` of rank `owner`. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
-    return item * s->x->num_ranks + owner;
+    const epic_context *ctx = s->x->ctx;
+    return item * ctx->num_members + context_member_number(ctx, owner);
 }
 
 /* Returns the address of a block in the caller's array. */
@@ -60,9 +61,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows [n] of ranks [first, first + count) in a binary tree; count is a power of two.
- * Returns the address of the sum: the only row if count is 1, otherwise row number `level` of
- * x->scratch_rows. May overwrite the scratch rows from `level` on. */
+/* Adds the rows of members [first, first + count) in a binary tree. Each row has n floats.
+ * count is a power of two. Returns the address of the sum: the only row if count is 1, otherwise row
+ * number `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -75,15 +76,19 @@ static const void *sum_join_ranks(const sum_call *s, const void *const *rows, in
     return out;
 }
 
-/* Adds rows[r] of all ranks r in the order that the caller of epic_allreduce_sum chose, and
- * writes the sum to `out`, which may be one of the rows. */
+/* Adds rows[r] of all members r and writes the sum to `out`. rows[r] of a vacant seat r is NULL.
+ * The order of the additions is the one that the caller of epic_allreduce_sum chose. `out` may
+ * be one of the rows. */
 static void sum_add_rows(const sum_call *s, float *out, const void *const *rows, int64_t n)
 {
-    const int num_ranks = s->x->num_ranks;
+    const void *list[EPIC_MAX_RANKS];
+    int count = 0;
+    for (int r = 0; r < s->x->num_ranks; r++)
+        if (rows[r]) list[count++] = rows[r];
     if (s->args->order == EPIC_TREE)
-        memmove(out, sum_join_ranks(s, rows, 0, num_ranks, 0, n), (size_t)n * sizeof(float));
+        memmove(out, sum_join_ranks(s, list, 0, count, 0, n), (size_t)n * sizeof(float));
     else
-        s->kernels->add(out, EPIC_F32, rows, num_ranks, EPIC_F32, n);
+        s->kernels->add(out, EPIC_F32, list, count, EPIC_F32, n);
 }
 
 /* First half of the sum, callback collect.read_rows: adds the numbers of all ranks for one
@@ -99,12 +104,12 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both halves of the sum. Every rank sends and
- * receives every item. */
-static bool is_always_sent(void *self, int rank, int64_t item)
+/* The callbacks is_sent and is_received of both halves of the sum, which ask whether a rank
+ * sends (receives) an item. Every member sends and receives every item. */
+static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
-    (void)self, (void)rank, (void)item;
-    return true;
+    (void)item;
+    return context_has_member(((sum_call *)self)->x->ctx, rank);
 }
 
 /* Second half of the sum, callback scatter.fill_entry: writes the sum of one of this rank's
@@ -139,22 +144,24 @@ static epic_result sum_in_blocks(sum_call *s)
 {
     exchange *x = s->x;
     const int64_t blocks = (s->args->count + BLOCK - 1) / BLOCK;
-    for (int r = 0; r < x->num_ranks; r++)
-        x->items[r] = (blocks - r + x->num_ranks - 1) / x->num_ranks;
+    const int num_members = x->ctx->num_members;
+    for (int r = 0, m = 0; r < x->num_ranks; r++)
+        x->items[r] =
+            context_has_member(x->ctx, r) ? (blocks - m++ + num_members - 1) / num_members : 0;
     const row_split whole = {.row_bytes = BLOCK * 4, .piece_bytes = BLOCK * 4, .num_pieces = 1};
     const collect add = {.self = s,
                          .items = x->items,
                          .split = whole,
-                         .is_sent = is_always_sent,
-                         .is_received = is_always_sent,
+                         .is_sent = is_sent_by_members,
+                         .is_received = is_sent_by_members,
                          .fill_entry = sum_fill_part,
                          .read_rows = sum_add_block};
     TRY(collect_run(x, &add));
     const scatter give = {.self = s,
                           .items = x->items,
                           .split = whole,
-                          .is_sent = is_always_sent,
-                          .is_received = is_always_sent,
+                          .is_sent = is_sent_by_members,
+                          .is_received = is_sent_by_members,
                           .fill_entry = sum_fill_result,
                           .read_entry = sum_read_result,
                           .read_own_item = skip_own_block};
@@ -171,7 +178,8 @@ static bool is_short(const epic_allreduce_sum_args *args)
 static void sum_from_headers(sum_call *s)
 {
     exchange *x = s->x;
-    for (int r = 0; r < x->num_ranks; r++) x->rows[r] = x->headers[r]->bytes;
+    for (int r = 0; r < x->num_ranks; r++)
+        x->rows[r] = context_has_member(x->ctx, r) ? x->headers[r]->bytes : NULL;
     sum_add_rows(s, s->args->data, x->rows, s->args->count);
 }
 

@@ -131,12 +131,12 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* The callbacks scatter.is_sent and scatter.is_received (exchange.h). Every rank sends its ids
- * to all ranks. */
-static bool is_always_sent(void *self, int rank, int64_t item)
+/* The callbacks scatter.is_sent and scatter.is_received (exchange.h), which ask whether a rank
+ * sends (receives) the ids of a token. Every member sends its ids to all members. */
+static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
-    (void)self, (void)rank, (void)item;
-    return true;
+    (void)item;
+    return context_has_member(((planning *)self)->x->ctx, rank);
 }
 
 /* Callback scatter.fill_entry: copies the ids of one of this rank's tokens into a ring
@@ -191,8 +191,8 @@ static epic_result exchange_ids(planning *p)
         .self = p,
         .items = p->x->items,
         .split = exchange_split_rows(p->x, true, p->layer.top_k * (int64_t)sizeof(int32_t), 0),
-        .is_sent = is_always_sent,
-        .is_received = is_always_sent,
+        .is_sent = is_sent_by_members,
+        .is_received = is_sent_by_members,
         .fill_entry = fill_ids,
         .read_entry = read_ids,
         .read_own_item = skip_own_ids};
@@ -318,8 +318,9 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)
-        if (exchange_local_field(x, r, LOCAL_NEXT_DISPATCH) !=
-            exchange_local_field(x, x->rank, LOCAL_NEXT_DISPATCH))
+        if (context_has_member(x->ctx, r) &&
+            exchange_local_field(x, r, LOCAL_NEXT_DISPATCH) !=
+                exchange_local_field(x, x->rank, LOCAL_NEXT_DISPATCH))
             return false;
     return true;
 }

@@ -73,6 +73,7 @@ epic_result shared_group_new(epic_group **out, const epic_join *join,
     g->layout = *layout;
     g->rank = join->bootstrap->rank;
     g->num_ranks = layout->num_ranks;
+    seat_set_add_all(&g->members, g->num_ranks);
     g->is_shared_by_processes = is_shared_by_processes;
     g->slice_ns = slice_of(join->config);
     g->timeout_ns = join->config->timeout_ms * INT64_C(1000000);
@@ -96,6 +97,13 @@ bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint
     const shared_segment_header *header = (const shared_segment_header *)segment;
     return header->magic == SEGMENT_MAGIC && header->group_id == group_id &&
            header->segment_bytes == (uint64_t)layout->segment_bytes;
+}
+
+/* Implements epic_transport.set_members. */
+void shared_set_members(epic_group *g, const seat_set *members)
+{
+    g->members = *members;
+    store_relaxed(&g->core_per_rank, 0);
 }
 
 void shared_group_close(epic_group *g)

@@ -43,6 +43,20 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
+/* Resets the counters of the slot for one peer. The counters for a vacant seat show that it has
+ * read every entry and has finished the exchange. So no other code has to skip vacant seats
+ * when it looks for the slowest peer. */
+static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
+                           uint64_t version)
+{
+    shared_peer_counters *counters = &slot->peers[peer];
+    const bool is_vacant = !seat_set_has(&g->members, peer);
+    store_relaxed(&counters->sent, 0);
+    store_relaxed(&counters->dropped, 0);
+    store_relaxed(&counters->broadcast_dropped, is_vacant ? INT64_MAX : 0);
+    if (is_vacant) store_relaxed(&counters->done, version);
+}
+
 /* Writes tag, sequence, operation and op header into this rank's op slot. The version is odd
  * meanwhile. Tag and sequence are stored with release order, so a peer that loads a new one
  * with acquire order also loads the odd version. */
@@ -60,12 +74,7 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
     store_relaxed(&slot->wait.heartbeat_ns, 0);
     store_relaxed(&slot->wait.phase, 0);
     store_relaxed(&slot->broadcast_sent, 0);
-    for (int r = 0; r < g->num_ranks; r++) {
-        shared_peer_counters *counters = &slot->peers[r];
-        store_relaxed(&counters->sent, 0);
-        store_relaxed(&counters->dropped, 0);
-        store_relaxed(&counters->broadcast_dropped, 0);
-    }
+    for (int r = 0; r < g->num_ranks; r++) reset_counters(g, slot, r, version + 2);
     slot->op_header = *header;
     store_ordered(&slot->version, version + 2);
 }

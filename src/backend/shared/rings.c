@@ -114,7 +114,8 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
     *sent = upto;
 }
 
-/* Publishes the entries of the broadcast ring below `upto` and wakes all peers. */
+/* Publishes the entries of the broadcast ring below `upto` and wakes all peers. The link to a
+ * vacant seat has no slot. */
 static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->broadcast_sent) return;
@@ -123,7 +124,7 @@ static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
     count_bytes(g, x, &x->broadcast_sent, upto);
     store_ordered(&x->slot->broadcast_sent, x->broadcast_out.base + upto);
     for (int r = 0; r < g->num_ranks; r++)
-        if (r != g->rank) shared_wake_slot(g, x->links[r].slot);
+        if (r != g->rank && x->links[r].slot) shared_wake_slot(g, x->links[r].slot);
 }
 
 /* Implements epic_transport.send: stores the new count, then wakes the readers. */

@@ -71,6 +71,7 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
+    seat_set members;            /* the seats that have a member; the others are vacant */
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
     int64_t timeout_ns;          /* deadline of the context */
@@ -98,7 +99,8 @@ struct epic_group {
         .entry = shared_entry, .drop = shared_drop, .finish = shared_finish,               \
         .wait = shared_wait_for_change, .look = shared_look_at_peer,                       \
         .any_gone = shared_any_gone, .break_group = shared_break_group,                    \
-        .failure = shared_failure, .bytes_sent = shared_bytes_sent                         \
+        .failure = shared_failure, .set_members = shared_set_members,                      \
+        .bytes_sent = shared_bytes_sent                                                    \
     }
 
 /* Creates this rank's epic_group. `segment` is the shared memory, which the backend unmaps
@@ -149,6 +151,7 @@ void shared_look_at_peer(epic_group *group, int peer, uint64_t tag, uint64_t seq
 bool shared_any_gone(const epic_group *group);
 void shared_break_group(epic_group *group, const epic_failure_info *failure);
 bool shared_failure(epic_group *group, epic_failure_info *out);
+void shared_set_members(epic_group *group, const seat_set *members);
 uint64_t shared_bytes_sent(const epic_group *group);
 
 /* These functions of windows.c implement members of epic_window_transport for the backends

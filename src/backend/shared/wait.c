@@ -74,15 +74,15 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether all ranks together may run on at least one core per rank. All ranks must have
- * published their cores (group.c). */
+/* Returns whether all members together may run on at least as many cores as there are members.
+ * All members must have published their cores (group.c). */
 static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};
     for (int r = 0; r < g->num_ranks; r++)
-        for (int w = 0; w < CORE_WORDS; w++)
+        for (int w = 0; w < CORE_WORDS && seat_set_has(&g->members, r); w++)
             any.words[w] |= load_relaxed(&shared_rank_state_of(g, r)->cores[w]);
-    return cores_count(&any) >= g->num_ranks;
+    return cores_count(&any) >= seat_set_count(&g->members);
 }
 
 static bool has_core_per_rank(epic_group *g)
