@@ -41,7 +41,7 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
                                   const epic_plan_args *args, size_t size)
 {
     TRY(READ_SIZED(a, args, size, "args"));
-    TRY(layer_read(layer, a->layer, sizeof *a->layer, ctx->num_ranks));
+    TRY(layer_read(layer, a->layer, sizeof *a->layer, ctx->num_members));
     layer_choose_order(layer, ctx->num_ranks, context_relays(ctx, a->rank_of_expert));
     a->layer = layer;
     return check_plan_args(ctx, a, layer);
@@ -99,7 +99,7 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
-    TRY(layer_read(out, *layer, sizeof *out, ctx->num_ranks));
+    TRY(layer_read(out, *layer, sizeof *out, ctx->num_members));
     if (!context_relays(ctx, NULL)) layer_choose_order(out, ctx->num_ranks, false);
     *layer = out;
     return EPIC_OK;

@@ -107,7 +107,7 @@ epic_result epic_layer_sizes_v1(epic_context *ctx, const epic_layer *layer, size
     if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
     TRY(context_check(ctx));
     TRY(CHECK_PLACE(out, size));
-    TRY(layer_read(&l, layer, layer_size, ctx->num_ranks));
+    TRY(layer_read(&l, layer, layer_size, ctx->num_members));
     TRY(check_plan_size(&ctx->config, &l, &info.plan_bytes));
     const epic_memory_info memory = context_memory(&ctx->config, ctx->backend);
     const uint32_t ranks = (uint32_t)ctx->num_ranks;
@@ -165,7 +165,7 @@ static epic_result read_host_plan(const void *plan, int64_t plan_bytes, epic_pla
                             .fate_offset = h->fate,
                             .rank_offset = h->rank_to};
     if (h->layer.sum_order == EPIC_TREE) {
-        out->num_leaves = h->layer.leaves / (uint32_t)h->num_ranks;
+        out->num_leaves = h->layer.leaves / (uint32_t)h->num_members;
         out->first_leaf = (uint32_t)view.position_of[h->rank] * out->num_leaves;
     }
     return EPIC_OK;

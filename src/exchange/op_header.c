@@ -176,6 +176,21 @@ void op_header_set_fault(epic_op_header *header, const data_fault *fault)
     memcpy(&header->local[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
 }
 
+/* Returns the error of an expert whose owner is invalid. */
+static epic_result placement_fail(int rank, const int64_t *about, int num_ranks)
+{
+    const long long expert = about[0], owner = about[1];
+    switch (about[2]) {
+    case PLACEMENT_TREE:
+        return epic_fail(EPIC_EINVAL, SENTENCE_TREE_PLACEMENT, rank, expert, owner,
+                         (int)about[3]);
+    case PLACEMENT_VACANT:
+        return epic_fail(EPIC_EINVAL, SENTENCE_VACANT, rank, expert, owner);
+    default:
+        return epic_fail(EPIC_EINVAL, SENTENCE_PLACEMENT, rank, expert, owner, num_ranks - 1);
+    }
+}
+
 static epic_result saved_error(int rank, const int64_t *about)
 {
     static const char *const parts[] = {[SAVED_TOKENS] = "total tokens",
@@ -216,11 +231,7 @@ epic_result op_header_data_error(const epic_op_header *const *headers, int num_r
             return epic_fail(EPIC_EINVAL, SENTENCE_DUPLICATE, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);
         case DATA_PLACEMENT:
-            if (about[1] >= 0 && about[1] < num_ranks)
-                return epic_fail(EPIC_EINVAL, SENTENCE_TREE_PLACEMENT, r, (long long)about[0],
-                                 (long long)about[1], num_ranks);
-            return epic_fail(EPIC_EINVAL, SENTENCE_PLACEMENT, r, (long long)about[0],
-                             (long long)about[1], num_ranks - 1);
+            return placement_fail(r, about, num_ranks);
         case DATA_REPLICAS:
             if (about[0] < 0)
                 return epic_fail(EPIC_EINVAL, SENTENCE_NO_REPLICA, r, (long long)about[1]);

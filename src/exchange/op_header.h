@@ -69,7 +69,8 @@ enum data_error {
     DATA_EXPERT,
     /* A token has an expert twice in a layer with EPIC_DISTINCT. Details: token, k, id. */
     DATA_DUPLICATE,
-    /* An entry of rank_of_expert is invalid. Details: expert, rank. */
+    /* The owner of an expert is invalid. Details: expert, its owner, an enum placement_error,
+     * number of members. */
     DATA_PLACEMENT,
     /* An entry of logical_of_expert is invalid. Details: expert, logical expert, num_logical.
      * Or a logical expert has no replica. Details: -1, logical expert. */

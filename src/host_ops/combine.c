@@ -151,7 +151,7 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
     gathered g;
     gather_slots(c, home, token, &g);
     if (layer->sum_order == EPIC_TREE && !plan_is_flat(&c->plan)) {
-        const int32_t leaves = (int32_t)layer->leaves / c->x->num_ranks;
+        const int32_t leaves = (int32_t)layer->leaves / (int32_t)c->plan.header->num_members;
         if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
         /* The plan is damaged: it places the token's slots on this rank, but their experts in
@@ -310,17 +310,17 @@ static const void *join_subtrees(const combine_call *c, const void *const *at, i
     return out;
 }
 
-/* Writes to `out` the sum of the partials rows[r] of all ranks r (NULL: none), added in a
- * binary tree in which rank r is leaf number plan.position_of[r]. */
+/* Writes to `out` the sum of the partials of all ranks, added in a binary tree. The partial of
+ * rank r is leaf number plan.position_of[r] of the tree. rows[r] is the partial of rank r, or
+ * NULL, also for a vacant seat. */
 static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
-    for (int p = 0; p < c->x->num_ranks; p++)
-        /* If the plan is damaged, position_of may have a number twice. Then the next loop does
-         * not set every element. */
-        at[p] = NULL;
-    for (int r = 0; r < c->x->num_ranks; r++) at[c->plan.position_of[r]] = rows[r];
-    const void *root = join_subtrees(c, at, 0, c->x->num_ranks, 1);
+    const int32_t num_members = (int32_t)c->plan.header->num_members;
+    for (int p = 0; p < num_members; p++) at[p] = NULL;
+    for (int r = 0; r < c->x->num_ranks; r++)
+        if (rows[r]) at[c->plan.position_of[r]] = rows[r];
+    const void *root = join_subtrees(c, at, 0, num_members, 1);
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 

@@ -82,15 +82,19 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     const size_t bytes = layer->num_experts * sizeof *ranks;
     if (ranks) header->common[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
     if (logical) header->common[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
-    const int64_t wrong = layer_find_misplaced(layer, ctx->num_ranks, ranks);
-    const replicas_error error = replicas_check(layer, logical);
-    const data_fault placement = {DATA_PLACEMENT, {wrong, wrong < 0 ? 0 : ranks[wrong]}};
-    const data_fault replicas = {DATA_REPLICAS,
-                                 {error.expert, error.logical, layer->num_logical}};
-    if (wrong >= 0)
-        op_header_set_fault(header, &placement);
-    else if (error.expert >= 0 || error.logical >= 0)
-        op_header_set_fault(header, &replicas);
+    const plan_tables tables = {ranks, logical, context_members(ctx)};
+    uint32_t expert;
+    const placement_error wrong =
+        layer_check_placement(layer, ctx->num_ranks, &tables, &expert);
+    if (wrong) {
+        const int32_t owner = layer_owner_of(layer, ctx->num_ranks, &tables, expert);
+        const data_fault fault = {DATA_PLACEMENT, {expert, owner, wrong, ctx->num_members}};
+        op_header_set_fault(header, &fault);
+        return false;
+    }
+    const replicas_error error = replicas_check(layer, ctx->num_ranks, &tables);
+    const data_fault fault = {DATA_REPLICAS, {error.expert, error.logical, layer->num_logical}};
+    if (error.expert >= 0 || error.logical >= 0) op_header_set_fault(header, &fault);
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
@@ -217,7 +221,7 @@ static void write_counts(planning *p, epic_result result)
     if (args->logical_load) {
         memset(args->logical_load, 0, p->layer.num_logical * sizeof *args->logical_load);
         for (uint32_t e = 0; e < p->layer.num_experts; e++)
-            args->logical_load[q->logical_of[e]] += q->count[e];
+            if (q->logical_of[e] >= 0) args->logical_load[q->logical_of[e]] += q->count[e];
     }
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
@@ -228,7 +232,8 @@ static void write_counts(planning *p, epic_result result)
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
-    plan_tables tables = {.rank_of_expert = p->args->rank_of_expert};
+    plan_tables tables = {.rank_of_expert = p->args->rank_of_expert,
+                          .members = context_members(x->ctx)};
     if (exchange_local_field(x, x->rank, LOCAL_ERROR) == DATA_PLACEMENT)
         tables.rank_of_expert = NULL;
     for (int r = 0; r < x->num_ranks; r++)
@@ -249,7 +254,8 @@ static epic_result make_plan(planning *p)
     exchange *x = p->x;
     for (int r = 0; r < x->num_ranks; r++)
         x->items[r] = exchange_local_field(x, r, LOCAL_TOKENS);
-    const plan_tables tables = {p->args->rank_of_expert, p->args->logical_of_expert};
+    const plan_tables tables = {p->args->rank_of_expert, p->args->logical_of_expert,
+                                context_members(x->ctx)};
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
                   &tables);
     for (int r = 0; r < x->num_ranks; r++)

@@ -79,7 +79,7 @@ static void add_local_replicas(replica_sum *a)
 {
     const plan_header *h = a->plan->header;
     const bool tree = h->layer.sum_order == EPIC_TREE;
-    const int64_t leaves = tree ? h->layer.leaves / (uint32_t)h->num_ranks : 1;
+    const int64_t leaves = tree ? h->layer.leaves / (uint32_t)h->num_members : 1;
     const int64_t first = tree ? a->plan->position_of[h->rank] * leaves : -1;
     for (a->at = 0; a->at < a->count; a->at += CHUNK) {
         const int64_t left = a->count - a->at;
@@ -98,13 +98,14 @@ static void copy_sum_to_replicas(const replica_sum *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* Sets bit i of `several` if logical expert i has more than one replica. */
+/* Sets bit i of `several` if logical expert i has more than one replica on members. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
     uint64_t one[MAX_EXPERTS / 64] = {0};
     for (uint32_t e = 0; layer->num_logical && e < layer->num_experts; e++) {
         const int32_t logical = v->logical_of[e];
+        if (logical < 0) continue;
         const uint64_t bit = (uint64_t)1 << logical % 64;
         several[logical / 64] |= one[logical / 64] & bit;
         one[logical / 64] |= bit;

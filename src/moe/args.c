@@ -210,10 +210,11 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
             EPIC_EINVAL,
             "x.num_rows is %lld: must be 0 to config.max_tokens %lld; open with more",
             (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
-    TRY(moe_read_config(j, &ctx->config, c->moe, sizeof *c->moe, c->x.num_rows));
-    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf per rank. Then
-     * a rank has one block of tokens. moe_read_config() has set the same number for
-     * EPIC_BY_HOSTS, so it need not run again. */
+    TRY(moe_read_config(j, &ctx->config, ctx->num_members, c->moe, sizeof *c->moe,
+                        c->x.num_rows));
+    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf for each rank.
+     * moe_read_config() has already set the number of blocks of this rank to 1, which is then
+     * still correct. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -254,6 +255,7 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                          ranks, experts);
     for (uint32_t r = 0; rank_of_expert && r < ranks; r++) {
         uint32_t count = 0;
+        if (!context_has_member(j->ctx, (int)r)) continue;
         for (uint32_t e = 0; e < experts; e++) count += rank_of_expert[e] == (int32_t)r;
         if (count > most) most = count;
     }

@@ -51,12 +51,12 @@ static epic_result read_invariant(moe_job *j)
 
 /* Copies the caller's structs into *j and checks each one alone. check_shapes() later checks
  * that their shapes match. */
-static epic_result read_configs(moe_job *j, const epic_config *config, const epic_moe *moe,
+static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe *moe,
                                 size_t size)
 {
     TRY(READ_SIZED(&j->moe, moe, size, "moe"));
     const epic_moe *m = &j->moe;
-    TRY(layer_read(&j->layer, m->layer, sizeof *m->layer, (int32_t)config->num_ranks));
+    TRY(layer_read(&j->layer, m->layer, sizeof *m->layer, num_members));
     TRY(READ_SIZED(&j->router, m->router, sizeof *m->router, "moe.router"));
     TRY(READ_SIZED(&j->experts, m->experts, sizeof *m->experts, "moe.experts"));
     j->has_shared = m->shared != NULL;
@@ -261,13 +261,13 @@ static void set_batch(moe_job *j)
     j->deciding_tokens = is_tree ? leaves * j->block : j->block;
 }
 
-/* Reads the configuration of a layer (moe.h). In a float64 layer, EPIC_WEIGHT_EARLY replaces
- * EPIC_WEIGHT_LATE, because combine supports only float32 weights: the experts then multiply by
- * the weights. */
-epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
-                            size_t size, int64_t tokens)
+/* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
+ * EPIC_WEIGHT_EARLY: the experts then multiply by the weights, because combine supports only
+ * float32 weights. */
+epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
+                            const epic_moe *moe, size_t size, int64_t tokens)
 {
-    TRY(read_configs(j, config, moe, size));
+    TRY(read_configs(j, num_members, moe, size));
     j->is_f64 = j->experts.row_type == EPIC_F64;
     j->is_e4m3 = j->experts.weight_type == EPIC_E4M3 && !j->is_f64;
     if (j->is_e4m3) j->experts.weight_type = j->experts.row_type;
@@ -280,7 +280,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_mo
     j->columns = (int64_t)j->router.num_experts + j->router.zero_experts;
     j->top_k = j->layer.top_k;
     j->capacity = j->moe.capacity;
-    j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / config->num_ranks : 1;
+    j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / (uint32_t)num_members : 1;
     j->tokens = tokens;
     TRY(check_options(j));
     /* The ranks compare the caller's coefficients in j->options, even if they are set to 0

@@ -31,7 +31,8 @@ epic_result epic_moe_memory_v1(epic_context *ctx, const epic_config *config, siz
     TRY(CHECK_PLACE(out, size));
     if (!ctx) TRY(config_read_sizes(&c, config, config_size));
     TRY(config_of_query(&c, &j.is_device, ctx, config, config_size));
-    TRY(moe_read_config(&j, &c, moe, moe_size, c.max_tokens));
+    TRY(moe_read_config(&j, &c, ctx ? ctx->num_members : (int32_t)c.num_ranks, moe, moe_size,
+                        c.max_tokens));
     count_memory(&j, &info.saved_bytes, &info.forward_bytes, &info.backward_bytes);
     WRITE_SIZED(out, &info, size);
     return EPIC_OK;

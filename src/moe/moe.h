@@ -161,10 +161,11 @@ typedef struct moe_job {
     epic_const_rows x;
 } moe_job;
 
-/* Reads and checks `moe`, and computes all sizes for `tokens` tokens on this rank. The caller
- * has set j->is_device. Returns EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
-epic_result moe_read_config(moe_job *j, const epic_config *config, const epic_moe *moe,
-                            size_t size, int64_t tokens);
+/* Reads and checks `moe`, and computes all sizes for `tokens` tokens on this rank. num_members
+ * is the number of ranks without the vacant seats. The caller has set j->is_device. Returns
+ * EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
+epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
+                            const epic_moe *moe, size_t size, int64_t tokens);
 
 /* Sets the pointers in j->saved and j->work to buffers at `saved` and `workspace`, and their
  * sizes in j->saved_bytes and j->work_bytes. If the addresses are NULL, only computes the

@@ -14,19 +14,21 @@ static bool is_power_of_two(uint32_t n)
     return n && !(n & (n - 1));
 }
 
-static epic_result check_tree(const epic_layer *l, int32_t num_ranks)
+/* Checks the number of leaves of a layer with EPIC_TREE. */
+static epic_result check_tree(const epic_layer *l, int32_t num_members)
 {
     if (!is_power_of_two(l->leaves))
         return layer_error("leaves", l->leaves,
                            "must be a power of two with EPIC_TREE (0 stands for num_ranks)");
     if (l->num_experts % l->leaves)
         return layer_error("leaves", l->leaves, "must divide num_experts");
-    if (l->leaves % (uint32_t)num_ranks)
+    if (l->leaves % (uint32_t)num_members)
         return layer_error("leaves", l->leaves, "must be a multiple of num_ranks");
     return EPIC_OK;
 }
 
-epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, int32_t num_ranks)
+epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
+                       int32_t num_members)
 {
     TRY(READ_SIZED(out, layer, size, "layer"));
     if (out->num_experts < 1 || out->num_experts > MAX_EXPERTS)
@@ -63,8 +65,8 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size, in
         return layer_error("flags", out->flags, "must be 0 or EPIC_DISTINCT");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (out->sum_order != EPIC_TREE) return EPIC_OK;
-    if (!out->leaves) out->leaves = (uint32_t)num_ranks;
-    return check_tree(out, num_ranks);
+    if (!out->leaves) out->leaves = (uint32_t)num_members;
+    return check_tree(out, num_members);
 }
 
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed)
@@ -78,21 +80,44 @@ void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed)
         *layer = tree;
 }
 
-int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
-                             const int32_t *rank_of_expert)
+int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
+                       uint32_t expert)
 {
-    if (!rank_of_expert) return -1;
-    const uint32_t block = layer->num_experts / (uint32_t)num_ranks;
+    const uint32_t ranks = (uint32_t)num_ranks;
+    if (tables->rank_of_expert) return tables->rank_of_expert[expert];
+    return (int32_t)(expert / ((layer->num_experts + ranks - 1) / ranks));
+}
+
+/* Checks the placement of expert e with EPIC_TREE. e must be on the same rank as the first
+ * expert of its block, and no expert of an earlier block may be on that rank. */
+static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
+                            const plan_tables *tables, uint32_t e)
+{
+    const int32_t num_members = tables->members ? seat_set_count(tables->members) : num_ranks;
+    const uint32_t block = layer->num_experts / (uint32_t)num_members, first = e - e % block;
+    const int32_t rank = layer_owner_of(layer, num_ranks, tables, e);
+    if (layer_owner_of(layer, num_ranks, tables, first) != rank) return false;
+    for (uint32_t f = e % block ? e : 0; f < first; f += block)
+        if (layer_owner_of(layer, num_ranks, tables, f) == rank) return false;
+    return true;
+}
+
+placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
+                                      const plan_tables *tables, uint32_t *expert)
+{
+    const bool is_tree = layer->sum_order == EPIC_TREE;
+    const seat_set *members = tables->members;
+    if (!tables->rank_of_expert && !members) return PLACEMENT_OK;
     for (uint32_t e = 0; e < layer->num_experts; e++) {
-        const int32_t rank = rank_of_expert[e];
-        if (rank < 0 || rank >= num_ranks) return e;
-        if (layer->sum_order != EPIC_TREE) continue;
-        /* With EPIC_TREE each rank owns exactly one block of experts. So e must be on the same
-         * rank as the first expert of its block, and no earlier block may be on this rank. */
-        const uint32_t first = e - e % block;
-        if (rank_of_expert[first] != rank) return e;
-        for (uint32_t f = e % block ? e : 0; f < first; f += block)
-            if (rank_of_expert[f] == rank) return e;
+        const int32_t rank = tables->rank_of_expert
+                                 ? tables->rank_of_expert[e]
+                                 : layer_owner_of(layer, num_ranks, tables, e);
+        *expert = e;
+        if (rank < 0 || rank >= num_ranks) return PLACEMENT_NO_RANK;
+        const bool is_vacant = members && !seat_set_has(members, rank);
+        if (is_vacant && !is_tree && !layer->num_logical) return PLACEMENT_VACANT;
+        if (is_tree && (is_vacant || !is_in_own_block(layer, num_ranks, tables, e)))
+            return PLACEMENT_TREE;
     }
-    return -1;
+    return PLACEMENT_OK;
 }

@@ -85,12 +85,15 @@ plan_view plan_view_of(const void *plan)
     };
 }
 
-/* Returns the largest number of experts on one rank. `count` [num_ranks] is scratch memory. */
+/* Returns the largest number of experts on one member. members is NULL if every rank is a
+ * member. `count` [num_ranks] is scratch memory. */
 static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int32_t num_ranks,
-                                    const int32_t *owner)
+                                    const int32_t *owner, const seat_set *members)
 {
     int32_t most = 0;
     memset(count, 0, (size_t)num_ranks * sizeof *count);
+    for (int32_t r = 0; members && r < num_ranks; r++)
+        if (!seat_set_has(members, r)) count[r] = INT32_MIN; /* its experts do not count */
     for (uint32_t e = 0; e < layer->num_experts; e++)
         if (++count[owner[e]] > most) most = count[owner[e]];
     return most;
@@ -142,6 +145,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
                      .num_tokens = tokens_of[rank],
                      .rank = rank,
                      .num_ranks = num_ranks,
+                     .num_members =
+                         tables->members ? seat_set_count(tables->members) : num_ranks,
                      .layer = *layer};
     for (int32_t r = 0; r < num_ranks; r++) h.total_tokens += tokens_of[r];
     *p = (planner){.bytes = plan, .header = plan};
@@ -152,7 +157,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
     for (uint32_t e = 0, r = 0; e < layer->num_experts && !tables->rank_of_expert; r++)
         for (uint32_t end = e + block; e < end && e < layer->num_experts; e++)
             p->owner[e] = (int32_t)r;
-    h.num_local = max_experts_per_rank(p->used_slots, layer, num_ranks, p->owner);
+    h.num_local =
+        max_experts_per_rank(p->used_slots, layer, num_ranks, p->owner, tables->members);
     plan_layout(&h);
     /* also clears the padding between arrays, so that equal plans have equal bytes */
     memset(plan, 0, (size_t)h.fate);
@@ -165,6 +171,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
     if (tables->logical_of_expert)
         memcpy(p->logical_of, tables->logical_of_expert,
                layer->num_experts * sizeof *p->logical_of);
+    for (uint32_t e = 0; tables->members && layer->num_logical && e < layer->num_experts; e++)
+        if (!seat_set_has(tables->members, p->owner[e])) p->logical_of[e] = -1;
 }
 
 /* Returns the checksum of the arrays. */
@@ -279,9 +287,9 @@ static bool are_ranges_valid(const plan_view *v)
     const bool flat = h->layer.layout == EPIC_FLAT;
     return are_tokens_valid(v) && are_slabs_valid(v) &&
            are_all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
-           are_all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, 0,
+           are_all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, -1,
                           (int64_t)h->layer.num_logical - 1) &&
-           are_all_within(v->position_of, h->num_ranks, 0, h->num_ranks - 1) &&
+           are_all_within(v->position_of, h->num_ranks, 0, h->num_members - 1) &&
            are_all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
            are_all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
            are_all_within(v->slot_or_expert, h->total_tokens * k, -1,
@@ -295,8 +303,8 @@ static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;
     if (h->num_ranks < 1 || h->num_ranks > 65536 || h->rank < 0 || h->rank >= h->num_ranks ||
-        h->layer.sum_order > EPIC_TREE ||
-        layer_read(&layer, &h->layer, sizeof layer, h->num_ranks) != EPIC_OK ||
+        h->num_members < 1 || h->num_members > h->num_ranks || h->layer.sum_order > EPIC_TREE ||
+        layer_read(&layer, &h->layer, sizeof layer, (int32_t)h->num_members) != EPIC_OK ||
         memcmp(&layer, &h->layer, sizeof layer) != 0)
         return false;
     if (h->num_tokens < 0 || h->total_tokens < h->num_tokens || h->total_tokens > INT32_MAX ||

@@ -8,10 +8,11 @@
  *   tokens_of    [num_ranks]      number of tokens of each rank
  *   base_of      [num_ranks + 1]  tokens of all lower ranks: the number of a rank's first token
  *   expert_of    [num_local]      global id of each local expert; -1: no expert
- *   logical_of   [num_experts]    replicas only: logical expert of each expert
+ *   logical_of   [num_experts]    replicas only: logical expert of each expert; -1: the expert
+ *                                 is on a vacant seat
  *   slab_begin   [num_local + 1]  first slot of each slab; FLAT: all 0
  *   slab_count   [num_local]      choices in each slab, without padding
- *   position_of  [num_ranks]      EPIC_TREE only: position of each rank's experts in the tree
+ *   position_of  [num_ranks]      EPIC_TREE only: position of each member's experts in the tree
  *
  * Arrays that this rank uses as the home rank of its own tokens:
  *
@@ -30,6 +31,7 @@
 
 #include <stdbool.h>
 
+#include "backend/seat_set.h"
 #include "epic/epic.h"
 
 #define MAX_TOP_K 64
@@ -51,11 +53,13 @@ typedef struct plan_header {
     /* numbers of this rank's own choices that have a slot, have no expert, or were dropped, by
      * the reason */
     int64_t num_kept, num_none, num_expert_full, num_rank_full;
+    int64_t num_members; /* number of ranks that are members of the group */
     /* The offsets of the arrays in bytes from the header. */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
     int64_t fate, rank_to, slot_or_expert, row_of;
-    int32_t rank, num_ranks, num_local; /* num_local: largest number of experts on one rank */
+    /* num_local: largest number of experts on one member */
+    int32_t rank, num_ranks, num_local;
     /* The epic_result of the planning. If it is an error, the plan has no slots. */
     uint32_t result;
     epic_layer layer; /* with defaults filled in */
@@ -89,9 +93,10 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
 /* Copies the caller's layer of `size` bytes to *out, fills in its defaults and checks it.
- * Returns EPIC_OK or EPIC_EINVAL. */
+ * num_members is the number of ranks without the vacant seats: with EPIC_TREE each member owns
+ * the same number of leaves. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
-                       int32_t num_ranks);
+                       int32_t num_members);
 
 /* Replaces the sum order EPIC_BY_HOSTS: by EPIC_TREE with one leaf per rank if `relayed` is
  * true and the number of ranks is a power of two that divides the number of experts, otherwise
@@ -163,11 +168,31 @@ typedef struct planner {
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
 } planner;
 
-/* Returns the first expert whose entry in rank_of_expert is invalid, or -1. NULL is valid: each
- * rank then owns a contiguous block of experts. With EPIC_TREE the experts form num_ranks
- * blocks of equal size, and each rank must own exactly one of them. */
-int64_t layer_find_misplaced(const epic_layer *layer, int32_t num_ranks,
-                             const int32_t *rank_of_expert);
+/* The tables among the arguments of epic_plan, and the members of the group. */
+typedef struct plan_tables {
+    const int32_t *rank_of_expert;    /* NULL: each rank owns a contiguous block of experts */
+    const int32_t *logical_of_expert; /* NULL: no replicas */
+    const seat_set *members;          /* NULL: every rank is a member */
+} plan_tables;
+
+/* Returns the rank that owns an expert, or another number if rank_of_expert is invalid. */
+int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
+                       uint32_t expert);
+
+/* What is wrong with the placement of an expert. */
+typedef enum placement_error {
+    PLACEMENT_OK,
+    PLACEMENT_NO_RANK, /* the owner is no rank */
+    PLACEMENT_TREE,    /* EPIC_TREE: the owner does not own one whole block */
+    PLACEMENT_VACANT   /* the owner is a vacant seat */
+} placement_error;
+
+/* Checks rank_of_expert. Sets *expert to the first expert whose owner is invalid, and returns
+ * the error. If rank_of_expert is NULL and every rank is a member, it is valid. With EPIC_TREE
+ * the experts form num_members blocks of equal size, and each member must own exactly one of
+ * these blocks. Experts without replicas must have a member as owner. */
+placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
+                                      const plan_tables *tables, uint32_t *expert);
 
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
@@ -177,14 +202,10 @@ typedef struct replicas_error {
     int64_t logical;
 } replicas_error;
 
-/* Checks a table of replicas, which may be NULL. Returns its first error. */
-replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of_expert);
-
-/* The tables among the arguments of epic_plan. */
-typedef struct plan_tables {
-    const int32_t *rank_of_expert;    /* NULL: each rank owns a contiguous block of experts */
-    const int32_t *logical_of_expert; /* NULL: no replicas */
-} plan_tables;
+/* Checks the table of replicas, which may be NULL. Returns its first error. Each logical expert
+ * must have a replica on a member. The placement of the experts must be valid. */
+replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
+                              const plan_tables *tables);
 
 /* Begins a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
  * [num_ranks] is the number of tokens of each rank. Fills in the header, the pointers of *p,
@@ -192,7 +213,7 @@ typedef struct plan_tables {
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
-/* Replaces the logical expert of each choice in p->ids by one of its replicas. */
+/* Replaces the logical expert of each choice in p->ids by one of its replicas on members. */
 void planner_choose_replicas(planner *p);
 
 /* Sets p->expert_quota[e], the number of choices that expert e may keep within expert_capacity.

@@ -26,7 +26,7 @@ static void count_choices(planner *p)
 }
 
 /* Numbers the experts of each rank by ascending global id. With EPIC_TREE, also sets
- * position_of: the position of each rank's experts in the tree. */
+ * position_of: the position of each member's experts in the tree. */
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
@@ -39,8 +39,8 @@ static void number_experts(planner *p)
         if (p->owner[e] == h->rank) p->expert_of[p->local[e]] = (int32_t)e;
     }
     if (h->layer.sum_order != EPIC_TREE) return;
-    const uint32_t block = h->layer.num_experts / (uint32_t)h->num_ranks;
-    for (int32_t position = 0; position < h->num_ranks; position++)
+    const uint32_t block = h->layer.num_experts / (uint32_t)h->num_members;
+    for (int32_t position = 0; position < h->num_members; position++)
         p->position_of[p->owner[(uint32_t)position * block]] = position;
 }
 

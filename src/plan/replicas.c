@@ -5,16 +5,21 @@
 
 #include "plan/plan.h"
 
-replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of_expert)
+replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
+                              const plan_tables *tables)
 {
     uint64_t has[MAX_EXPERTS / 64];
     const uint32_t num_logical = layer->num_logical;
+    const int32_t *logical_of_expert = tables->logical_of_expert;
+    const seat_set *members = tables->members;
     if (!logical_of_expert) return (replicas_error){-1, -1};
     memset(has, 0, sizeof has);
     for (uint32_t e = 0; e < layer->num_experts; e++) {
         const int32_t logical = logical_of_expert[e];
         if (logical < 0 || (uint32_t)logical >= num_logical)
             return (replicas_error){e, logical};
+        if (members && !seat_set_has(members, layer_owner_of(layer, num_ranks, tables, e)))
+            continue;
         has[logical / 64] |= (uint64_t)1 << logical % 64;
     }
     for (uint32_t l = 0; l < num_logical; l++)
@@ -22,10 +27,11 @@ replicas_error replicas_check(const epic_layer *layer, const int32_t *logical_of
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a circular list, which distributes its choices
- * in rotation. turn[logical] becomes the replica for the next choice of `logical`, and
- * after[expert] the replica that follows `expert`. Both arrays are parts of the planner's
- * workspace that are not in use yet. */
+/* Links the replicas of each logical expert in a circular list, so that the choices of the
+ * logical expert go to its replicas one after the other. Leaves out the replicas on vacant
+ * seats. Sets turn[logical] to the replica for
+ * the next choice of `logical`, and after[expert] to the replica that follows `expert` in its
+ * list. Both arrays are parts of the planner's workspace that are not in use yet. */
 static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
@@ -33,6 +39,7 @@ static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
     memset(turn, 0xff, layer->num_logical * sizeof *turn);
     for (int32_t e = (int32_t)layer->num_experts - 1; e >= 0; e--) {
         const int32_t logical = p->logical_of[e];
+        if (logical < 0) continue;
         if (turn[logical] < 0) last[logical] = e;
         after[e] = turn[logical];
         turn[logical] = e;
@@ -69,9 +76,12 @@ void planner_deal_capacity(planner *p)
     if (!layer->num_logical || !capacity) return;
     memset(replicas, 0, layer->num_logical * sizeof *replicas);
     memset(seen, 0, layer->num_logical * sizeof *seen);
-    for (uint32_t e = 0; e < layer->num_experts; e++) replicas[p->logical_of[e]]++;
+    for (uint32_t e = 0; e < layer->num_experts; e++)
+        if (p->logical_of[e] >= 0) replicas[p->logical_of[e]]++;
     for (uint32_t e = 0; e < layer->num_experts; e++) {
-        const int32_t logical = p->logical_of[e], r = replicas[logical];
+        const int32_t logical = p->logical_of[e];
+        if (logical < 0) continue;
+        const int32_t r = replicas[logical];
         p->expert_quota[e] = (int32_t)(((int64_t)capacity + r - 1 - seen[logical]++) / r);
     }
 }

@@ -20,6 +20,10 @@
     "rank_of_expert: rank %d, expert %lld has owner %lld: with EPIC_TREE each rank must own " \
     "one of the %d equal blocks of experts"
 
+#define SENTENCE_VACANT /* arguments: rank, expert, its owner */                               \
+    "rank_of_expert: rank %d, expert %lld has owner %lld: must be a member of the group, but " \
+    "this seat is vacant"
+
 #define SENTENCE_REPLICA /* arguments: rank, expert, logical expert, num_logical */   \
     "logical_of_expert: rank %d, expert %lld has logical expert %lld: must be below " \
     "num_logical %lld and not negative"
