@@ -185,7 +185,10 @@ typedef enum epic_flag {
      * tokens or on the layout of the group (epic_moe_forward).  epic_experts.flags: the bits of
      * a row of y and d_x depend only on its row of x, its weight and the weights of its
      * expert. */
-    EPIC_INVARIANT = 1024
+    EPIC_INVARIANT = 1024,
+    /* epic_layer.flags, on host contexts: the choices of an absent expert are dropped.  Without
+     * this flag, absent experts are a class (b) error in epic_plan (epic_layer). */
+    EPIC_DROP_ABSENT = 2048
 } epic_flag;
 
 /* A contiguous matrix of rows of bytes that a call may write.  {NULL, 0, 0} is a matrix without
@@ -511,8 +514,12 @@ typedef enum epic_priority {
  *
  * Replicas.  Some experts can be copies of each other, so that they share the work of a busy
  * expert.  Expert ids then name *logical experts*, of which there are num_logical.
- * logical_of_expert maps each expert to the logical expert that it is a replica of.  Each
- * logical expert has at least one replica.
+ * logical_of_expert maps each expert to the logical expert that it is a replica of.  On host
+ * contexts, an expert may be a replica of no logical expert (EPIC_ABSENT).  It gets no choices.
+ *
+ * A logical expert without a replica is *absent*.  With EPIC_DROP_ABSENT its choices are
+ * dropped, and their fate is EPIC_FATE_ABSENT.  Without this flag each logical expert must have
+ * a replica.
  *
  * The choices of a logical expert go to its replicas in turn.  The choices of the logical
  * expert are numbered in the order (source rank, token, k), and its replicas in the order of
@@ -540,8 +547,11 @@ typedef struct epic_layer {
     /* epic_type of the partial sums that are sent back: EPIC_F32 or the type of the
      * rows; 0: the type of the rows */
     uint32_t partial_type;
-    uint32_t flags; /* 0 or EPIC_DISTINCT */
+    uint32_t flags; /* EPIC_DISTINCT, EPIC_DROP_ABSENT */
 } epic_layer;
+
+/* Value of logical_of_expert: the expert is a replica of no logical expert. */
+#define EPIC_ABSENT (-1)
 
 /* Sizes that depend on a layer and an open context. */
 typedef struct epic_layer_info {
@@ -1818,6 +1828,7 @@ static inline epic_result epic_memory(const epic_config *config, const epic_laye
 #define EPIC_FATE_NONE (-1)        /* no expert was chosen */
 #define EPIC_FATE_EXPERT_FULL (-2) /* dropped: more than expert_capacity */
 #define EPIC_FATE_RANK_FULL (-3)   /* dropped: more than the rank's capacity */
+#define EPIC_FATE_ABSENT (-4)      /* dropped: the expert is absent */
 
 /* The properties of a plan, read from its bytes. */
 typedef struct epic_plan_info {
@@ -1825,9 +1836,9 @@ typedef struct epic_plan_info {
     int64_t num_tokens; /* number of tokens of this rank */
     int64_t num_slots;  /* number of slots in use on this rank, with padding */
     int64_t capacity;   /* the capacity that was passed to epic_plan, or its smaller limit */
-    int64_t num_kept;   /* num_kept, num_none, num_expert_full and num_rank_full: number of
-                           choices of this rank's tokens with this fate.  Together they are
-                           num_tokens * top_k */
+    int64_t num_kept;   /* num_kept, num_none, num_expert_full, num_rank_full and num_absent:
+                           number of choices of this rank's tokens with this fate.  Together
+                           they are num_tokens * top_k */
     int64_t num_none;
     int64_t num_expert_full;
     int64_t num_rank_full;
@@ -1841,8 +1852,10 @@ typedef struct epic_plan_info {
                              top_k]: the slot on the rank that owns the expert, or an
                              EPIC_FATE value */
     int64_t rank_offset;  /* offset in bytes of an array in the plan, int32 [num_tokens,
-                             top_k]: the rank that owns the expert, or -1 for no expert; on
-                             CUDA contexts also -1 for a dropped choice */
+                             top_k]: the rank that owns the expert, or -1 for no expert and
+                             for an absent one; on CUDA contexts also -1 for every other
+                             dropped choice */
+    int64_t num_absent;
 } epic_plan_info;
 
 /* Reads the properties of a plan.  The plan must be finished: synchronize its stream first.

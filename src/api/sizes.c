@@ -160,6 +160,7 @@ static epic_result read_host_plan(const void *plan, int64_t plan_bytes, epic_pla
                             .num_none = h->num_none,
                             .num_expert_full = h->num_expert_full,
                             .num_rank_full = h->num_rank_full,
+                            .num_absent = h->num_absent,
                             .result = h->result,
                             .num_local_experts = (uint32_t)h->num_local,
                             .fate_offset = h->fate,

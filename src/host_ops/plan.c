@@ -217,18 +217,29 @@ static void write_counts(planning *p, epic_result result)
         if (args->expert_rows) args->expert_rows[l] = result ? 0 : padded;
         if (args->expert_tokens) args->expert_tokens[l] = result ? 0 : q->slab_count[l];
     }
-    if (args->load) memcpy(args->load, q->count, p->layer.num_experts * sizeof *args->load);
-    if (args->logical_load) {
-        memset(args->logical_load, 0, p->layer.num_logical * sizeof *args->logical_load);
-        for (uint32_t e = 0; e < p->layer.num_experts; e++)
-            if (q->logical_of[e] >= 0) args->logical_load[q->logical_of[e]] += q->count[e];
-    }
+    for (uint32_t e = 0; args->load && e < p->layer.num_experts; e++)
+        args->load[e] += q->count[e];
+    for (uint32_t e = 0; args->logical_load && e < p->layer.num_experts; e++)
+        if (q->logical_of[e] >= 0) args->logical_load[q->logical_of[e]] += q->count[e];
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Makes a plan without slots, after an error in the data of any rank. It still needs a
- * placement, which determines the lengths of the caller's output arrays: rank_of_expert or, if
- * the error is in that table, the default. */
+/* Zeroes the outputs `load` and `logical_load`. The planner counts the choices of absent experts
+ * in the one whose elements the ids name. write_counts() adds the other choices. */
+static void clear_loads(planning *p)
+{
+    const epic_plan_args *args = p->args;
+    const epic_layer *layer = &p->layer;
+    if (args->load) memset(args->load, 0, layer->num_experts * sizeof *args->load);
+    if (args->logical_load)
+        memset(args->logical_load, 0, layer->num_logical * sizeof *args->logical_load);
+    p->planner.absent_load = layer->num_logical ? args->logical_load : args->load;
+}
+
+/* Makes a plan without slots, after an error in the data of any rank. The lengths of the
+ * caller's output arrays depend on the placement of the experts, so the plan still needs a
+ * placement: the one in this rank's rank_of_expert. If the error of this rank is in that table,
+ * the plan uses the default placement. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -243,6 +254,7 @@ static void make_empty_plan(planning *p)
     const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
     for (int64_t i = 0; i < choices; i++) p->planner.ids[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
+    clear_loads(p);
     planner_finish(&p->planner);
     p->planner.header->capacity = exchange_local_field(x, x->rank, LOCAL_CAPACITY);
     write_counts(p, EPIC_EINVAL);
@@ -261,6 +273,7 @@ static epic_result make_plan(planning *p)
     for (int r = 0; r < x->num_ranks; r++)
         p->planner.capacity[r] = exchange_local_field(x, r, LOCAL_CAPACITY);
     TRY(exchange_ids(p));
+    clear_loads(p);
     const epic_result result = planner_finish(&p->planner);
     write_counts(p, result);
     return result;

@@ -61,8 +61,9 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
     if (out->partial_type != EPIC_BYTES && out->partial_type != EPIC_F32)
         return layer_error("partial_type", out->partial_type,
                            "must be 0 (the rows' type) or EPIC_F32");
-    if (out->flags & ~(uint32_t)EPIC_DISTINCT)
-        return layer_error("flags", out->flags, "must be 0 or EPIC_DISTINCT");
+    if (out->flags & ~(uint32_t)(EPIC_DISTINCT | EPIC_DROP_ABSENT))
+        return layer_error("flags", out->flags,
+                           "must have no bits other than EPIC_DISTINCT and EPIC_DROP_ABSENT");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (out->sum_order != EPIC_TREE) return EPIC_OK;
     if (!out->leaves) out->leaves = (uint32_t)num_members;
@@ -106,6 +107,7 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
                                       const plan_tables *tables, uint32_t *expert)
 {
     const bool is_tree = layer->sum_order == EPIC_TREE;
+    const bool may_be_absent = layer->num_logical || layer->flags & EPIC_DROP_ABSENT;
     const seat_set *members = tables->members;
     if (!tables->rank_of_expert && !members) return PLACEMENT_OK;
     for (uint32_t e = 0; e < layer->num_experts; e++) {
@@ -115,7 +117,7 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
         *expert = e;
         if (rank < 0 || rank >= num_ranks) return PLACEMENT_NO_RANK;
         const bool is_vacant = members && !seat_set_has(members, rank);
-        if (is_vacant && !is_tree && !layer->num_logical) return PLACEMENT_VACANT;
+        if (is_vacant && !is_tree && !may_be_absent) return PLACEMENT_VACANT;
         if (is_tree && (is_vacant || !is_in_own_block(layer, num_ranks, tables, e)))
             return PLACEMENT_TREE;
     }

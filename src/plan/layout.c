@@ -149,7 +149,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
                          tables->members ? seat_set_count(tables->members) : num_ranks,
                      .layer = *layer};
     for (int32_t r = 0; r < num_ranks; r++) h.total_tokens += tokens_of[r];
-    *p = (planner){.bytes = plan, .header = plan};
+    *p = (planner){.bytes = plan, .header = plan, .members = tables->members};
     locate_workspace(p, &h);
     const uint32_t block = (layer->num_experts + (uint32_t)num_ranks - 1) / (uint32_t)num_ranks;
     if (tables->rank_of_expert)
@@ -172,7 +172,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
         memcpy(p->logical_of, tables->logical_of_expert,
                layer->num_experts * sizeof *p->logical_of);
     for (uint32_t e = 0; tables->members && layer->num_logical && e < layer->num_experts; e++)
-        if (!seat_set_has(tables->members, p->owner[e])) p->logical_of[e] = -1;
+        if (!seat_set_has(tables->members, p->owner[e])) p->logical_of[e] = EPIC_ABSENT;
 }
 
 /* Returns the checksum of the arrays. */
@@ -287,10 +287,10 @@ static bool are_ranges_valid(const plan_view *v)
     const bool flat = h->layer.layout == EPIC_FLAT;
     return are_tokens_valid(v) && are_slabs_valid(v) &&
            are_all_within(v->expert_of, h->num_local, -1, (int64_t)h->layer.num_experts - 1) &&
-           are_all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0, -1,
-                          (int64_t)h->layer.num_logical - 1) &&
+           are_all_within(v->logical_of, h->layer.num_logical ? h->layer.num_experts : 0,
+                          EPIC_ABSENT, (int64_t)h->layer.num_logical - 1) &&
            are_all_within(v->position_of, h->num_ranks, 0, h->num_members - 1) &&
-           are_all_within(v->fate, h->num_tokens * k, EPIC_FATE_RANK_FULL, INT32_MAX) &&
+           are_all_within(v->fate, h->num_tokens * k, EPIC_FATE_ABSENT, INT32_MAX) &&
            are_all_within(v->rank_to, h->num_tokens * k, -1, h->num_ranks - 1) &&
            are_all_within(v->slot_or_expert, h->total_tokens * k, -1,
                           (flat ? h->num_local : h->num_slots) - 1) &&

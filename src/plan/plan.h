@@ -8,8 +8,8 @@
  *   tokens_of    [num_ranks]      number of tokens of each rank
  *   base_of      [num_ranks + 1]  tokens of all lower ranks: the number of a rank's first token
  *   expert_of    [num_local]      global id of each local expert; -1: no expert
- *   logical_of   [num_experts]    replicas only: logical expert of each expert; -1: the expert
- *                                 is on a vacant seat
+ *   logical_of   [num_experts]    replicas only: logical expert of each expert; EPIC_ABSENT:
+ *                                 none, or the expert is on a vacant seat
  *   slab_begin   [num_local + 1]  first slot of each slab; FLAT: all 0
  *   slab_count   [num_local]      choices in each slab, without padding
  *   position_of  [num_ranks]      EPIC_TREE only: position of each member's experts in the tree
@@ -17,7 +17,8 @@
  * Arrays that this rank uses as the home rank of its own tokens:
  *
  *   fate         [num_tokens, top_k]  slot on the rank of the expert, or an EPIC_FATE value
- *   rank_to      [num_tokens, top_k]  rank of the expert; -1: the choice has no expert
+ *   rank_to      [num_tokens, top_k]  rank of the expert; -1: the choice has no expert, or its
+ *                                     expert is absent
  *
  * Arrays that this rank uses as the owner of experts, for the tokens of all ranks:
  *
@@ -50,9 +51,9 @@ typedef struct plan_header {
      * this rank's receive buffer. demand: number of slots that this rank would need if no
      * choice were dropped. */
     int64_t num_slots, capacity, demand;
-    /* numbers of this rank's own choices that have a slot, have no expert, or were dropped, by
-     * the reason */
-    int64_t num_kept, num_none, num_expert_full, num_rank_full;
+    /* How many of this rank's own choices have a slot, have no expert, or were dropped, by the
+     * reason. */
+    int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
     /* The offsets of the arrays in bytes from the header. */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
@@ -139,9 +140,14 @@ typedef struct planner {
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
     int32_t *fate, *rank_to, *row_of;
-    /* [all tokens, top_k] the plan's array slot_or_expert. First it contains the expert ids.
-     * place_choices() replaces them by slots (FLAT: by local experts). */
+    /* [all tokens, top_k] the plan's array slot_or_expert. While the plan is made, it first
+     * contains the expert ids. A negative id is the fate of the choice: EPIC_FATE_NONE or
+     * EPIC_FATE_ABSENT. place_choices() replaces the ids by slots (FLAT: by local experts). */
     int32_t *ids;
+    const seat_set *members; /* NULL: every rank is a member */
+    /* [number of ids] Here planner_finish() adds the number of choices of each absent expert
+     * (with replicas: logical expert). NULL: they are not counted. */
+    int32_t *absent_load;
     /* The arrays from here on are in the planner's workspace. */
     int32_t *count; /* [num_experts] number of choices of each expert in the whole group */
     int32_t *owner; /* [num_experts] rank of each expert */
@@ -190,7 +196,8 @@ typedef enum placement_error {
 /* Checks rank_of_expert. Sets *expert to the first expert whose owner is invalid, and returns
  * the error. If rank_of_expert is NULL and every rank is a member, it is valid. With EPIC_TREE
  * the experts form num_members blocks of equal size, and each member must own exactly one of
- * these blocks. Experts without replicas must have a member as owner. */
+ * these blocks. In a layer without replicas and without EPIC_DROP_ABSENT, the owner of each
+ * expert must be a member. */
 placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
                                       const plan_tables *tables, uint32_t *expert);
 
@@ -202,8 +209,9 @@ typedef struct replicas_error {
     int64_t logical;
 } replicas_error;
 
-/* Checks the table of replicas, which may be NULL. Returns its first error. Each logical expert
- * must have a replica on a member. The placement of the experts must be valid. */
+/* Checks the table of replicas, which may be NULL. Returns its first error. Without
+ * EPIC_DROP_ABSENT each logical expert must have a replica on a member. The placement of the
+ * experts must be valid. */
 replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
                               const plan_tables *tables);
 
@@ -213,17 +221,19 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
-/* Replaces the logical expert of each choice in p->ids by one of its replicas on members. */
+/* Replaces the logical expert of each choice in p->ids by one of its replicas on members. If its
+ * expert is absent, replaces the id by EPIC_FATE_ABSENT. An expert is absent if it has no
+ * member as owner. A logical expert is absent if it has no replica that a member owns. */
 void planner_choose_replicas(planner *p);
 
 /* Sets p->expert_quota[e], the number of choices that expert e may keep within expert_capacity.
  * The replicas of a logical expert share its expert_capacity. */
 void planner_deal_capacity(planner *p);
 
-/* Decides where every choice goes. The caller has set p->owner, p->logical_of, p->capacity, and
- * in p->ids the expert ids of the choices of all ranks (negative: no expert). If a rank has too
- * few slots, returns EPIC_EOVERFLOW, with a sentence that names the lowest such rank. The plan
- * is then complete but has no slots. */
+/* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
+ * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity and
+ * p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW, and the error sentence names the
+ * lowest such rank. The plan is then complete but has no slots. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

@@ -3,12 +3,13 @@
  * compute the same plan from the same ids, so no rank has to send its result. A choice is a
  * pair (token, k).
  *
- *   1. Replace each logical expert by one of its replicas.
- *   2. Count the choices of each expert.
- *   3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
- *   4. Place the slabs: compute the first slot of each slab.
- *   5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k).
- */
+ * All ranks compute the same plan from the same ids, so no rank has to send its result. A
+ * choice is a pair (token, k). The steps are:
+ * 1. Replace each logical expert by one of its replicas, and drop choices of absent experts.
+ * 2. Count the choices of each expert.
+ * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
+ * 4. Place the slabs: compute the first slot of each slab.
+ * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k). */
 #include <string.h>
 
 #include "base/error.h"
@@ -252,7 +253,7 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
         c->rank[k] = -1;
-        c->slot[k] = EPIC_FATE_NONE;
+        c->slot[k] = ids[k]; /* the fate, if it is negative */
         if (ids[k] < 0) continue;
         const int32_t e = ids[k] & ID_BITS, position = p->next[e];
         c->rank[k] = p->owner[e];
@@ -356,12 +357,13 @@ static void place_all_kept(planner *p)
     place_all_kept_foreign(p, first_free, 0, begin);
     for (int64_t i = 0; i < count; i++) {
         const int32_t e = p->ids[begin + i], slot = next_free_slot(first_free, e);
-        p->fate[i] = e < 0 ? EPIC_FATE_NONE : slot;
+        p->fate[i] = e < 0 ? e : slot;
         p->rank_to[i] = e < 0 ? -1 : p->owner[e];
         p->ids[begin + i] = slot_if_local(p, e, slot);
         h->num_none += e < 0;
     }
     h->num_kept = count - h->num_none;
+    h->num_none -= h->num_absent;
     place_all_kept_foreign(p, first_free, begin + count, h->total_tokens * k);
 }
 

@@ -16,23 +16,25 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
     memset(has, 0, sizeof has);
     for (uint32_t e = 0; e < layer->num_experts; e++) {
         const int32_t logical = logical_of_expert[e];
+        if (logical == EPIC_ABSENT) continue;
         if (logical < 0 || (uint32_t)logical >= num_logical)
             return (replicas_error){e, logical};
         if (members && !seat_set_has(members, layer_owner_of(layer, num_ranks, tables, e)))
             continue;
         has[logical / 64] |= (uint64_t)1 << logical % 64;
     }
-    for (uint32_t l = 0; l < num_logical; l++)
+    for (uint32_t l = 0; l < num_logical && !(layer->flags & EPIC_DROP_ABSENT); l++)
         if (!(has[l / 64] >> l % 64 & 1)) return (replicas_error){-1, l};
     return (replicas_error){-1, -1};
 }
 
 /* Links the replicas of each logical expert in a circular list, so that the choices of the
- * logical expert go to its replicas one after the other. Leaves out the replicas on vacant
- * seats. Sets turn[logical] to the replica for
- * the next choice of `logical`, and after[expert] to the replica that follows `expert` in its
- * list. Both arrays are parts of the planner's workspace that are not in use yet. */
-static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
+ * logical expert go to its replicas one after the other. Leaves out experts that are replicas
+ * of no logical expert, and experts on vacant seats. Sets turn[logical] to the replica for the
+ * next choice of `logical`, or to -1 if it has none, and after[expert] to the replica that
+ * follows `expert` in its list. Returns whether each logical expert has a replica. Both arrays
+ * are parts of the planner's workspace that are not in use yet. */
+static bool link_replicas(const planner *p, int32_t *turn, int32_t *after)
 {
     const epic_layer *layer = &p->header->layer;
     int32_t *last = p->num_kept;
@@ -44,16 +46,40 @@ static void link_replicas(const planner *p, int32_t *turn, int32_t *after)
         after[e] = turn[logical];
         turn[logical] = e;
     }
+    bool all = true;
     for (uint32_t l = 0; l < layer->num_logical; l++)
-        if (turn[l] >= 0) after[last[l]] = turn[l];
+        if (turn[l] >= 0)
+            after[last[l]] = turn[l];
+        else
+            all = false;
+    return all;
+}
+
+/* Replaces the ids of the choices whose expert is absent by EPIC_FATE_ABSENT, and counts these
+ * choices. `turn` is the array of link_replicas(), or NULL if the layer has no replicas. */
+static void drop_absent(planner *p, const int32_t *turn)
+{
+    plan_header *h = p->header;
+    const int64_t top_k = h->layer.top_k, first = p->base_of[h->rank] * top_k;
+    for (int64_t i = 0; i < h->total_tokens * top_k; i++) {
+        const int32_t id = p->ids[i];
+        if (id < 0) continue;
+        if (turn ? turn[id] >= 0 : seat_set_has(p->members, p->owner[id])) continue;
+        p->ids[i] = EPIC_FATE_ABSENT;
+        if (p->absent_load) p->absent_load[id]++;
+        h->num_absent += i >= first && i < first + h->num_tokens * top_k;
+    }
 }
 
 void planner_choose_replicas(planner *p)
 {
     const plan_header *h = p->header;
     int32_t *turn = p->next, *after = p->begin;
-    if (!h->layer.num_logical) return;
-    link_replicas(p, turn, after);
+    if (!h->layer.num_logical) {
+        if (p->members) drop_absent(p, NULL);
+        return;
+    }
+    if (!link_replicas(p, turn, after)) drop_absent(p, turn);
     const int64_t choices = h->total_tokens * h->layer.top_k;
     for (int64_t i = 0; i < choices; i++) {
         if (p->ids[i] < 0) continue;

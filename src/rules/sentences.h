@@ -22,7 +22,7 @@
 
 #define SENTENCE_VACANT /* arguments: rank, expert, its owner */                               \
     "rank_of_expert: rank %d, expert %lld has owner %lld: must be a member of the group, but " \
-    "this seat is vacant"
+    "this seat is vacant; or give the layer EPIC_DROP_ABSENT"
 
 #define SENTENCE_REPLICA /* arguments: rank, expert, logical expert, num_logical */   \
     "logical_of_expert: rank %d, expert %lld has logical expert %lld: must be below " \

@@ -123,7 +123,13 @@ static void check_fates(const seat *s, const int *quota)
     }
 }
 
-static void replicas_in_order(const epic_bootstrap *bootstrap, void *self)
+static void check_says(const seat *s, epic_result result, epic_result right, const char *what)
+{
+    CHECK_SAY(result == right && strstr(epic_error(s->ctx), what), "%s: %s",
+              epic_result_name(result), epic_error(s->ctx));
+}
+
+static void by_turns(const epic_bootstrap *bootstrap, void *self)
 {
     static const int no_quota[EXPERTS] = {99, 99, 99, 99, 99, 99, 99};
     static const int32_t logical_load[LOGICAL] = {12, 5, 6};
@@ -158,6 +164,45 @@ static void drops(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
+/* Experts 1, 3 and 6 are replicas of no logical expert, so logical expert 1 is absent. The other
+ * choices go to the replicas that are left, as if only these existed. */
+static void absent(const epic_bootstrap *bootstrap, void *self)
+{
+    static const int32_t left[EXPERTS] = {0, EPIC_ABSENT, 0, EPIC_ABSENT, 0, 2, EPIC_ABSENT};
+    static const int32_t turns[LOGICAL][3] = {{0, 2, 4}, {-1, -1, -1}, {5, 5, 5}};
+    static const int32_t logical_load[LOGICAL] = {12, 5, 6};
+    int chosen[LOGICAL] = {0}, num_absent = 0;
+    seat s = open_seat(bootstrap);
+    epic_plan_info info;
+    (void)self;
+    s.table = left;
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 0 has no replica of logical expert 1:");
+    s.layer.flags = EPIC_DROP_ABSENT;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    CHECK(epic_plan_read(s.plan, s.plan_bytes, &info) == EPIC_OK);
+    const int32_t *fate =
+        (const int32_t *)(const void *)((const char *)s.plan + info.fate_offset);
+    const int32_t *rank =
+        (const int32_t *)(const void *)((const char *)s.plan + info.rank_offset);
+    for (int i = 0; i < TOKENS * TOP_K; i++) {
+        const int32_t id = ids[i / TOP_K][i % TOP_K];
+        const int own = i - s.first * TOP_K;
+        const int32_t taker = id < 0 ? -1 : turns[id][chosen[id]++ % 3];
+        if (own < 0 || own >= s.num_tokens * TOP_K) continue;
+        num_absent += id == 1;
+        CHECK_EQ(rank[own], taker < 0 ? -1 : s.ranks[taker]);
+        if (taker < 0) CHECK_EQ(fate[own], id < 0 ? EPIC_FATE_NONE : EPIC_FATE_ABSENT);
+        if (taker >= 0) CHECK(fate[own] >= 0);
+    }
+    CHECK_EQ(info.num_absent, num_absent);
+    CHECK_EQ(info.num_kept + info.num_none + info.num_absent, s.num_tokens * TOP_K);
+    CHECK_EQ(s.load[0] + s.load[2] + s.load[4], 12);
+    CHECK_EQ(s.load[1] + s.load[3] + s.load[6], 0);
+    CHECK_EQ(s.load[5], 6);
+    for (int l = 0; l < LOGICAL; l++) CHECK_EQ(s.logical_load[l], logical_load[l]);
+    close_seat(&s);
+}
+
 /* A rank that is full drops by replica, and every rank computes this. */
 static void rank_is_full(const epic_bootstrap *bootstrap, void *self)
 {
@@ -175,12 +220,6 @@ static void rank_is_full(const epic_bootstrap *bootstrap, void *self)
 
 /* ----------------------------------------------------------------------------- errors ---- */
 
-static void check_says(const seat *s, epic_result result, epic_result right, const char *what)
-{
-    CHECK_SAY(result == right && strstr(epic_error(s->ctx), what), "%s: %s",
-              epic_result_name(result), epic_error(s->ctx));
-}
-
 static void wrong_tables(const epic_bootstrap *bootstrap, void *self)
 {
     seat s = open_seat(bootstrap);
@@ -190,8 +229,8 @@ static void wrong_tables(const epic_bootstrap *bootstrap, void *self)
     if (bootstrap->rank == 1) other[4] = LOGICAL;
     s.table = other;
     check_says(&s, plan(&s), EPIC_EINVAL, "rank 1, expert 4 has logical expert 3:");
-    other[4] = bootstrap->rank == 1 ? -1 : 0;
-    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1, expert 4 has logical expert -1:");
+    other[4] = bootstrap->rank == 1 ? -2 : 0;
+    check_says(&s, plan(&s), EPIC_EINVAL, "rank 1, expert 4 has logical expert -2:");
     for (int e = 0; e < EXPERTS; e++) other[e] = table[e] == 1 ? 2 : table[e];
     check_says(&s, plan(&s), EPIC_EINVAL, "rank 0 has no replica of logical expert 1:");
     CHECK_EQ(s.logical_load[0] + s.load[0] + s.expert_tokens[0], 0);
@@ -333,6 +372,25 @@ static void sums(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
+/* The rows of experts that are replicas of no logical expert stay as they are, and so do those of
+ * the only replica that is left of a logical expert. */
+static void absent_sums(const epic_bootstrap *bootstrap, void *self)
+{
+    static const int32_t left[EXPERTS] = {0, 2, 0, 1, EPIC_ABSENT, EPIC_ABSENT, 0};
+    static const float right[EXPERTS] = {1 + 4 + 64, 2, 1 + 4 + 64, 8, 16, 32, 1 + 4 + 64};
+    float data[EXPERTS][COUNT];
+    seat s = open_seat(bootstrap);
+    (void)self;
+    s.table = left;
+    CHECK_SAY(plan(&s) == EPIC_OK, "%s", epic_error(s.ctx));
+    fill(&s, data);
+    CHECK_SAY(sum(&s, data, EXPERTS, COUNT) == EPIC_OK, "%s", epic_error(s.ctx));
+    for (int e = 0, local = 0; e < EXPERTS; e++)
+        if (s.ranks[e] == bootstrap->rank)
+            CHECK_SAY(data[local++][3] == right[e], "expert %d has another sum", e);
+    close_seat(&s);
+}
+
 static void damaged_plan(const epic_bootstrap *bootstrap, void *self)
 {
     float data[EXPERTS][COUNT];
@@ -374,7 +432,9 @@ int main(void)
         run_threads(ranks, replicas_in_order, NULL);
         run_threads(ranks, drops, NULL);
         run_threads(ranks, rank_is_full, NULL);
+        run_threads(ranks, absent, NULL);
         run_threads(ranks, sums, NULL);
+        run_threads(ranks, absent_sums, NULL);
     }
     run_processes(3, replicas_in_order, NULL, 40);
     run_processes(3, sums, NULL, 40);
