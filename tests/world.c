@@ -116,6 +116,72 @@ static void choose_placement(world *w, run_random *random)
                                      : (int32_t)run_below(random, ranks);
 }
 
+static world_seats seats_of(int num_ranks)
+{
+    world_seats seats = {.num_seats = num_ranks, .num_members = num_ranks};
+    for (int r = 0; r < num_ranks; r++) seats.of[r] = r;
+    return seats;
+}
+
+static int member_on(const world_seats *seats, int64_t seat)
+{
+    for (int m = 0; m < seats->num_members; m++)
+        if (seats->of[m] == seat) return m;
+    return -1;
+}
+
+/* Returns a vacant seat, which there must be. */
+static int vacant_seat(const world_seats *seats, run_random *random)
+{
+    int seat = (int)run_below(random, seats->num_seats);
+    while (member_on(seats, seat) >= 0) seat = (seat + 1) % seats->num_seats;
+    return seat;
+}
+
+void world_take_seats(world *w, const world_seats *seats)
+{
+    run_random random = {run_mix(w->seed, 3)};
+    w->seats = *seats;
+    free(w->owner_of);
+    w->owner_of = malloc(w->layer.num_experts * sizeof *w->owner_of);
+    if (seats->num_members < seats->num_seats && w->layer.sum_order == EPIC_TREE)
+        w->table = true;
+    for (uint32_t e = 0; e < w->layer.num_experts; e++)
+        w->owner_of[e] =
+            w->rank_of[e] < 0 ? vacant_seat(seats, &random) : seats->of[w->rank_of[e]];
+}
+
+/* Returns whether some id names no expert on a member. */
+static bool has_absent(const world *w)
+{
+    for (int64_t id = 0; id < world_num_ids(w); id++) {
+        bool found = false;
+        for (uint32_t e = 0; e < w->layer.num_experts; e++)
+            found |=
+                w->rank_of[e] >= 0 && (w->logical_of ? w->logical_of[e] : (int32_t)e) == id;
+        if (!found) return true;
+    }
+    return false;
+}
+
+/* Places experts on vacant seats: by contiguous blocks of all seats, or some of a table. Some
+ * replicas lose their logical expert. */
+static void choose_absent(world *w, const world_seats *seats, run_random *random)
+{
+    epic_layer *l = &w->layer;
+    const bool tree = l->sum_order == EPIC_TREE;
+    const uint32_t ranks = (uint32_t)seats->num_seats;
+    w->table = tree || l->num_experts % ranks || run_chance(random, 60);
+    const int part = run_chance(random, 50) ? (int)run_between(random, 1, 60) : 0;
+    const int lost = run_chance(random, 40) ? (int)run_between(random, 1, 60) : 0;
+    for (uint32_t e = 0; e < l->num_experts; e++) {
+        if (!w->table) w->rank_of[e] = member_on(seats, e / (l->num_experts / ranks));
+        if (w->table && !tree && run_chance(random, part)) w->rank_of[e] = -1;
+        if (w->logical_of && run_chance(random, lost)) w->logical_of[e] = EPIC_ABSENT;
+    }
+    if (has_absent(w) || run_chance(random, 20)) l->flags |= EPIC_DROP_ABSENT;
+}
+
 /* --------------------------------------------------------------------------- routing ---- */
 
 static void choose_tokens(world *w, run_random *random)
@@ -180,8 +246,9 @@ static void choose_ids(world *w, run_random *random, int64_t total_tokens)
             }
         }
     if (run_chance(random, 70) && world_twin(w, 0, total_tokens * top_k) < 0)
-        w->layer.flags = EPIC_DISTINCT;
-    oracle_choose_replicas(&w->layer, w->logical_of, w->named, total_tokens * top_k, w->ids);
+        w->layer.flags |= EPIC_DISTINCT;
+    oracle_choose_replicas(&w->layer, w->rank_of, w->logical_of, w->named, total_tokens * top_k,
+                           w->ids);
 }
 
 /* ------------------------------------------------------------------------- capacity ---- */
@@ -230,26 +297,30 @@ static void choose_capacity(world *w, run_random *random)
     w->plan = ask_oracle(w);
 }
 
-world *world_new(uint64_t seed, int num_ranks)
+world *world_new_vacant(uint64_t seed, const world_seats *seats)
 {
     run_random random = {run_mix(seed, 1)};
+    const int num_ranks = seats->num_members;
     world *w = calloc(1, sizeof *w);
     w->seed = seed;
     w->num_ranks = num_ranks;
     w->wild = run_chance(&random, 25);
     choose_layer(w, &random);
     choose_placement(w, &random);
+    if (seats->num_seats > num_ranks) choose_absent(w, seats, &random);
     choose_tokens(w, &random);
     int64_t total = 0;
     for (int r = 0; r < num_ranks; r++) total += w->tokens_of[r];
     choose_ids(w, &random, total);
     choose_capacity(w, &random);
+    world_take_seats(w, seats);
     return w;
 }
 
-bool world_has_tree(int num_ranks)
+world *world_new(uint64_t seed, int num_ranks)
 {
-    return power_of_two(num_ranks);
+    const world_seats seats = seats_of(num_ranks);
+    return world_new_vacant(seed, &seats);
 }
 
 /* Here the routing must not depend on num_ranks, so everything that depends on it draws from
@@ -288,6 +359,8 @@ world *world_new_tree(uint64_t seed, int num_ranks)
     choose_placement(w, &own);
     for (int r = 0; r < num_ranks; r++) w->tokens_of[r] = total / num_ranks;
     w->plan = ask_oracle(w);
+    const world_seats seats = seats_of(num_ranks);
+    world_take_seats(w, &seats);
     return w;
 }
 
@@ -299,6 +372,7 @@ void world_free(world *w)
     free(w->named);
     free(w->ids);
     free(w->rank_of);
+    free(w->owner_of);
     free(w->logical_of);
     free(w);
 }
@@ -306,15 +380,16 @@ void world_free(world *w)
 void world_report(const world *w, const char *what)
 {
     const epic_layer *l = &w->layer;
-    fprintf(stderr,
-            "%s: seed %llx: %d ranks, %u experts%s, replicas of %u, top_k %u, alignment %u, "
-            "layout %u, "
-            "overflow %u, expert_capacity %u, priority %u, sum_order %u, leaves %u, "
-            "partial_type %u, flags %u%s\n",
-            what, (unsigned long long)w->seed, w->num_ranks, l->num_experts,
-            w->table ? " by a table" : "", l->num_logical, l->top_k, l->alignment, l->layout,
-            l->overflow, l->expert_capacity, l->priority, l->sum_order, l->leaves,
-            l->partial_type, l->flags, w->wild ? ", wild rows" : "");
+    fprintf(
+        stderr,
+        "%s: seed %llx: %d ranks of %d, %u experts%s, replicas of %u, top_k %u, alignment %u, "
+        "layout %u, "
+        "overflow %u, expert_capacity %u, priority %u, sum_order %u, leaves %u, "
+        "partial_type %u, flags %u%s\n",
+        what, (unsigned long long)w->seed, w->num_ranks, w->seats.num_seats, l->num_experts,
+        w->table ? " by a table" : "", l->num_logical, l->top_k, l->alignment, l->layout,
+        l->overflow, l->expert_capacity, l->priority, l->sum_order, l->leaves, l->partial_type,
+        l->flags, w->wild ? ", wild rows" : "");
     for (int r = 0; r < w->num_ranks; r++)
         fprintf(stderr, "%s: rank %d: %lld tokens, capacity %lld, %lld slots\n", what, r,
                 (long long)w->tokens_of[r], (long long)w->capacity[r],

@@ -9,17 +9,26 @@
 
 #define WORLD_MAX_TOKENS 48 /* largest number of tokens per rank */
 
+/* The seats of a group and its members, in ascending order of their seats. */
+typedef struct world_seats {
+    int num_seats, num_members;
+    int of[RUN_MAX_RANKS]; /* [num_members] */
+} world_seats;
+
+/* A rank of a world is a member: its number in a group without vacant seats. */
 typedef struct world {
     uint64_t seed;
     int num_ranks;
+    world_seats seats;
     epic_layer layer; /* the layer that EPIC gets */
     int64_t tokens_of[RUN_MAX_RANKS];
     int64_t capacity[RUN_MAX_RANKS];
     int64_t *named;      /* [all tokens, top_k]: ids that EPIC gets; -1: no expert */
     int64_t *ids;        /* like `named`, after replicas are resolved to experts */
-    int32_t *rank_of;    /* [num_experts] */
+    int32_t *rank_of;    /* [num_experts]; -1: on a vacant seat */
+    int32_t *owner_of;   /* [num_experts]: seats, as EPIC gets them */
     int32_t *logical_of; /* [num_experts]; NULL: no replicas */
-    bool table;          /* EPIC gets rank_of */
+    bool table;          /* EPIC gets owner_of */
     bool wild;           /* rows contain NaN, infinities, subnormals and -0 */
     oracle_plan *plan;
     oracle_plan *alone; /* plan of all tokens on one rank, whose sums must be equal; or NULL */
@@ -27,11 +36,17 @@ typedef struct world {
 
 world *world_new(uint64_t seed, int num_ranks);
 
+/* Makes a case for a group with vacant seats. Some experts may be absent. */
+world *world_new_vacant(uint64_t seed, const world_seats *seats);
+
 /* Makes a case with tree order and equally many tokens per rank. The tokens are equal for
  * every num_ranks that divides 8, and the sums must equal those of one rank. world_has_tree()
  * returns whether there are such cases: num_ranks must be a power of two. */
 bool world_has_tree(int num_ranks);
 world *world_new_tree(uint64_t seed, int num_ranks);
+
+/* Places the members of a case on seats. EPIC then gets the owners of experts as seats. */
+void world_take_seats(world *w, const world_seats *seats);
 
 void world_free(world *w);
 

@@ -223,7 +223,9 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
             "plan_bytes is %lld: must be at least %lld, the result of epic_plan_bytes",
             (long long)a->plan_bytes, (long long)needed);
     const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
-    const int64_t local = (experts + ctx->num_ranks - 1) / ctx->num_ranks;
+    /* the smallest num_local_experts: with a table, all experts may be on vacant seats */
+    const bool any_empty = a->rank_of_expert && context_members(ctx);
+    const int64_t local = any_empty ? 0 : (experts + ctx->num_ranks - 1) / ctx->num_ranks;
     const call_array arrays[] = {
         {"plan", a->plan, needed, 16, true},
         ARRAY_IN(a, topk_idx, choices, a->index_type == EPIC_I64 ? 8 : 4),

@@ -26,7 +26,17 @@ typedef struct member {
     uint64_t seed;
     int cases;
     bool windows; /* arrays of calls lie in windows of the contexts */
+    const world_seats *seats;
+    suite_set_members *set_members; /* NULL: no seat is vacant */
 } member;
+
+/* Returns whether the seat of this rank is vacant. */
+static bool is_vacant(const member *m)
+{
+    for (int i = 0; i < m->seats->num_members; i++)
+        if (m->seats->of[i] == m->bootstrap->rank) return false;
+    return true;
+}
 
 /* Returns the least staging that every backend accepts: for each ring two entries of 1,024
  * float64 with a trailer. */
@@ -63,15 +73,20 @@ static epic_context *open_group(const member *m, uint32_t wanted, bool little)
     CHECK_EQ(epic_rank(ctx), m->bootstrap->rank);
     CHECK_EQ(epic_num_ranks(ctx), ranks);
     CHECK(strcmp(epic_backend_name(ctx), m->backend) == 0);
+    if (is_vacant(m)) {
+        epic_close(ctx);
+        return NULL;
+    }
+    if (m->set_members) m->set_members(ctx, m->seats);
     if (m->windows) case_windows_open(ctx);
     return ctx;
 }
 
-/* Closes a group; ctx may be NULL if it was never opened. Returns false if ranks may have
- * lost each other. */
-static bool close_group(epic_context *ctx)
+/* Closes a group; ctx may be NULL if it was never opened, or if the seat is vacant. Returns
+ * false if ranks may have lost each other. */
+static bool close_group(const member *m, epic_context *ctx)
 {
-    if (!ctx) return false;
+    if (!ctx) return is_vacant(m);
     const epic_result result = epic_check(ctx);
     CHECK_SAY(result == EPIC_OK, "the group is broken: %s", epic_error(ctx));
     case_windows_close(ctx);
@@ -95,11 +110,11 @@ static bool random_cases(const member *m, uint32_t max_in_flight, bool little, b
 {
     epic_context *ctx = open_group(m, max_in_flight, little);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
-        world *w = world_new(run_mix(m->seed, (uint64_t)i), m->bootstrap->num_ranks);
+        world *w = world_new_vacant(run_mix(m->seed, (uint64_t)i), m->seats);
         case_run(ctx, m->bootstrap, w, (uint64_t)(i % 3), delays);
         world_free(w);
     }
-    return close_group(ctx);
+    return close_group(m, ctx);
 }
 
 static bool small_lanes(const member *m)
@@ -120,7 +135,7 @@ static bool delayed_cases(const member *m)
 static world *large_world(const member *m)
 {
     for (uint64_t seed = m->seed;; seed++) {
-        world *w = world_new(seed, m->bootstrap->num_ranks);
+        world *w = world_new_vacant(seed, m->seats);
         if (w->plan->total_tokens >= WORLD_MAX_TOKENS) return w;
         world_free(w);
     }
@@ -129,28 +144,29 @@ static world *large_world(const member *m)
 /* Repeats one case with different delays; the bits must be equal. */
 static bool repeated_case(const member *m)
 {
-    if (m->bootstrap->num_ranks == 1) return true;
+    if (m->seats->num_members == 1) return true;
     epic_context *ctx = open_group(m, 3, false);
     world *w = large_world(m);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++)
         case_run(ctx, m->bootstrap, w, (uint64_t)i, true);
     world_free(w);
-    return close_group(ctx);
+    return close_group(m, ctx);
 }
 
 /* Checks that sums over several ranks equal those of one rank. The transport matters little
  * here: one backend runs all cases, the others fewer. */
 static bool tree_cases(const member *m)
 {
-    if (!world_has_tree(m->bootstrap->num_ranks)) return true;
+    if (8 % m->seats->num_members) return true;
     epic_context *ctx = open_group(m, 2, false);
     const int cases = strcmp(m->backend, "threads") ? m->cases / 5 + 1 : m->cases;
     for (int i = 0; whole(m, ctx) && i < cases; i++) {
-        world *w = world_new_tree(run_mix(m->seed, (uint64_t)i), m->bootstrap->num_ranks);
+        world *w = world_new_tree(run_mix(m->seed, (uint64_t)i), m->seats->num_members);
+        world_take_seats(w, m->seats);
         case_run(ctx, m->bootstrap, w, 0, false);
         world_free(w);
     }
-    return close_group(ctx);
+    return close_group(m, ctx);
 }
 
 /* Runs layers of different shapes phase by phase, two in one group and one in another. */
@@ -161,7 +177,7 @@ static bool side_by_side(const member *m)
         world *w[3];
         seat seats[3];
         for (int j = 0; j < 3; j++) {
-            w[j] = world_new(run_mix(m->seed, (uint64_t)(3 * i + j)), m->bootstrap->num_ranks);
+            w[j] = world_new_vacant(run_mix(m->seed, (uint64_t)(3 * i + j)), m->seats);
             case_begin(&seats[j], groups[j / 2], m->bootstrap, w[j], (uint64_t)(7 + j % 2),
                        false);
         }
@@ -174,7 +190,7 @@ static bool side_by_side(const member *m)
             world_free(w[j]);
         }
     }
-    const bool first = close_group(groups[0]), second = close_group(groups[1]);
+    const bool first = close_group(m, groups[0]), second = close_group(m, groups[1]);
     return first && second;
 }
 
@@ -191,7 +207,7 @@ static void *run_tag(void *self)
     run_nap_us(t->delay_us);
     for (int i = 0; whole(t->m, t->ctx) && i < t->m->cases; i++) {
         const uint64_t seed = run_mix(t->m->seed, t->tag * 1000 + (uint64_t)i);
-        world *w = world_new(seed, t->m->bootstrap->num_ranks);
+        world *w = world_new_vacant(seed, t->m->seats);
         case_run(t->ctx, t->m->bootstrap, w, t->tag, i % 2);
         world_free(w);
     }
@@ -204,8 +220,7 @@ static bool many_tags(const member *m)
 {
     if (suite_there->device) return true;
     epic_context *ctx = open_group(m, 0, false);
-    if (!ctx) return false;
-    const int num_tags = has_many_ranks(m) ? 2 : NUM_TAGS;
+    if (!ctx) return is_vacant(m);
     tagged tags[NUM_TAGS];
     pthread_t threads[NUM_TAGS];
     run_random random = {run_mix(m->seed, 77 + (uint64_t)m->bootstrap->rank)};
@@ -213,8 +228,8 @@ static bool many_tags(const member *m)
         tags[t] = (tagged){m, ctx, run_mix(m->seed, (uint64_t)t), run_below(&random, 4000)};
         pthread_create(&threads[t], NULL, run_tag, &tags[t]);
     }
-    for (int t = 0; t < num_tags; t++) pthread_join(threads[t], NULL);
-    return close_group(ctx);
+    for (int t = 0; t < NUM_TAGS; t++) pthread_join(threads[t], NULL);
+    return close_group(m, ctx);
 }
 
 /* Makes a case with a valid plan, and tokens on `victim`. It has few experts because sizes
@@ -222,7 +237,7 @@ static bool many_tags(const member *m)
 static world *good_world(const member *m, uint64_t seed, int victim, bool distinct)
 {
     for (;; seed++) {
-        world *w = world_new(seed, m->bootstrap->num_ranks);
+        world *w = world_new_vacant(seed, m->seats);
         const bool there = !(w->logical_of && suite_there->lacks & SUITE_REPLICAS);
         const bool good = w->plan->result == EPIC_OK && w->layer.num_experts <= 64;
         const bool kind = distinct == ((w->layer.flags & EPIC_DISTINCT) != 0);
@@ -237,21 +252,23 @@ static bool bad_data(const member *m)
     run_random common = {m->seed};
     epic_context *ctx = open_group(m, 2, false);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
-        const int victim = (int)run_below(&common, m->bootstrap->num_ranks);
+        const int victim = (int)run_below(&common, m->seats->num_members);
         world *w = good_world(m, run_mix(m->seed, (uint64_t)i), victim, i % 2 == 0);
         case_bad_choice(ctx, m->bootstrap, w, 0, victim);
         if (whole(m, ctx)) case_run(ctx, m->bootstrap, w, 0, false);
         world_free(w);
     }
-    return close_group(ctx);
+    return close_group(m, ctx);
 }
 
+/* The dispatcher has no placement of experts, so it needs a member on every seat. */
 static bool simple_step(const member *m)
 {
+    if (m->set_members) return true;
     epic_context *ctx = open_group(m, 2, false);
     for (int gradients = 0; whole(m, ctx) && gradients < 2; gradients++)
         case_easy(ctx, m->bootstrap, m->cases > 4 ? m->cases : 4, gradients);
-    return close_group(ctx);
+    return close_group(m, ctx);
 }
 
 static const struct {
@@ -282,54 +299,80 @@ static bool has_windows(const char *backend, int num_ranks, size_t part)
     return part == 0 || part == 7 || (!suite_there->device && num_ranks <= FEW_RANKS);
 }
 
-/* Runs all parts. Returns false if the suite should stop. */
-static bool run_parts(const char *backend, const epic_bootstrap *bootstrap, void *native,
-                      bool windows)
+/* Runs all parts. `base` has all fields but seed, cases and windows. Returns false if the suite
+ * should stop. */
+static bool run_parts(const member *base, bool windows)
 {
+    const char *backend = base->backend;
+    const epic_bootstrap *bootstrap = base->bootstrap;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const int ranks = bootstrap->num_ranks;
         if (windows && !has_windows(backend, ranks, i)) continue;
         if (parts[i].few && ranks > FEW_RANKS) continue;
         const uint64_t begin = run_now_ns();
-        const int64_t cases = parts[i].cases;
-        const int64_t fewer =
-            ranks > FEW_RANKS ? (cases * FEW_RANKS + ranks - 1) / ranks : cases;
-        const member m = {.backend = backend,
-                          .bootstrap = bootstrap,
-                          .native = native,
-                          .seed = run_mix(run_seed(), i),
-                          .cases = (int)run_scaled(fewer),
-                          .windows = windows};
+        member m = *base;
+        m.seed = run_mix(run_seed(), i);
+        m.cases = (int)run_scaled(parts[i].cases);
+        m.windows = windows;
         check_seed = m.seed;
         if (!parts[i].run(&m)) return false;
         if (bootstrap->rank == 0)
-            printf("%s, %d ranks: %s%s, %.1f s\n", backend, bootstrap->num_ranks, parts[i].name,
-                   windows ? " in windows" : "", (double)(run_now_ns() - begin) * 1e-9);
+            printf("%s, %d ranks of %d: %s%s, %.1f s\n", backend, m.seats->num_members,
+                   m.seats->num_seats, parts[i].name, windows ? " in windows" : "",
+                   (double)(run_now_ns() - begin) * 1e-9);
     }
     return true;
 }
 
+static void run_member(const member *m)
+{
+    if (suite_there->open) suite_there->open(m->bootstrap);
+    if (run_parts(m, false)) run_parts(m, true);
+    if (suite_there->close) suite_there->close();
+}
+
+/* Sets the seats of a group without vacant seats. */
+static world_seats all_seats(int num_ranks)
+{
+    world_seats seats = {.num_seats = num_ranks, .num_members = num_ranks};
+    for (int r = 0; r < num_ranks; r++) seats.of[r] = r;
+    return seats;
+}
+
 void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native)
 {
-    if (suite_there->open) suite_there->open(bootstrap);
-    if (run_parts(backend, bootstrap, native, false))
-        run_parts(backend, bootstrap, native, true);
-    if (suite_there->close) suite_there->close();
+    const world_seats seats = all_seats(bootstrap->num_ranks);
+    const member m = {
+        .backend = backend, .bootstrap = bootstrap, .native = native, .seats = &seats};
+    run_member(&m);
 }
 
 static void body(const epic_bootstrap *bootstrap, void *self)
 {
-    suite_rank(self, bootstrap, NULL);
+    member m = *(const member *)self;
+    m.bootstrap = bootstrap;
+    run_member(&m);
+}
+
+static void run_ranks(member *m)
+{
+    const unsigned seconds = (unsigned)(SECONDS * (run_scale() > 1 ? run_scale() : 1));
+    if (strcmp(m->backend, "shm") == 0)
+        run_processes(m->seats->num_seats, body, m, seconds);
+    else
+        run_threads(m->seats->num_seats, body, m);
 }
 
 void suite_run(const char *backend, int num_ranks)
 {
-    const int slower = num_ranks > 64 ? 8 : 1;
-    const unsigned seconds = (unsigned)(SECONDS * slower * (run_scale() > 1 ? run_scale() : 1));
-    if (strcmp(backend, "shm") == 0)
-        run_processes(num_ranks, body, (void *)backend, seconds);
-    else
-        run_threads(num_ranks, body, (void *)backend);
+    const world_seats seats = all_seats(num_ranks);
+    run_ranks(&(member){.backend = backend, .seats = &seats});
+}
+
+void suite_run_vacant(const char *backend, const world_seats *seats,
+                      suite_set_members *set_members)
+{
+    run_ranks(&(member){.backend = backend, .seats = seats, .set_members = set_members});
 }
 
 int suite_main(const char *backend, const int *counts, int argc, char **argv)

@@ -76,6 +76,16 @@ static int32_t *some(seat *s, run_random *common, int64_t count)
     return case_rows(s, count, 4).data;
 }
 
+/* Returns the load of an expert, also of an absent one. */
+static int64_t load_of(const world *w, uint32_t expert)
+{
+    int64_t load = 0;
+    if (w->rank_of[expert] >= 0 || w->logical_of) return w->plan->load[expert];
+    for (int64_t c = 0; c < w->plan->total_tokens * w->layer.top_k; c++)
+        load += w->named[c] == expert;
+    return load;
+}
+
 static void check_counts(seat *s, const plan_outputs *out)
 {
     const oracle_plan *p = s->w->plan;
@@ -85,7 +95,7 @@ static void check_counts(seat *s, const plan_outputs *out)
         if (out->expert_tokens) CHECK_EQ(out->expert_tokens[l], p->expert_tokens[at + l]);
     }
     for (uint32_t e = 0; out->load && e < s->w->layer.num_experts; e++)
-        if (out->load[e] != p->load[e]) CHECK_EQ(out->load[e], p->load[e]);
+        if (out->load[e] != load_of(s->w, e)) CHECK_EQ(out->load[e], load_of(s->w, e));
     if (out->demand) CHECK_EQ(*out->demand, p->demand[s->rank]);
     for (int64_t l = 0; out->logical_load && l < s->w->layer.num_logical; l++) {
         int64_t load = 0;
@@ -101,7 +111,8 @@ static void check_balance(const seat *s, const int32_t *load)
     const int32_t *logical_of = s->w->logical_of;
     for (uint32_t e = 0; logical_of && load && e < s->w->layer.num_experts; e++)
         for (uint32_t f = 0; f < e; f++)
-            if (logical_of[e] == logical_of[f] && abs(load[e] - load[f]) > 1)
+            if (s->w->rank_of[e] >= 0 && s->w->rank_of[f] >= 0 && logical_of[e] >= 0 &&
+                logical_of[e] == logical_of[f] && abs(load[e] - load[f]) > 1)
                 CHECK_EQ(load[e], load[f]);
 }
 
@@ -114,7 +125,7 @@ static void check_info(seat *s)
     if (!CHECK(epic_plan_read(s->plan, s->plan_bytes, &info) == EPIC_OK)) return;
     const int32_t *fate = (const int32_t *)(const void *)(s->plan + info.fate_offset);
     const int32_t *rank = (const int32_t *)(const void *)(s->plan + info.rank_offset);
-    int64_t kept = 0, none = 0, expert_full = 0, rank_full = 0, wrong = 0;
+    int64_t kept = 0, none = 0, expert_full = 0, rank_full = 0, absent = 0, wrong = 0;
     for (int64_t i = 0; i < s->num_tokens * top_k; i++) {
         const int32_t expected = p->fate[first + i];
         const int64_t id = s->w->ids[first + i];
@@ -122,14 +133,16 @@ static void check_info(seat *s)
         none += expected == EPIC_FATE_NONE;
         expert_full += expected == EPIC_FATE_EXPERT_FULL;
         rank_full += expected == EPIC_FATE_RANK_FULL;
-        const bool is_known = id >= 0 && (expected >= 0 || !suite_there->device);
-        wrong += fate[i] != expected || rank[i] != (is_known ? s->w->rank_of[id] : -1);
+        absent += expected == EPIC_FATE_ABSENT;
+        const bool told = id >= 0 && (expected >= 0 || !suite_there->device);
+        wrong += fate[i] != expected || rank[i] != (told ? s->w->owner_of[id] : -1);
     }
     CHECK_EQ(wrong, 0);
     CHECK_EQ(info.num_kept, kept);
     CHECK_EQ(info.num_none, none);
     CHECK_EQ(info.num_expert_full, expert_full);
     CHECK_EQ(info.num_rank_full, rank_full);
+    CHECK_EQ(info.num_absent, absent);
     CHECK_EQ(info.num_tokens, s->num_tokens);
     CHECK_EQ(info.total_tokens, p->total_tokens);
     CHECK_EQ(info.num_slots, s->num_slots);
@@ -169,7 +182,7 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
         .plan_bytes = s->plan_bytes,
         .topk_idx = ids_here,
         .num_tokens = s->num_tokens,
-        .rank_of_expert = w->table ? case_copy(s, w->rank_of, w->layer.num_experts * 4) : NULL,
+        .rank_of_expert = w->table ? case_copy(s, w->owner_of, w->layer.num_experts * 4) : NULL,
         .logical_of_expert =
             w->logical_of ? case_copy(s, w->logical_of, w->layer.num_experts * 4) : NULL,
         .capacity = w->capacity[s->rank] + (kind == 2 ? 3 : 0),
@@ -248,7 +261,7 @@ static void check_named(const seat *s, int victim, int64_t choice, int64_t value
     const int top_k = (int)s->w->layer.top_k;
     const char *said = epic_error(s->ctx);
     char rank[32], place[64], number[32];
-    snprintf(rank, sizeof rank, "rank %d", victim);
+    snprintf(rank, sizeof rank, "rank %d", s->w->seats.of[victim]);
     snprintf(place, sizeof place, "token %d, k %d", (int)choice / top_k, (int)choice % top_k);
     snprintf(number, sizeof number, "%lld", (long long)value);
     CHECK_SAY(strstr(said, rank) && strstr(said, place) && strstr(said, number),
@@ -301,12 +314,9 @@ void case_begin(seat *s, epic_context *ctx, const epic_bootstrap *bootstrap, con
                 uint64_t tag, bool delays)
 {
     epic_layer_info sizes = {0};
-    *s = (seat){.ctx = ctx,
-                .bootstrap = bootstrap,
-                .w = w,
-                .rank = epic_rank(ctx),
-                .tag = tag,
-                .delays = delays};
+    *s = (seat){
+        .ctx = ctx, .bootstrap = bootstrap, .w = w, .rank = 0, .tag = tag, .delays = delays};
+    while (w->seats.of[s->rank] != epic_rank(ctx)) s->rank++;
     check_seed = w->seed;
     s->failed_before = check_num_failed();
     s->own.state = run_mix(run_mix(w->seed, 1000 + (uint64_t)s->rank), tag);

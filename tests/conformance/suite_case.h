@@ -22,7 +22,7 @@ typedef struct seat {
     epic_context *ctx;
     const epic_bootstrap *bootstrap;
     const world *w;
-    int rank;
+    int rank; /* number of the member */
     uint64_t tag;
     bool delays; /* sleeps before operations */
     run_random own;

@@ -91,9 +91,9 @@ static void expect_expert(const seat *s, int64_t expert, int64_t count, float *o
     int replicas = 0;
     if (s->w->logical_of) n.logical = s->w->logical_of[expert];
     for (uint32_t e = 0; s->w->logical_of && e < s->w->layer.num_experts; e++)
-        replicas += s->w->logical_of[e] == n.logical;
+        replicas += s->w->rank_of[e] >= 0 && s->w->logical_of[e] == n.logical;
     memset(out, 0, (size_t)count * sizeof *out);
-    if (replicas > 1 && s->w->plan->result == EPIC_OK)
+    if (replicas > 1 && n.logical >= 0 && s->w->plan->result == EPIC_OK)
         add_ranks(&n, 0, s->w->num_ranks, out);
     else
         read_expert(&n, expert, out);

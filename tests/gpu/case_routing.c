@@ -58,7 +58,7 @@ void solve_routing(routing *r)
     int64_t *list = oracle_zeroed(choices, sizeof *list);
     const bool valid = list_ids(r, list);
     r->experts = oracle_zeroed(choices, sizeof *r->experts);
-    oracle_choose_replicas(&r->layer, r->logical, list, choices, r->experts);
+    oracle_choose_replicas(&r->layer, NULL, r->logical, list, choices, r->experts);
     free(list);
     const oracle_input in = {.num_ranks = r->num_ranks,
                              .layer = r->layer,

@@ -17,11 +17,14 @@ typedef struct oracle_input {
     epic_layer layer;
     const int64_t *tokens_of; /* [num_ranks] */
     const int64_t *capacity;  /* [num_ranks]; 0: no limit */
-    const int64_t
-        *ids; /* [all tokens, top_k]: expert of each choice, after replicas are resolved */
-    const int32_t *rank_of;    /* [num_experts] */
+    /* [all tokens, top_k]: expert of each choice, after replicas are resolved; -1: none;
+     * ORACLE_ABSENT: its expert is absent */
+    const int64_t *ids;
+    const int32_t *rank_of;    /* [num_experts]; -1: the expert is on no rank */
     const int32_t *logical_of; /* [num_experts]; NULL: no replicas */
 } oracle_input;
+
+#define ORACLE_ABSENT (-2)
 
 typedef struct oracle_plan {
     oracle_input in;
@@ -42,10 +45,12 @@ typedef struct oracle_plan {
         *filled_by; /* [num_ranks][num_slots]: choice in the slot (FLAT: token), -1: padding */
 } oracle_plan;
 
-/* Writes to ids [all choices] the replica that receives each choice of a logical expert (-1:
- * none). */
-void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
-                            const int64_t *logical_ids, int64_t choices, int64_t *ids);
+/* Writes to ids [all choices] the expert that receives each choice, which is a replica if the
+ * layer has replicas (-1: none; ORACLE_ABSENT: it is on no rank). rank_of NULL: every expert is
+ * on a rank. */
+void oracle_choose_replicas(const epic_layer *layer, const int32_t *rank_of,
+                            const int32_t *logical_of, const int64_t *logical_ids,
+                            int64_t choices, int64_t *ids);
 
 oracle_plan *oracle_plan_new(const oracle_input *in);
 void oracle_plan_free(oracle_plan *plan);

@@ -58,19 +58,30 @@ static void free_lists(lists *l)
     free(l->place);
 }
 
-void oracle_choose_replicas(const epic_layer *layer, const int32_t *logical_of,
-                            const int64_t *logical_ids, int64_t choices, int64_t *ids)
+/* Returns whether expert e computes choices with this id. */
+static bool serves(const epic_layer *layer, const int32_t *rank_of, const int32_t *logical_of,
+                   int64_t e, int64_t id)
 {
-    int64_t *chosen = oracle_zeroed(layer->num_logical, sizeof *chosen); /* choices so far */
+    if (rank_of && rank_of[e] < 0) return false;
+    return layer->num_logical ? logical_of[e] == id : e == id;
+}
+
+void oracle_choose_replicas(const epic_layer *layer, const int32_t *rank_of,
+                            const int32_t *logical_of, const int64_t *logical_ids,
+                            int64_t choices, int64_t *ids)
+{
+    int64_t *chosen = oracle_zeroed(layer->num_experts, sizeof *chosen); /* choices so far */
     for (int64_t c = 0; c < choices; c++) {
+        const int64_t id = logical_ids[c];
         int64_t replicas = 0, nth = 0;
-        ids[c] = logical_ids[c];
-        if (!layer->num_logical || ids[c] < 0) continue;
-        const int64_t before = chosen[ids[c]]++;
+        ids[c] = id < 0 ? id : ORACLE_ABSENT;
+        if (id < 0) continue;
+        const int64_t before = chosen[id]++;
         for (uint32_t e = 0; e < layer->num_experts; e++)
-            replicas += logical_of[e] == logical_ids[c];
+            replicas += serves(layer, rank_of, logical_of, e, id);
         for (uint32_t e = 0; e < layer->num_experts; e++)
-            if (logical_of[e] == logical_ids[c] && nth++ == before % replicas) ids[c] = e;
+            if (serves(layer, rank_of, logical_of, e, id) && nth++ == before % replicas)
+                ids[c] = e;
     }
     free(chosen);
 }
@@ -84,8 +95,9 @@ static int64_t most_of(const oracle_plan *p, int64_t expert)
     int64_t before = 0, replicas = 0;
     if (layer->overflow != EPIC_OVERFLOW_DROP || !layer->expert_capacity) return INT64_MAX;
     if (!layer->num_logical) return layer->expert_capacity;
+    if (p->in.rank_of[expert] < 0 || logical_of[expert] < 0) return 0; /* has no choices */
     for (uint32_t e = 0; e < layer->num_experts; e++) {
-        if (logical_of[e] != logical_of[expert]) continue;
+        if (!serves(layer, p->in.rank_of, logical_of, e, logical_of[expert])) continue;
         replicas++;
         before += e < expert;
     }
@@ -179,7 +191,8 @@ static void place_flat(oracle_plan *p, const lists *l, int rank, int64_t limit)
 static void mark_expert_full(oracle_plan *p, const lists *l)
 {
     for (int64_t c = 0; c < p->total_tokens * p->in.layer.top_k; c++)
-        p->fate[c] = p->in.ids[c] < 0                       ? EPIC_FATE_NONE
+        p->fate[c] = p->in.ids[c] == ORACLE_ABSENT          ? EPIC_FATE_ABSENT
+                     : p->in.ids[c] < 0                     ? EPIC_FATE_NONE
                      : l->place[c] >= p->most[p->in.ids[c]] ? EPIC_FATE_EXPERT_FULL
                                                             : EPIC_FATE_RANK_FULL;
 }
