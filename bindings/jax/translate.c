@@ -44,7 +44,7 @@ static bool begins_with(const char *text, const char *name, size_t length)
     return is_in_name(text[length]) == is_prefix;
 }
 
-/* Replaces "layer.flags 0, rank 1 <verb> 8" by a sentence with the Python argument `distinct`.
+/* Replaces "layer.flags 0, rank 1 <verb> 8" by a sentence with the Python argument that differs.
  * Returns the number of bytes that it replaces, or 0 if the text is something else. */
 static int translate_flags(const char *at, char *out, size_t size)
 {
@@ -55,8 +55,10 @@ static int translate_flags(const char *at, char *out, size_t size)
                &length) != 4)
         return 0;
     static const char *const values[] = {"False", "True"};
-    snprintf(out, size, "distinct=%s, rank %d %s %s", values[(mine & EPIC_DISTINCT) != 0], rank,
-             verb, values[(other & EPIC_DISTINCT) != 0]);
+    const bool is_distinct = ((mine ^ other) & EPIC_DISTINCT) != 0;
+    const unsigned flag = is_distinct ? EPIC_DISTINCT : EPIC_DROP_ABSENT;
+    snprintf(out, size, "%s=%s, rank %d %s %s", is_distinct ? "distinct" : "drop_absent",
+             values[(mine & flag) != 0], rank, verb, values[(other & flag) != 0]);
     return length;
 }
 

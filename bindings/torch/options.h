@@ -29,8 +29,8 @@
 /* Read options from the next arguments of a call. Small fields are packed into one integer,
  * from the lowest bits on, because torch needs host time for each argument and allows at most
  * 64 of them. The integers, with the number of bits of each field:
- *     layer_rules     num_experts, num_logical (17 each), top_k, flags (8), sum_order,
- *                     partial_type (3), overflow, priority, layout (2)
+ *     layer_rules     num_experts, num_logical (17 each), top_k (7), flags (12), sum_order (2),
+ *                     partial_type (3), overflow, priority, layout (2 each)
  *     layer_slabs     alignment (32), expert_capacity (32)
  *     layer_leaves    leaves (32)
  *     experts_sizes   num_local_experts (32), hidden (32)

@@ -138,6 +138,7 @@ def run_differs(rank: int, ranks: int, port: int) -> None:
     ids = jnp.zeros((3, 1), jnp.int32)
     differ: list[dict[str, Any]] = [
         {"distinct": True},
+        {"drop_absent": True},
         {"overflow": "drop"},
         {"partial_type": "float32"},
     ]

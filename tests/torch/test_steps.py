@@ -4,6 +4,7 @@
 Expected results are exact, or are computed in float64.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -349,6 +350,22 @@ def test_capacity_limit_compiled() -> None:
             out, over = run(x, torch.tensor(value, dtype=torch.int32))
             kept = (torch.arange(6) < value).float()[:, None]
             assert torch.equal(out, x * kept) and over.tolist() == [value < 6]
+
+
+def test_drop_absent() -> None:
+    """Check that choices of a logical expert without a replica are dropped or refused."""
+    ids, x = torch.tensor([[0, 1], [1, 2], [2, -1]], dtype=torch.int32), numbers(1, 3, HIDDEN)
+    tables = {"logical_of_expert": torch.tensor([2, -1, 0], dtype=torch.int32)}
+    layer = epic.torch.Layer(3, 2, num_logical=3, drop_absent=True)
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        plan, recv, _ = epic.torch.plan_dispatch(group, layer, ids, x, **tables)
+        stats = epic.torch.read_plan(plan)
+        gone = epic.torch.EXPERT_ABSENT
+        assert stats.fate.tolist() == [[2, gone], [gone, 0], [1, epic.torch.NO_EXPERT]]
+        assert (stats.kept, stats.none, stats.absent) == (3, 1, 2)
+        assert torch.equal(epic.torch.combine(plan, recv), x)
+        with pytest.raises(epic.torch.EpicError, match=r"expert 1: .* layer drop_absent=True"):
+            epic.torch.plan(group, replace(layer, drop_absent=False), ids, **tables)
 
 
 def drop(rank: int) -> None:

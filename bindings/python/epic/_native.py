@@ -128,7 +128,7 @@ PlanInfo = struct(
     *((name, c_int64) for name in "num_tokens num_slots capacity num_kept num_none".split()),
     *((name, c_int64) for name in "num_expert_full num_rank_full".split()),
     *uints("result num_local_experts first_leaf num_leaves"),
-    *((name, c_int64) for name in "total_tokens fate_offset rank_offset".split()),
+    *((name, c_int64) for name in "total_tokens fate_offset rank_offset num_absent".split()),
 )
 WaitInfo = struct(
     "WaitInfo", *((name, c_uint64) for name in "num_operations wait_ns alone_ns".split())

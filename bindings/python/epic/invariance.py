@@ -86,6 +86,8 @@ def check_replicas(options: Moe, logical_of_expert: Sequence[int]) -> None:
     of_leaf = options.layer.num_experts // options.layer.leaves
     first: dict[int, int] = {}
     for expert, logical in enumerate(logical_of_expert):
+        if logical < 0:
+            continue
         other = first.setdefault(logical, expert)
         if expert // of_leaf != other // of_leaf:
             raise EpicArgumentError(

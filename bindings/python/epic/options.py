@@ -23,7 +23,7 @@ BLOCKS = ("1x128", "1x32")
 ON_GPUS = ("gpu", "p2p", "hosts")  # backends for GPUs; "gpu" selects p2p or hosts
 ON_CPUS = ("self", "threads", "shm", "mpi")
 UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
-FLAGS = ("distinct", "ungated", "interleaved")
+FLAGS = ("distinct", "drop_absent", "ungated", "interleaved")
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 
 
@@ -191,7 +191,7 @@ class Options(Keyed):
 
 
 MOST_LEAVES = 8  # leaves that invariant=True chooses, at most
-DISTINCT = 8  # the value of the flag EPIC_DISTINCT
+DISTINCT, DROP_ABSENT = 8, 2048  # the values of the flags EPIC_DISTINCT and EPIC_DROP_ABSENT
 
 
 @dataclass(frozen=True)
@@ -225,6 +225,10 @@ class Layer(Options):
         distinct: Whether you promise that the ids of each token are different. EPIC checks this. A
             token then has at most min(top_k, local experts) slots on a rank, which saves memory.
             `moe` sets it if the router chooses.
+        drop_absent: Whether the choices of a logical expert without a replica are dropped. An
+            entry -1 of logical_of_expert makes an expert the replica of no logical expert, for
+            example until its weights are loaded. False: each logical expert must have a replica.
+            On CPUs only.
 
     Raises:
         EpicArgumentError: A field is invalid, or fields do not fit together.
@@ -242,6 +246,7 @@ class Layer(Options):
     layout: str = "expert_major"
     num_logical: int = 0
     distinct: bool = False
+    drop_absent: bool = False
     key: str = key_field()
 
     @property
@@ -250,11 +255,14 @@ class Layer(Options):
         return self.num_logical or self.num_experts
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
-        """Return the fields as the core's numbers, with the flag of `distinct` as "flags"."""
-        if self.distinct not in (False, True):
-            raise EpicArgumentError(f"distinct is {self.distinct!r}: must be True or False")
+        """Return the fields as the core's numbers, with the two booleans as "flags"."""
+        flags = 0
         found = super().numbers(prefix)
-        found[prefix + "flags"] = DISTINCT * found.pop(prefix + "distinct")
+        for name, flag in (("distinct", DISTINCT), ("drop_absent", DROP_ABSENT)):
+            if getattr(self, name) not in (False, True):
+                raise EpicArgumentError(f"{name} is {getattr(self, name)!r}: must be True or False")
+            flags |= flag * found.pop(prefix + name)
+        found[prefix + "flags"] = flags
         return found
 
     def check_with_core(self) -> None:

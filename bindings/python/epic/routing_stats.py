@@ -7,14 +7,15 @@ from typing import Any
 
 from epic import _native
 
-NO_EXPERT, EXPERT_FULL, RANK_FULL = -1, -2, -3  # the negative values of RoutingStats.fate
+# the negative values of RoutingStats.fate
+NO_EXPERT, EXPERT_FULL, RANK_FULL, EXPERT_ABSENT = -1, -2, -3, -4
 
 
 @dataclass(frozen=True)
 class RoutingStats:
     """The fate of all choices of one rank's tokens in one plan.
 
-    kept + none + expert_full + rank_full is the number of choices, num_tokens * top_k.
+    kept + none + expert_full + rank_full + absent is the number of choices, num_tokens * top_k.
 
     Attributes:
         id: Number of the plan.
@@ -26,10 +27,12 @@ class RoutingStats:
         expert_full: Number of choices that were dropped because their expert had reached
             Layer.expert_capacity.
         rank_full: Number of choices that were dropped because a rank had no free slot.
+        absent: Number of choices that were dropped because their logical expert has no replica
+            (Layer.drop_absent).
         result: Name of the plan's result, for example "EPIC_OK".
         total_tokens: Number of tokens of all ranks.
         fate: [num_tokens, top_k] int32: the slot of each choice, on the rank that owns the expert.
-            Or NO_EXPERT (-1), EXPERT_FULL (-2) or RANK_FULL (-3).
+            Or NO_EXPERT (-1), EXPERT_FULL (-2), RANK_FULL (-3) or EXPERT_ABSENT (-4).
         rank: [num_tokens, top_k] int32: the rank of that slot; -1 for a choice without a slot. On
             GPUs also a choice that was dropped has a rank.
     """
@@ -42,6 +45,7 @@ class RoutingStats:
     none: int
     expert_full: int
     rank_full: int
+    absent: int
     result: str
     total_tokens: int
     fate: Any
@@ -68,6 +72,7 @@ def read(address: int, size: int, ints: Callable[[int, int], Any]) -> RoutingSta
         info.num_none,
         info.num_expert_full,
         info.num_rank_full,
+        info.num_absent,
         _native.RESULTS[info.result],
         info.total_tokens,
         ints(info.fate_offset, info.num_tokens),

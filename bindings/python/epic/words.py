@@ -34,6 +34,8 @@ PHRASES = {
     "epic_capacity_bound": "capacity=None",
     "0 (the rows' type)": "None",
     "EPIC_DISTINCT": "distinct=True",
+    "EPIC_DROP_ABSENT": "drop_absent=True",
+    "EPIC_ABSENT": "-1",
     "flag EPIC_LOSS_BY_CALLER": "loss_axes (1: given)",
     "EPIC_CAPACITY_EXACT": "EXACT",
     "EPIC_QUANTIZE_NONE": "None",
@@ -85,9 +87,11 @@ ROWS = re.compile(r"\b(\w+)\.num_rows is (\d+)")
 
 
 def name_flag(found: re.Match[str]) -> str:
-    """Translate a mismatch of layer.flags between two ranks to their argument `distinct`."""
+    """Translate a mismatch of layer.flags between two ranks to the argument that differs."""
     first, rank, verb, second = found.groups()
-    return f"distinct={bool(int(first))}, rank {rank} {verb} distinct={bool(int(second))}"
+    one, other = int(first), int(second)
+    name, flag = ("distinct", 8) if (one ^ other) & 8 else ("drop_absent", 2048)
+    return f"{name}={bool(one & flag)}, rank {rank} {verb} {name}={bool(other & flag)}"
 
 
 def to_python(sentence: str) -> str:

@@ -10,9 +10,17 @@ from epic import routing_stats
 from epic.errors import EpicArgumentError
 from epic.jax.arrays import check_kind
 from epic.jax.steps import PLAN_TAIL, Plan, Record
-from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
+from epic.routing_stats import EXPERT_ABSENT, EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 
-__all__ = ["EXPERT_FULL", "NO_EXPERT", "RANK_FULL", "RoutingStats", "read_plan", "read_record"]
+__all__ = [
+    "EXPERT_ABSENT",
+    "EXPERT_FULL",
+    "NO_EXPERT",
+    "RANK_FULL",
+    "RoutingStats",
+    "read_plan",
+    "read_record",
+]
 
 
 def read_record(data: np.ndarray, top_k: int) -> RoutingStats:

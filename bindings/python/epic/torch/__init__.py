@@ -5,7 +5,7 @@ from epic.bootstrapping import Nccl, Tcp
 from epic.errors import EpicArgumentError, EpicError, EpicNonFiniteError, EpicUnsupportedError
 from epic.invariance import Difference, InvarianceReport
 from epic.options import Experts, Layer, Moe, Router
-from epic.routing_stats import EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
+from epic.routing_stats import EXPERT_ABSENT, EXPERT_FULL, NO_EXPERT, RANK_FULL, RoutingStats
 from epic.torch.combining import combine
 from epic.torch.experts import ExpertWeights, experts, slab_mm
 from epic.torch.finite import check_finite
@@ -43,6 +43,7 @@ from epic.torch.windows import window
 
 __all__ = [
     "EXACT",
+    "EXPERT_ABSENT",
     "EXPERT_FULL",
     "NO_EXPERT",
     "RANK_FULL",

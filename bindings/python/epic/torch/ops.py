@@ -214,7 +214,7 @@ def argument_names(name: str, overload: str = "default") -> list[str]:
 Words = dict[str, dict[str, int]]
 LAYER: Words = {
     "layer_rules": {
-        "num_experts": 17, "num_logical": 17, "top_k": 8, "flags": 8, "sum_order": 3,
+        "num_experts": 17, "num_logical": 17, "top_k": 7, "flags": 12, "sum_order": 2,
         "partial_type": 3, "overflow": 2, "priority": 2, "layout": 2,
     },
     "layer_slabs": {"alignment": 32, "expert_capacity": 32},
