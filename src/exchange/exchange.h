@@ -193,7 +193,8 @@ static inline int64_t piece_size(const row_split *c, int32_t piece)
 }
 
 /* The callbacks of a scatter flow. `self` is their first argument. Sender and receiver must
- * agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on the peer. */
+ * agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on the peer. The
+ * result for a vacant seat has no effect. */
 typedef struct scatter {
     void *self;
     const int64_t *items; /* [num_ranks] number of items of each source */

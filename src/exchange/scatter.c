@@ -207,7 +207,7 @@ static void scatter_count_entries(scatter_state *g)
         if (g->shared) {
             sends = g->s->items[x->rank];
             receives = g->s->items[r];
-        } else if (r != x->rank) {
+        } else if (exchange_is_peer(x, r)) {
             for (int64_t i = 0; i < g->s->items[x->rank]; i++)
                 sends += g->s->is_sent(g->s->self, r, i);
             for (int64_t i = 0; i < g->s->items[r]; i++)

@@ -15,6 +15,7 @@
 typedef struct planning {
     const epic_plan_args *args;
     epic_layer layer;
+    plan_tables tables;
     planner planner;
     exchange *x;
     epic_op_header op_header; /* peers read it until x is closed */
@@ -76,23 +77,21 @@ static void op_header_check_ids(epic_op_header *header, const epic_plan_args *ar
 /* Stores hashes of rank_of_expert and logical_of_expert in the op header, for the ranks to
  * compare. If a table is invalid, also stores its first error there and returns false. */
 static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
-                                 const epic_plan_args *args, const epic_layer *layer)
+                                 plan_tables *tables, const epic_layer *layer)
 {
-    const int32_t *ranks = args->rank_of_expert, *logical = args->logical_of_expert;
+    const int32_t *ranks = tables->rank_of_expert, *logical = tables->logical_of_expert;
     const size_t bytes = layer->num_experts * sizeof *ranks;
     if (ranks) header->common[COMMON_PLACEMENT] = (int64_t)hash_bytes(ranks, bytes);
     if (logical) header->common[COMMON_REPLICAS] = (int64_t)hash_bytes(logical, bytes);
-    const plan_tables tables = {ranks, logical, context_members(ctx)};
     uint32_t expert;
-    const placement_error wrong =
-        layer_check_placement(layer, ctx->num_ranks, &tables, &expert);
+    const placement_error wrong = layer_check_placement(layer, ctx->num_ranks, tables, &expert);
     if (wrong) {
-        const int32_t owner = layer_owner_of(layer, ctx->num_ranks, &tables, expert);
+        const int32_t owner = layer_owner_of(layer, ctx->num_ranks, tables, expert);
         const data_fault fault = {DATA_PLACEMENT, {expert, owner, wrong, ctx->num_members}};
         op_header_set_fault(header, &fault);
         return false;
     }
-    const replicas_error error = replicas_check(layer, ctx->num_ranks, &tables);
+    const replicas_error error = replicas_check(layer, ctx->num_ranks, tables);
     const data_fault fault = {DATA_REPLICAS, {error.expert, error.logical, layer->num_logical}};
     if (error.expert >= 0 || error.logical >= 0) op_header_set_fault(header, &fault);
     return header->local[LOCAL_ERROR] == DATA_OK;
@@ -107,19 +106,23 @@ static int64_t read_capacity(const epic_plan_args *args)
     return args->capacity && args->capacity < limit ? args->capacity : limit;
 }
 
-/* Fills in the op header: the layer, the hashes of the tables, the first error in the data, and
- * the ids if they fit. */
-static void plan_fill_header(epic_op_header *header, const epic_context *ctx,
-                             const epic_plan_args *args, const epic_layer *layer,
-                             const op_header_extra *extra)
+/* Sets p->tables. Fills in the op header: the layer, the hashes of the tables, the first error in
+ * the data, and the ids if they fit. */
+static void plan_fill_header(planning *p, const epic_context *ctx, const op_header_extra *extra)
 {
+    const epic_plan_args *args = p->args;
+    const epic_layer *layer = &p->layer;
+    epic_op_header *header = &p->op_header;
+    p->tables = (plan_tables){.rank_of_expert = args->rank_of_expert,
+                              .logical_of_expert = args->logical_of_expert,
+                              .members = context_members(ctx)};
     memset(header, 0, sizeof *header);
     header->common[COMMON_OPERATION] = EPIC_OP_PLAN;
     op_header_set_layer(header, layer);
     header->local[LOCAL_TOKENS] = args->num_tokens;
     header->local[LOCAL_CAPACITY] = read_capacity(args);
     op_header_set_options(header, extra ? extra->options : NULL);
-    if (!op_header_set_tables(header, ctx, args, layer)) return;
+    if (!op_header_set_tables(header, ctx, &p->tables, layer)) return;
     op_header_check_ids(header, args, layer);
     op_header_set_fault(header, extra ? extra->fault : NULL);
     int32_t ids[OP_PAYLOAD_BYTES / sizeof(int32_t)] = {0};
@@ -136,11 +139,12 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 }
 
 /* The callbacks scatter.is_sent and scatter.is_received (exchange.h), which ask whether a rank
- * sends (receives) the ids of a token. Every member sends its ids to all members. */
-static bool is_sent_by_members(void *self, int rank, int64_t item)
+ * sends (receives) the ids of a token. Returns true, because every rank sends its ids to all
+ * ranks. */
+static bool is_always_sent(void *self, int rank, int64_t item)
 {
-    (void)item;
-    return context_has_member(((planning *)self)->x->ctx, rank);
+    (void)self, (void)rank, (void)item;
+    return true;
 }
 
 /* Callback scatter.fill_entry: copies the ids of one of this rank's tokens into a ring
@@ -195,8 +199,8 @@ static epic_result exchange_ids(planning *p)
         .self = p,
         .items = p->x->items,
         .split = exchange_split_rows(p->x, true, p->layer.top_k * (int64_t)sizeof(int32_t), 0),
-        .is_sent = is_sent_by_members,
-        .is_received = is_sent_by_members,
+        .is_sent = is_always_sent,
+        .is_received = is_always_sent,
         .fill_entry = fill_ids,
         .read_entry = read_ids,
         .read_own_item = skip_own_ids};
@@ -217,23 +221,26 @@ static void write_counts(planning *p, epic_result result)
         if (args->expert_rows) args->expert_rows[l] = result ? 0 : padded;
         if (args->expert_tokens) args->expert_tokens[l] = result ? 0 : q->slab_count[l];
     }
-    for (uint32_t e = 0; args->load && e < p->layer.num_experts; e++)
-        args->load[e] += q->count[e];
-    for (uint32_t e = 0; args->logical_load && e < p->layer.num_experts; e++)
-        if (q->logical_of[e] >= 0) args->logical_load[q->logical_of[e]] += q->count[e];
+    if (args->load && q->absent_load == args->load)
+        for (uint32_t e = 0; e < p->layer.num_experts; e++) args->load[e] += q->count[e];
+    else if (args->load)
+        memcpy(args->load, q->count, p->layer.num_experts * sizeof *args->load);
+    if (args->logical_load) planner_add_logical_load(q, args->logical_load);
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Zeroes the outputs `load` and `logical_load`. The planner counts the choices of absent experts
- * in the one whose elements the ids name. write_counts() adds the other choices. */
-static void clear_loads(planning *p)
+/* Zeroes the output `logical_load`, or without replicas `load` if seats are vacant. The planner
+ * counts the choices of absent experts in it. write_counts() adds the other choices. */
+static void clear_absent_load(planning *p)
 {
-    const epic_plan_args *args = p->args;
     const epic_layer *layer = &p->layer;
-    if (args->load) memset(args->load, 0, layer->num_experts * sizeof *args->load);
-    if (args->logical_load)
-        memset(args->logical_load, 0, layer->num_logical * sizeof *args->logical_load);
-    p->planner.absent_load = layer->num_logical ? args->logical_load : args->load;
+    const uint32_t num_ids = layer_num_ids(layer);
+    if (layer->num_logical)
+        p->planner.absent_load = p->args->logical_load;
+    else if (p->planner.members)
+        p->planner.absent_load = p->args->load;
+    if (p->planner.absent_load)
+        memset(p->planner.absent_load, 0, num_ids * sizeof *p->planner.absent_load);
 }
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
@@ -254,7 +261,7 @@ static void make_empty_plan(planning *p)
     const int64_t choices = p->planner.header->total_tokens * p->layer.top_k;
     for (int64_t i = 0; i < choices; i++) p->planner.ids[i] = -1;
     memset(p->planner.capacity, 0, (size_t)x->num_ranks * sizeof *p->planner.capacity);
-    clear_loads(p);
+    clear_absent_load(p);
     planner_finish(&p->planner);
     p->planner.header->capacity = exchange_local_field(x, x->rank, LOCAL_CAPACITY);
     write_counts(p, EPIC_EINVAL);
@@ -266,14 +273,12 @@ static epic_result make_plan(planning *p)
     exchange *x = p->x;
     for (int r = 0; r < x->num_ranks; r++)
         x->items[r] = exchange_local_field(x, r, LOCAL_TOKENS);
-    const plan_tables tables = {p->args->rank_of_expert, p->args->logical_of_expert,
-                                context_members(x->ctx)};
     planner_begin(&p->planner, p->args->plan, &p->layer, x->rank, x->num_ranks, x->items,
-                  &tables);
+                  &p->tables);
     for (int r = 0; r < x->num_ranks; r++)
         p->planner.capacity[r] = exchange_local_field(x, r, LOCAL_CAPACITY);
     TRY(exchange_ids(p));
-    clear_loads(p);
+    clear_absent_load(p);
     const epic_result result = planner_finish(&p->planner);
     write_counts(p, result);
     return result;
@@ -305,7 +310,7 @@ static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extr
                             const epic_dispatch_args *next)
 {
     const epic_plan_args *args = p->args;
-    plan_fill_header(&p->op_header, ctx, args, &p->layer, extra);
+    plan_fill_header(p, ctx, extra);
     if (next) p->op_header.local[LOCAL_NEXT_DISPATCH] = dispatch_signature(next);
     if (next) op_header_set_dispatch_windows(&p->op_header, ctx, next);
     const uint64_t bytes = (uint64_t)(args->num_tokens * p->layer.top_k) * sizeof(int32_t);

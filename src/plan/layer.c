@@ -103,22 +103,31 @@ static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
     return true;
 }
 
+/* Returns the first expert whose owner in rank_of_expert is no rank, or num_experts. */
+static uint32_t find_no_rank(const epic_layer *layer, int32_t num_ranks,
+                             const int32_t *rank_of_expert)
+{
+    uint32_t e = 0;
+    while (e < layer->num_experts && (uint32_t)rank_of_expert[e] < (uint32_t)num_ranks) e++;
+    return e;
+}
+
 placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
                                       const plan_tables *tables, uint32_t *expert)
 {
     const bool is_tree = layer->sum_order == EPIC_TREE;
     const bool may_be_absent = layer->num_logical || layer->flags & EPIC_DROP_ABSENT;
     const seat_set *members = tables->members;
-    if (!tables->rank_of_expert && !members) return PLACEMENT_OK;
-    for (uint32_t e = 0; e < layer->num_experts; e++) {
-        const int32_t rank = tables->rank_of_expert
-                                 ? tables->rank_of_expert[e]
-                                 : layer_owner_of(layer, num_ranks, tables, e);
-        *expert = e;
-        if (rank < 0 || rank >= num_ranks) return PLACEMENT_NO_RANK;
+    uint32_t *e = expert;
+    *e = layer->num_experts;
+    if (tables->rank_of_expert) *e = find_no_rank(layer, num_ranks, tables->rank_of_expert);
+    if (*e < layer->num_experts) return PLACEMENT_NO_RANK;
+    if (!members && !(is_tree && tables->rank_of_expert)) return PLACEMENT_OK;
+    for (*e = 0; *e < layer->num_experts; ++*e) {
+        const int32_t rank = layer_owner_of(layer, num_ranks, tables, *e);
         const bool is_vacant = members && !seat_set_has(members, rank);
         if (is_vacant && !is_tree && !may_be_absent) return PLACEMENT_VACANT;
-        if (is_tree && (is_vacant || !is_in_own_block(layer, num_ranks, tables, e)))
+        if (is_tree && (is_vacant || !is_in_own_block(layer, num_ranks, tables, *e)))
             return PLACEMENT_TREE;
     }
     return PLACEMENT_OK;

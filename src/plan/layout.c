@@ -150,6 +150,7 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
                      .layer = *layer};
     for (int32_t r = 0; r < num_ranks; r++) h.total_tokens += tokens_of[r];
     *p = (planner){.bytes = plan, .header = plan, .members = tables->members};
+    p->has_absent = tables->has_absent || tables->members;
     locate_workspace(p, &h);
     const uint32_t block = (layer->num_experts + (uint32_t)num_ranks - 1) / (uint32_t)num_ranks;
     if (tables->rank_of_expert)

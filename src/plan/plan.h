@@ -145,6 +145,7 @@ typedef struct planner {
      * EPIC_FATE_ABSENT. place_choices() replaces the ids by slots (FLAT: by local experts). */
     int32_t *ids;
     const seat_set *members; /* NULL: every rank is a member */
+    bool has_absent;         /* true: logical_of may contain EPIC_ABSENT */
     /* [number of ids] Here planner_finish() adds the number of choices of each absent expert
      * (with replicas: logical expert). NULL: they are not counted. */
     int32_t *absent_load;
@@ -179,6 +180,7 @@ typedef struct plan_tables {
     const int32_t *rank_of_expert;    /* NULL: each rank owns a contiguous block of experts */
     const int32_t *logical_of_expert; /* NULL: no replicas */
     const seat_set *members;          /* NULL: every rank is a member */
+    bool has_absent; /* set by replicas_check(): logical_of_expert contains EPIC_ABSENT */
 } plan_tables;
 
 /* Returns the rank that owns an expert, or another number if rank_of_expert is invalid. */
@@ -209,17 +211,20 @@ typedef struct replicas_error {
     int64_t logical;
 } replicas_error;
 
-/* Checks the table of replicas, which may be NULL. Returns its first error. Without
- * EPIC_DROP_ABSENT each logical expert must have a replica on a member. The placement of the
+/* Checks the table of replicas, which may be NULL. Sets tables->has_absent. Returns the first
+ * error. Without EPIC_DROP_ABSENT each logical expert must have a replica on a member. The placement of the
  * experts must be valid. */
-replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
-                              const plan_tables *tables);
+replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_tables *tables);
 
 /* Begins a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
  * [num_ranks] is the number of tokens of each rank. Fills in the header, the pointers of *p,
  * and those arrays of the plan that depend only on tokens_of and *tables. */
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
+
+/* Adds the number of choices of each logical expert to logical_load [num_logical], except the
+ * choices of absent experts. */
+void planner_add_logical_load(const planner *p, int32_t *logical_load);
 
 /* Replaces the logical expert of each choice in p->ids by one of its replicas on members. If its
  * expert is absent, replaces the id by EPIC_FATE_ABSENT. An expert is absent if it has no

@@ -5,24 +5,36 @@
 
 #include "plan/plan.h"
 
-replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
-                              const plan_tables *tables)
+/* Removes the logical experts without a replica on a member from the set `has`. */
+static void find_on_members(const epic_layer *layer, int32_t num_ranks,
+                            const plan_tables *tables, uint64_t *has)
+{
+    memset(has, 0, MAX_EXPERTS / 8);
+    for (uint32_t e = 0; e < layer->num_experts; e++) {
+        const int32_t logical = tables->logical_of_expert[e];
+        if (logical == EPIC_ABSENT) continue;
+        if (seat_set_has(tables->members, layer_owner_of(layer, num_ranks, tables, e)))
+            has[logical / 64] |= (uint64_t)1 << logical % 64;
+    }
+}
+
+replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_tables *tables)
 {
     uint64_t has[MAX_EXPERTS / 64];
     const uint32_t num_logical = layer->num_logical;
     const int32_t *logical_of_expert = tables->logical_of_expert;
-    const seat_set *members = tables->members;
     if (!logical_of_expert) return (replicas_error){-1, -1};
     memset(has, 0, sizeof has);
     for (uint32_t e = 0; e < layer->num_experts; e++) {
         const int32_t logical = logical_of_expert[e];
-        if (logical == EPIC_ABSENT) continue;
-        if (logical < 0 || (uint32_t)logical >= num_logical)
-            return (replicas_error){e, logical};
-        if (members && !seat_set_has(members, layer_owner_of(layer, num_ranks, tables, e)))
+        if ((uint32_t)logical >= num_logical) {
+            if (logical != EPIC_ABSENT) return (replicas_error){e, logical};
+            tables->has_absent = true;
             continue;
+        }
         has[logical / 64] |= (uint64_t)1 << logical % 64;
     }
+    if (tables->members) find_on_members(layer, num_ranks, tables, has);
     for (uint32_t l = 0; l < num_logical && !(layer->flags & EPIC_DROP_ABSENT); l++)
         if (!(has[l / 64] >> l % 64 & 1)) return (replicas_error){-1, l};
     return (replicas_error){-1, -1};
@@ -33,15 +45,17 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks,
  * of no logical expert, and experts on vacant seats. Sets turn[logical] to the replica for the
  * next choice of `logical`, or to -1 if it has none, and after[expert] to the replica that
  * follows `expert` in its list. Returns whether each logical expert has a replica. Both arrays
- * are parts of the planner's workspace that are not in use yet. */
-static bool link_replicas(const planner *p, int32_t *turn, int32_t *after)
+ * are parts of the planner's workspace that are not in use yet. The function is compiled for each
+ * value of has_absent, so that the usual case makes no test for each expert. */
+static inline __attribute__((always_inline)) bool link_replicas(const planner *p, int32_t *turn,
+                                                                int32_t *after, bool has_absent)
 {
     const epic_layer *layer = &p->header->layer;
     int32_t *last = p->num_kept;
     memset(turn, 0xff, layer->num_logical * sizeof *turn);
     for (int32_t e = (int32_t)layer->num_experts - 1; e >= 0; e--) {
         const int32_t logical = p->logical_of[e];
-        if (logical < 0) continue;
+        if (has_absent && logical < 0) continue;
         if (turn[logical] < 0) last[logical] = e;
         after[e] = turn[logical];
         turn[logical] = e;
@@ -79,7 +93,9 @@ void planner_choose_replicas(planner *p)
         if (p->members) drop_absent(p, NULL);
         return;
     }
-    if (!link_replicas(p, turn, after)) drop_absent(p, turn);
+    const bool all = p->has_absent ? link_replicas(p, turn, after, true)
+                                   : link_replicas(p, turn, after, false);
+    if (!all) drop_absent(p, turn);
     const int64_t choices = h->total_tokens * h->layer.top_k;
     for (int64_t i = 0; i < choices; i++) {
         if (p->ids[i] < 0) continue;
@@ -89,9 +105,20 @@ void planner_choose_replicas(planner *p)
     }
 }
 
-/* Sets p->expert_quota (plan.h). Choice n of a logical expert with r replicas goes to its
- * replica n % r. The logical expert keeps its first `capacity` choices, so replica i keeps
- * (capacity + r - 1 - i) / r of them. */
+void planner_add_logical_load(const planner *p, int32_t *logical_load)
+{
+    const uint32_t num_experts = p->header->layer.num_experts;
+    if (!p->has_absent)
+        for (uint32_t e = 0; e < num_experts; e++)
+            logical_load[p->logical_of[e]] += p->count[e];
+    else
+        for (uint32_t e = 0; e < num_experts; e++)
+            if (p->logical_of[e] >= 0) logical_load[p->logical_of[e]] += p->count[e];
+}
+
+/* Sets p->expert_quota (plan.h). Choice number n of a logical expert with r replicas goes to
+ * its replica number n % r. The logical expert keeps only its first `capacity` choices. So
+ * replica number i keeps (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;
