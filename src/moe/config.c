@@ -4,6 +4,7 @@
 #include <math.h>
 #include <stdio.h>
 
+#include "api/check.h"
 #include "api/config.h"
 #include "base/error.h"
 #include "base/sized.h"
@@ -238,7 +239,7 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
         TRY(measure_experts("shared", &j->shared, j->block, j->is_device, &j->shared_memory));
     j->shared_memory.saved_bytes = round_up(j->shared_memory.saved_bytes, 64);
     TRY(epic_router_workspace(&j->router, &j->router_bytes));
-    TRY(epic_plan_bytes(config, &j->layer, &j->plan_bytes));
+    TRY(check_plan_size(config, &j->layer, &j->plan_bytes));
     const bool apart = !j->is_device || j->moe.flags & EPIC_SUM_DENSE ||
                        j->blocks > GATE_BLOCKS || (j->has_shared && j->blocks > 1);
     j->num_dense_levels = apart ? num_levels(j->blocks) : 0;

@@ -100,8 +100,10 @@ static void no_such_rank(void *what, int rank, epic_context *ctx, const epic_con
  * failed. */
 static int64_t *moe_total(const part *t, const epic_config *config)
 {
+    epic_config whole;
     moe_job j = {0};
-    CHECK(moe_read_config(&j, config, (int32_t)config->num_ranks, &t->moe, sizeof t->moe,
+    CHECK(config_read(&whole, config, sizeof *config) == EPIC_OK, "%s", epic_error(NULL));
+    CHECK(moe_read_config(&j, &whole, (int32_t)whole.num_ranks, &t->moe, sizeof t->moe,
                           t->tokens) == EPIC_OK,
           "%s", epic_error(NULL));
     moe_layout_buffers(&j, t->saved, NULL, false);

@@ -363,6 +363,110 @@ static void layers(epic_context *ctx, const seats *s, int member, unsigned char 
     }
 }
 
+/* ----------------------------------------------------------------------- whole layers ---- */
+
+enum { LAYER_EXPERTS = 8, WIDTH = 12, INNER = 6 };
+
+/* The parameters and results of a whole layer. All members know all experts. */
+typedef struct whole_layer {
+    float x[TOKENS * WIDTH], d_out[TOKENS * WIDTH], w_gate[WIDTH * LAYER_EXPERTS];
+    float gate_up[LAYER_EXPERTS][WIDTH * 2 * INNER], down[LAYER_EXPERTS][INNER * WIDTH];
+} whole_layer;
+
+typedef struct whole_results {
+    float out[TOKENS * WIDTH], d_x[TOKENS * WIDTH], loss, d_gate[WIDTH * LAYER_EXPERTS];
+    float d_gate_up[LAYER_EXPERTS][WIDTH * 2 * INNER], d_down[LAYER_EXPERTS][INNER * WIDTH];
+    int32_t load[LAYER_EXPERTS];
+} whole_results;
+
+static void *allocate_lines(int64_t bytes)
+{
+    return aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
+}
+
+/* Runs a layer forward and backward, with losses and dense gradients summed over the members. */
+static void run_whole_layer(epic_context *ctx, const seats *s, int member, uint32_t order,
+                            whole_results *r)
+{
+    run_random common = {run_mix(9, order)}, own = {run_mix(10, (uint64_t)member)};
+    const epic_layer layer = {.num_experts = LAYER_EXPERTS,
+                              .top_k = 2,
+                              .sum_order = order,
+                              .leaves = order == EPIC_TREE ? LAYER_EXPERTS : 0};
+    const epic_router router = {
+        .num_experts = LAYER_EXPERTS, .top_k = 2, .normalize = EPIC_NORMALIZE_SUM};
+    const epic_experts experts = {.num_local_experts = LAYER_EXPERTS,
+                                  .hidden = WIDTH,
+                                  .inner = INNER,
+                                  .row_type = EPIC_F32,
+                                  .weight_type = EPIC_F32};
+    const epic_moe moe = {.layer = &layer,
+                          .router = &router,
+                          .experts = &experts,
+                          .balance_coeff = 0.1,
+                          .z_coeff = 0.01,
+                          .capacity = 256,
+                          .flags = EPIC_SUM_DENSE};
+    whole_layer *w = calloc(1, sizeof *w), *mine = calloc(1, sizeof *mine);
+    const struct experts places = place_experts(s, &layer, &common);
+    fill(&common, w->w_gate, WIDTH * LAYER_EXPERTS);
+    fill(&common, w->gate_up[0], LAYER_EXPERTS * WIDTH * 2 * INNER);
+    fill(&common, w->down[0], LAYER_EXPERTS * INNER * WIDTH);
+    fill(&own, w->x, TOKENS * WIDTH);
+    fill(&own, w->d_out, TOKENS * WIDTH);
+    for (int e = 0, local = 0; e < LAYER_EXPERTS; e++) {
+        if (places.rank_of[e] != s->of[member]) continue;
+        memcpy(mine->gate_up[local], w->gate_up[e], sizeof w->gate_up[e]);
+        memcpy(mine->down[local++], w->down[e], sizeof w->down[e]);
+    }
+    const int64_t num_tokens = order == EPIC_TREE ? 8 : run_below(&own, TOKENS + 1);
+    const epic_const_rows x = {w->x, num_tokens, WIDTH * sizeof(float)};
+    epic_moe_memory_info memory;
+    CHECK_SAY(epic_moe_memory(ctx, NULL, &moe, &memory) == EPIC_OK, "%s", epic_error(ctx));
+    const int64_t most = memory.forward_bytes > memory.backward_bytes ? memory.forward_bytes
+                                                                      : memory.backward_bytes;
+    void *saved = allocate_lines(memory.saved_bytes), *workspace = allocate_lines(most);
+    const epic_moe_weights weights = {
+        .w_gate = w->w_gate, .w_gate_up = mine->gate_up, .w_down = mine->down};
+    const epic_moe_args forward = {.moe = &moe,
+                                   .weights = &weights,
+                                   .x = x,
+                                   .out = {r->out, num_tokens, x.row_bytes},
+                                   .rank_of_expert = places.rank_of,
+                                   .saved = saved,
+                                   .saved_bytes = memory.saved_bytes,
+                                   .workspace = workspace,
+                                   .workspace_bytes = most,
+                                   .loss = &r->loss,
+                                   .load = r->load};
+    CHECK_SAY(epic_moe_forward(ctx, &forward) == EPIC_OK, "%s", epic_error(ctx));
+    const epic_moe_gradients gradients = {
+        .w_gate = r->d_gate, .w_gate_up = r->d_gate_up, .w_down = r->d_down};
+    const epic_moe_backward_args backward = {.moe = &moe,
+                                             .weights = &weights,
+                                             .x = x,
+                                             .d_out = {w->d_out, num_tokens, x.row_bytes},
+                                             .d_x = {r->d_x, num_tokens, x.row_bytes},
+                                             .gradients = &gradients,
+                                             .saved = saved,
+                                             .saved_bytes = memory.saved_bytes,
+                                             .workspace = workspace,
+                                             .workspace_bytes = most};
+    CHECK_SAY(epic_moe_backward(ctx, &backward) == EPIC_OK, "%s", epic_error(ctx));
+    free(saved);
+    free(workspace);
+    free(mine);
+    free(w);
+}
+
+static void whole_layers(epic_context *ctx, const seats *s, int member, unsigned char *out)
+{
+    whole_results *results = (whole_results *)(void *)out;
+    run_whole_layer(ctx, s, member, EPIC_BY_RANK, &results[0]);
+    if ((s->num_members & (s->num_members - 1)) == 0)
+        run_whole_layer(ctx, s, member, EPIC_TREE, &results[1]);
+}
+
 /* ----------------------------------------------------------------------------- errors ---- */
 
 static void check_refused(epic_context *ctx, epic_result result, epic_result right,
@@ -490,6 +594,7 @@ int main(void)
         for (size_t g = 0; g < sizeof groups / sizeof *groups; g++) {
             compare(backends[b], &groups[g], sums, SUM_BYTES);
             compare(backends[b], &groups[g], layers, NUM_KINDS * sizeof(arrays));
+            compare(backends[b], &groups[g], whole_layers, 2 * sizeof(whole_results));
         }
         compare(backends[b], &groups[2], no_tree, 1);
         compare(backends[b], &groups[2], wrong_places, 1);
