@@ -37,6 +37,7 @@ src/net/striped
 src/backend/self src/backend/threads src/backend/shm src/backend/mpi src/backend/p2p src/net/ucx
 src/backend/hosts
 src/context
+src/regroup
 src/plan
 src/exchange
 src/host_ops

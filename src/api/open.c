@@ -230,6 +230,8 @@ static void release_context(epic_context *ctx)
     ctx->recorder = NULL;
     trace_close(ctx->trace);
     ctx->trace = NULL;
+    free(ctx->decision);
+    ctx->decision = NULL;
     if (ctx->backend) windows_close(ctx, ours);
     if (ctx->backend && ours) ctx->backend->leave(ctx->group);
     if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);

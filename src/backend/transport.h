@@ -28,6 +28,7 @@
 #define EPIC_TRANSPORT_H
 
 #include "backend/backend.h"
+#include "backend/regroup.h"
 #include "backend/seat_set.h"
 
 /* Value of the argument `to` of room() and send(): the ring that all peers read. */
@@ -130,6 +131,9 @@ typedef struct epic_window_transport {
 typedef struct epic_transport {
     /* The functions for windows; NULL: ranks cannot store into memory of other ranks. */
     const epic_window_transport *windows;
+
+    /* The functions that make the next generation; NULL: the members of a group never change. */
+    const epic_regroup_transport *regroup;
 
     /* True if the backend has a ring to EVERYONE. */
     bool shares;

@@ -4,6 +4,7 @@
 #include "base/tags.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/error.h"
 #include "base/hash.h"
@@ -53,6 +54,11 @@ static bool grow_table(tag_table *table)
 /* Implements tags_begin(); the caller holds the mutex. */
 static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequence)
 {
+    if (!table->max_in_flight)
+        return epic_fail(EPIC_EINVAL,
+                         "tag %llu: this rank has left the group, or its members are changing; "
+                         "wait for the call that changes them",
+                         (unsigned long long)tag);
     if (table->in_flight == table->max_in_flight)
         return epic_fail(EPIC_EINVAL,
                          "tag %llu: %u operations are in flight on this rank, which is "
@@ -103,5 +109,26 @@ void tags_end(tag_table *table, uint64_t tag)
     INVARIANT(entry->next && entry->is_busy && table->in_flight > 0);
     entry->is_busy = false;
     table->in_flight--;
+    pthread_mutex_unlock(&table->mutex);
+}
+
+epic_result tags_pause(tag_table *table)
+{
+    pthread_mutex_lock(&table->mutex);
+    const uint32_t in_flight = table->in_flight;
+    if (!in_flight) table->max_in_flight = 0;
+    pthread_mutex_unlock(&table->mutex);
+    if (!in_flight) return EPIC_OK;
+    return epic_fail(EPIC_EINVAL,
+                     "%u operations are in flight on this rank: must be 0; wait for them",
+                     in_flight);
+}
+
+void tags_restart(tag_table *table, uint32_t max_in_flight, bool forgets)
+{
+    pthread_mutex_lock(&table->mutex);
+    table->max_in_flight = max_in_flight;
+    if (forgets) memset(table->entries, 0, table->size * sizeof *table->entries);
+    if (forgets) table->used = 0;
     pthread_mutex_unlock(&table->mutex);
 }

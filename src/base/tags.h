@@ -48,6 +48,13 @@ epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence);
  * Returns the sequence number of the new operation. */
 uint64_t tags_continue(tag_table *table, uint64_t tag);
 
+/* Refuses new operations until tags_restart(): sets max_in_flight to 0. Returns EPIC_EINVAL if an
+ * operation is in flight. */
+epic_result tags_pause(tag_table *table);
+/* Allows max_in_flight operations at a time again. If `forgets` is true, every tag begins again
+ * with sequence number 0. */
+void tags_restart(tag_table *table, uint32_t max_in_flight, bool forgets);
+
 /* Ends the tag's operation in flight. */
 void tags_end(tag_table *table, uint64_t tag);
 

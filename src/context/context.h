@@ -14,6 +14,7 @@
 #include "base/tags.h"
 
 struct exchange;     /* defined in exchange/exchange.h */
+struct members;      /* defined in members/members.h */
 struct window_table; /* defined in exchange/windows.c */
 
 struct epic_context {
@@ -25,6 +26,7 @@ struct epic_context {
      * no process takes part in the operations in its place (docs/internals/members.md). */
     seat_set members;
     int32_t num_members;
+    struct members *decision; /* state of the decision on the next generation; NULL: none */
     uint64_t group_id;
     epic_config config; /* defaults filled in; its strings point to the next two fields */
     char name[64];

@@ -106,6 +106,15 @@ void shared_set_members(epic_group *g, const seat_set *members)
     store_relaxed(&g->core_per_rank, 0);
 }
 
+void shared_group_enter(epic_group *g, char *segment, const seat_set *members)
+{
+    g->segment = segment;
+    g->header = (shared_segment_header *)segment;
+    publish_cores(g);
+    init_exchanges(g);
+    shared_set_members(g, members);
+}
+
 void shared_group_close(epic_group *g)
 {
     store_ordered(&shared_rank_state_of(g, g->rank)->closed, 1);

@@ -83,24 +83,24 @@ struct epic_group {
     shared_exchange *exchanges; /* [num_slots]: the state of each op slot */
     peer_link *links;           /* [num_slots, num_ranks]: memory of shared_exchange.links */
 
-    /* Returns whether the peer's process has ended. NULL if the ranks are threads of one
-     * process, which end together. */
+    /* Returns whether the peer's process has ended. If the ranks are threads of one process:
+     * whether the peer has closed its context in another generation. */
     bool (*is_dead)(epic_group *group, int peer);
     void *backend_data; /* state of the backend threads or shm */
 };
 
 /* Initializer of the epic_transport of backend threads or shm, which differ only in their
- * windows. */
-#define SHARED_TRANSPORT(windows_of_backend)                                               \
-    {                                                                                      \
-        .windows = (windows_of_backend), .shares = true, .ring_bytes = shared_ring_bytes,  \
-        .claim = shared_claim, .announce = shared_announce, .op_header = shared_op_header, \
-        .shape = shared_shape, .room = shared_room, .send = shared_send,                   \
-        .entry = shared_entry, .drop = shared_drop, .finish = shared_finish,               \
-        .wait = shared_wait_for_change, .look = shared_look_at_peer,                       \
-        .any_gone = shared_any_gone, .break_group = shared_break_group,                    \
-        .failure = shared_failure, .set_members = shared_set_members,                      \
-        .bytes_sent = shared_bytes_sent                                                    \
+ * windows and in how they make the next generation. */
+#define SHARED_TRANSPORT(windows_of_backend, regroup_of_backend)                              \
+    {                                                                                         \
+        .windows = (windows_of_backend), .regroup = (regroup_of_backend), .shares = true,     \
+        .ring_bytes = shared_ring_bytes, .claim = shared_claim, .announce = shared_announce,  \
+        .op_header = shared_op_header, .shape = shared_shape, .room = shared_room,            \
+        .send = shared_send, .entry = shared_entry, .drop = shared_drop,                      \
+        .finish = shared_finish, .wait = shared_wait_for_change, .look = shared_look_at_peer, \
+        .any_gone = shared_any_gone, .break_group = shared_break_group,                       \
+        .failure = shared_failure, .set_members = shared_set_members,                         \
+        .bytes_sent = shared_bytes_sent                                                       \
     }
 
 /* Creates this rank's epic_group. `segment` is the shared memory, which the backend unmaps
@@ -113,6 +113,9 @@ epic_result shared_group_new(epic_group **out, const epic_join *join,
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id);
 /* Returns whether the header of the segment was written for this group and layout. */
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id);
+/* Replaces the segment by that of the next generation, which has the same layout, and sets its
+ * members. No operation of this rank is in flight. */
+void shared_group_enter(epic_group *group, char *segment, const seat_set *members);
 /* Marks this rank as closed and wakes all peers. */
 void shared_group_close(epic_group *group);
 /* Frees the view that shared_group_new() allocated. The segment stays mapped. */

@@ -171,7 +171,7 @@ static void shm_leave(epic_group *group)
     shm_forget(group);
 }
 
-static const epic_transport transport = SHARED_TRANSPORT(&shm_windows);
+static const epic_transport transport = SHARED_TRANSPORT(&shm_windows, NULL);
 
 const epic_backend epic_backend_shm = {
     .name = "shm",

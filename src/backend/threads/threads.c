@@ -13,15 +13,17 @@
 #include <sys/mman.h>
 
 #include "backend/shared/shared.h"
+#include "backend/threads/mailbox.h"
 #include "base/error.h"
 
-/* A group of this process. It exists from the join of its first rank to the leave of its last
- * rank. */
+/* One generation of a group of this process. It exists from the join of its first rank to the
+ * leave of its last rank. */
 typedef struct thread_group {
     struct thread_group *next;
     uint64_t group_id;
     shared_layout layout;
     char *segment;
+    mailbox *mail;  /* of all generations of the group */
     int num_joined; /* number of ranks that use the segment now */
     int num_seen;   /* number of ranks that have ever joined */
     /* which ranks have ever joined; a second join of a rank is an error */
@@ -60,14 +62,27 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return true;
 }
 
-/* Maps the segment and adds the group to the list. Returns NULL after an error. */
-static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id)
+/* The generations that a rank uses. */
+typedef struct thread_seat {
+    thread_group *current;
+    thread_group *prepared; /* the next generation; NULL: none is prepared */
+} thread_seat;
+
+/* Maps the segment and adds the group to the list. `mail` is the mailbox of the generation
+ * before; NULL: this is the first one. Returns NULL after an error. */
+static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id,
+                                      mailbox *mail)
 {
     thread_group *h = calloc(1, sizeof *h);
+    if (mail)
+        mailbox_retain(mail);
+    else
+        mail = mailbox_new(layout->num_ranks);
     char *segment = mmap(NULL, (size_t)layout->segment_bytes, PROT_READ | PROT_WRITE,
                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (!h || segment == MAP_FAILED) {
+    if (!h || !mail || segment == MAP_FAILED) {
         if (segment != MAP_FAILED) munmap(segment, (size_t)layout->segment_bytes);
+        if (mail) mailbox_release(mail);
         free(h);
         epic_fail(EPIC_ENOMEM,
                   "threads: no address space for %lld bytes shared by the ranks; lower "
@@ -76,8 +91,11 @@ static thread_group *new_thread_group(const shared_layout *layout, uint64_t grou
         return NULL;
     }
     shared_segment_init(segment, layout, group_id);
-    *h = (thread_group){
-        .next = thread_groups, .group_id = group_id, .layout = *layout, .segment = segment};
+    *h = (thread_group){.next = thread_groups,
+                        .group_id = group_id,
+                        .layout = *layout,
+                        .segment = segment,
+                        .mail = mail};
     return thread_groups = h;
 }
 
@@ -91,11 +109,10 @@ static thread_group *find_thread_group(uint64_t group_id)
 /* Finds the group in the list, or creates it, and counts this rank as joined. The caller holds
  * the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
-                               const epic_join *join)
+                               uint64_t group_id, int rank, mailbox *mail)
 {
-    const int rank = join->bootstrap->rank;
-    thread_group *h = find_thread_group(join->group_id);
-    if (!h) h = new_thread_group(layout, join->group_id);
+    thread_group *h = find_thread_group(group_id);
+    if (!h) h = new_thread_group(layout, group_id, mail);
     if (!h) return EPIC_ENOMEM;
     if (memcmp(&h->layout, layout, sizeof *layout) != 0 || h->seen[rank])
         return epic_fail(EPIC_EPEER,
@@ -110,10 +127,10 @@ static epic_result join_locked(thread_group **out, const shared_layout *layout,
 }
 
 static epic_result join_thread_group(thread_group **out, const shared_layout *layout,
-                                     const epic_join *join)
+                                     uint64_t group_id, int rank, mailbox *mail)
 {
     pthread_mutex_lock(&mutex);
-    const epic_result result = join_locked(out, layout, join);
+    const epic_result result = join_locked(out, layout, group_id, rank, mail);
     pthread_mutex_unlock(&mutex);
     return result;
 }
@@ -128,6 +145,7 @@ static void leave_thread_group(thread_group *h)
         while (*link != h) link = &(*link)->next;
         *link = h->next;
         munmap(h->segment, (size_t)h->layout.segment_bytes);
+        mailbox_release(h->mail);
         free(h);
     }
     pthread_mutex_unlock(&mutex);
@@ -160,30 +178,95 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
+/* Returns whether the rank on a seat has closed its context, in any generation. A rank that never
+ * enters a generation marks itself as closed only here. */
+static bool threads_is_gone(epic_group *group, int seat)
+{
+    const thread_seat *own = group->backend_data;
+    return mailbox_is_gone(own->current->mail, seat);
+}
+
 /* Joins the group. Collective: a rank that failed also takes part in the gather, so that its
  * peers do not wait for it. */
 static epic_result threads_join(epic_group **out, const epic_join *join)
 {
     shared_layout layout;
     thread_group *h = NULL;
-    TRY(shared_layout_of(join->config, &layout));
-    epic_result result = gather_results(join, join_thread_group(&h, &layout, join));
+    thread_seat *seat = calloc(1, sizeof *seat);
+    epic_result result = seat ? shared_layout_of(join->config, &layout)
+                              : epic_fail(EPIC_ENOMEM, "threads: no memory");
+    if (result == EPIC_OK)
+        result = join_thread_group(&h, &layout, join->group_id, join->bootstrap->rank, NULL);
+    result = gather_results(join, result);
     if (result == EPIC_OK) result = check_all_joined(h);
     if (result == EPIC_OK) result = shared_group_new(out, join, &layout, h->segment, false);
-    if (result == EPIC_OK)
-        (*out)->backend_data = h;
-    else if (h)
-        leave_thread_group(h);
-    return result;
+    if (result != EPIC_OK) {
+        if (h) leave_thread_group(h);
+        free(seat);
+        return result;
+    }
+    seat->current = h;
+    (*out)->backend_data = seat;
+    (*out)->is_dead = threads_is_gone;
+    return EPIC_OK;
 }
 
 static void threads_leave(epic_group *group)
 {
-    thread_group *h = group->backend_data;
+    thread_seat *seat = group->backend_data;
+    const seat_set members = group->members;
     shared_group_close(group);
+    if (seat->prepared) {
+        /* members that enter the prepared generation must find this rank closed there, too */
+        shared_group_enter(group, seat->prepared->segment, &members);
+        shared_group_close(group);
+        leave_thread_group(seat->prepared);
+    }
+    mailbox_mark_gone(seat->current->mail, group->rank);
     shared_group_free(group);
-    leave_thread_group(h);
+    leave_thread_group(seat->current);
+    free(seat);
 }
+
+/* ----------------------------------------------------------------- the next generation ---- */
+
+static void threads_send(epic_group *group, int to, const void *message, size_t bytes)
+{
+    const thread_seat *seat = group->backend_data;
+    mailbox_send(seat->current->mail, group->rank, to, message, bytes);
+}
+
+static bool threads_receive(epic_group *group, int *from, void *message, size_t bytes,
+                            uint32_t ms)
+{
+    const thread_seat *seat = group->backend_data;
+    return mailbox_receive(seat->current->mail, group->rank, from, message, bytes, ms);
+}
+
+static epic_result threads_prepare(epic_group *group, uint64_t group_id)
+{
+    thread_seat *seat = group->backend_data;
+    if (seat->prepared && seat->prepared->group_id == group_id) return EPIC_OK;
+    if (seat->prepared) leave_thread_group(seat->prepared);
+    seat->prepared = NULL;
+    return join_thread_group(&seat->prepared, &group->layout, group_id, group->rank,
+                             seat->current->mail);
+}
+
+static void threads_enter(epic_group *group, const seat_set *members)
+{
+    thread_seat *seat = group->backend_data;
+    shared_group_enter(group, seat->prepared->segment, members);
+    leave_thread_group(seat->current);
+    seat->current = seat->prepared;
+    seat->prepared = NULL;
+}
+
+static const epic_regroup_transport regroup = {.send = threads_send,
+                                               .receive = threads_receive,
+                                               .is_gone = threads_is_gone,
+                                               .prepare = threads_prepare,
+                                               .enter = threads_enter};
 
 /* ---------------------------------------------------------------------------- windows ---- */
 
@@ -226,7 +309,7 @@ static const epic_window_transport windows = {.offer = threads_offer,
                                               .may_store = shared_may_store,
                                               .close = shared_close_windows};
 
-static const epic_transport transport = SHARED_TRANSPORT(&windows);
+static const epic_transport transport = SHARED_TRANSPORT(&windows, &regroup);
 
 const epic_backend epic_backend_threads = {
     .name = "threads",

@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One queue of messages for each seat, guarded by one mutex. */
+#include "backend/threads/mailbox.h"
+
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+typedef struct letter {
+    struct letter *next;
+    int from;
+    unsigned char bytes[];
+} letter;
+
+typedef struct queue {
+    letter *first, **end; /* end: where the next message is appended */
+    bool is_gone;         /* true: the rank on the seat has closed its context */
+} queue;
+
+struct mailbox {
+    pthread_mutex_t mutex; /* guards everything below */
+    pthread_cond_t changed;
+    int num_users, num_seats;
+    queue queues[];
+};
+
+mailbox *mailbox_new(int num_seats)
+{
+    mailbox *m = calloc(1, sizeof *m + (size_t)num_seats * sizeof *m->queues);
+    pthread_condattr_t monotonic;
+    if (!m) return NULL;
+    pthread_mutex_init(&m->mutex, NULL);
+    pthread_condattr_init(&monotonic);
+    pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
+    pthread_cond_init(&m->changed, &monotonic);
+    pthread_condattr_destroy(&monotonic);
+    m->num_users = 1;
+    m->num_seats = num_seats;
+    for (int s = 0; s < num_seats; s++) m->queues[s].end = &m->queues[s].first;
+    return m;
+}
+
+void mailbox_retain(mailbox *m)
+{
+    pthread_mutex_lock(&m->mutex);
+    m->num_users++;
+    pthread_mutex_unlock(&m->mutex);
+}
+
+void mailbox_release(mailbox *m)
+{
+    pthread_mutex_lock(&m->mutex);
+    const bool is_last = --m->num_users == 0;
+    pthread_mutex_unlock(&m->mutex);
+    if (!is_last) return;
+    for (int s = 0; s < m->num_seats; s++)
+        for (letter *l = m->queues[s].first, *next; l; l = next) {
+            next = l->next;
+            free(l);
+        }
+    pthread_cond_destroy(&m->changed);
+    pthread_mutex_destroy(&m->mutex);
+    free(m);
+}
+
+void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes)
+{
+    letter *l = malloc(sizeof *l + bytes);
+    if (!l) return; /* the sender repeats its request, or its call ends at the deadline */
+    l->next = NULL;
+    l->from = from;
+    memcpy(l->bytes, message, bytes);
+    pthread_mutex_lock(&m->mutex);
+    *m->queues[to].end = l;
+    m->queues[to].end = &l->next;
+    pthread_cond_broadcast(&m->changed);
+    pthread_mutex_unlock(&m->mutex);
+}
+
+/* Returns the time in `ms` milliseconds. */
+static struct timespec time_after(uint32_t ms)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    t.tv_sec += ms / 1000;
+    t.tv_nsec += (long)(ms % 1000) * 1000000;
+    if (t.tv_nsec >= 1000000000) {
+        t.tv_sec++;
+        t.tv_nsec -= 1000000000;
+    }
+    return t;
+}
+
+bool mailbox_receive(mailbox *m, int seat, int *from, void *message, size_t bytes, uint32_t ms)
+{
+    const struct timespec limit = time_after(ms);
+    queue *q = &m->queues[seat];
+    pthread_mutex_lock(&m->mutex);
+    if (!q->first) pthread_cond_timedwait(&m->changed, &m->mutex, &limit);
+    letter *l = q->first;
+    if (l && !(q->first = l->next)) q->end = &q->first;
+    pthread_mutex_unlock(&m->mutex);
+    if (!l) return false;
+    *from = l->from;
+    memcpy(message, l->bytes, bytes);
+    free(l);
+    return true;
+}
+
+void mailbox_mark_gone(mailbox *m, int seat)
+{
+    pthread_mutex_lock(&m->mutex);
+    m->queues[seat].is_gone = true;
+    pthread_cond_broadcast(&m->changed);
+    pthread_mutex_unlock(&m->mutex);
+}
+
+bool mailbox_is_gone(mailbox *m, int seat)
+{
+    pthread_mutex_lock(&m->mutex);
+    const bool is_gone = m->queues[seat].is_gone;
+    pthread_mutex_unlock(&m->mutex);
+    return is_gone;
+}

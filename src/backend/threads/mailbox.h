@@ -1,0 +1,29 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Messages between ranks that are threads of one process. A mailbox belongs to all generations of
+ * a group. */
+#ifndef EPIC_THREADS_MAILBOX_H
+#define EPIC_THREADS_MAILBOX_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct mailbox mailbox;
+
+/* Creates a mailbox with one user for num_seats seats. Returns NULL if memory is short. */
+mailbox *mailbox_new(int num_seats);
+/* Adds a user. Each user calls mailbox_release() once; the last one frees the mailbox. */
+void mailbox_retain(mailbox *m);
+void mailbox_release(mailbox *m);
+
+/* Appends a message to the queue of seat `to`, and wakes its rank. */
+void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes);
+/* Removes the oldest message from the queue of a seat, and sets *from to its sender. Waits for at
+ * most `ms` milliseconds. Returns false if there is none. */
+bool mailbox_receive(mailbox *m, int seat, int *from, void *message, size_t bytes, uint32_t ms);
+
+/* Marks the rank on a seat as gone, and wakes all ranks that wait for a message. */
+void mailbox_mark_gone(mailbox *m, int seat);
+bool mailbox_is_gone(mailbox *m, int seat);
+
+#endif
