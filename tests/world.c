@@ -323,6 +323,11 @@ world *world_new(uint64_t seed, int num_ranks)
     return world_new_vacant(seed, &seats);
 }
 
+bool world_has_tree(int num_ranks)
+{
+    return power_of_two(num_ranks);
+}
+
 /* Here the routing must not depend on num_ranks, so everything that depends on it draws from
  * another source. */
 world *world_new_tree(uint64_t seed, int num_ranks)

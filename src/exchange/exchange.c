@@ -239,9 +239,8 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its number in *op_slot. The operations that use the op
- * slots may wait for any member. Therefore this function adds all other members to waits_for,
- * the ranks that this rank waits for. */
+/* Waits for a free op slot and stores its number in *op_slot. Operations of any peer may hold
+ * the op slots, so waits_for contains all other members. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
     exchange waiter = *request;

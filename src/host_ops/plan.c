@@ -139,8 +139,7 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 }
 
 /* The callbacks scatter.is_sent and scatter.is_received (exchange.h), which ask whether a rank
- * sends (receives) the ids of a token. Returns true, because every rank sends its ids to all
- * ranks. */
+ * sends (receives) the ids of a token. Every member sends its ids to all members. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;

@@ -157,7 +157,7 @@ static bool repeated_case(const member *m)
  * here: one backend runs all cases, the others fewer. */
 static bool tree_cases(const member *m)
 {
-    if (8 % m->seats->num_members) return true;
+    if (!world_has_tree(m->seats->num_members)) return true;
     epic_context *ctx = open_group(m, 2, false);
     const int cases = strcmp(m->backend, "threads") ? m->cases / 5 + 1 : m->cases;
     for (int i = 0; whole(m, ctx) && i < cases; i++) {
@@ -221,6 +221,7 @@ static bool many_tags(const member *m)
     if (suite_there->device) return true;
     epic_context *ctx = open_group(m, 0, false);
     if (!ctx) return is_vacant(m);
+    const int num_tags = has_many_ranks(m) ? 2 : NUM_TAGS;
     tagged tags[NUM_TAGS];
     pthread_t threads[NUM_TAGS];
     run_random random = {run_mix(m->seed, 77 + (uint64_t)m->bootstrap->rank)};
@@ -228,7 +229,7 @@ static bool many_tags(const member *m)
         tags[t] = (tagged){m, ctx, run_mix(m->seed, (uint64_t)t), run_below(&random, 4000)};
         pthread_create(&threads[t], NULL, run_tag, &tags[t]);
     }
-    for (int t = 0; t < NUM_TAGS; t++) pthread_join(threads[t], NULL);
+    for (int t = 0; t < num_tags; t++) pthread_join(threads[t], NULL);
     return close_group(m, ctx);
 }
 
@@ -310,9 +311,12 @@ static bool run_parts(const member *base, bool windows)
         if (windows && !has_windows(backend, ranks, i)) continue;
         if (parts[i].few && ranks > FEW_RANKS) continue;
         const uint64_t begin = run_now_ns();
+        const int64_t cases = parts[i].cases;
+        const int64_t fewer =
+            ranks > FEW_RANKS ? (cases * FEW_RANKS + ranks - 1) / ranks : cases;
         member m = *base;
         m.seed = run_mix(run_seed(), i);
-        m.cases = (int)run_scaled(parts[i].cases);
+        m.cases = (int)run_scaled(fewer);
         m.windows = windows;
         check_seed = m.seed;
         if (!parts[i].run(&m)) return false;
@@ -356,7 +360,8 @@ static void body(const epic_bootstrap *bootstrap, void *self)
 
 static void run_ranks(member *m)
 {
-    const unsigned seconds = (unsigned)(SECONDS * (run_scale() > 1 ? run_scale() : 1));
+    const int slower = m->seats->num_seats > 64 ? 8 : 1;
+    const unsigned seconds = (unsigned)(SECONDS * slower * (run_scale() > 1 ? run_scale() : 1));
     if (strcmp(m->backend, "shm") == 0)
         run_processes(m->seats->num_seats, body, m, seconds);
     else

@@ -133,9 +133,9 @@ static void check_info(seat *s)
         none += expected == EPIC_FATE_NONE;
         expert_full += expected == EPIC_FATE_EXPERT_FULL;
         rank_full += expected == EPIC_FATE_RANK_FULL;
+        const bool is_known = id >= 0 && (expected >= 0 || !suite_there->device);
         absent += expected == EPIC_FATE_ABSENT;
-        const bool told = id >= 0 && (expected >= 0 || !suite_there->device);
-        wrong += fate[i] != expected || rank[i] != (told ? s->w->owner_of[id] : -1);
+        wrong += fate[i] != expected || rank[i] != (is_known ? s->w->owner_of[id] : -1);
     }
     CHECK_EQ(wrong, 0);
     CHECK_EQ(info.num_kept, kept);

@@ -129,7 +129,7 @@ static void check_says(const seat *s, epic_result result, epic_result right, con
               epic_result_name(result), epic_error(s->ctx));
 }
 
-static void by_turns(const epic_bootstrap *bootstrap, void *self)
+static void replicas_in_order(const epic_bootstrap *bootstrap, void *self)
 {
     static const int no_quota[EXPERTS] = {99, 99, 99, 99, 99, 99, 99};
     static const int32_t logical_load[LOGICAL] = {12, 5, 6};
