@@ -74,7 +74,7 @@ void oracle_choose_replicas(const epic_layer *layer, const int32_t *rank_of,
     for (int64_t c = 0; c < choices; c++) {
         const int64_t id = logical_ids[c];
         int64_t replicas = 0, nth = 0;
-        ids[c] = id < 0 ? id : ORACLE_ABSENT;
+        ids[c] = id < 0 ? -1 : ORACLE_ABSENT;
         if (id < 0) continue;
         const int64_t before = chosen[id]++;
         for (uint32_t e = 0; e < layer->num_experts; e++)

@@ -571,7 +571,9 @@ static int judge_case(int which, int rank)
     const int right = d->result == expected[which] && h->result == d->result;
     const int other = fields[which] && strstr(h->sentence, fields[which]) &&
                       strstr(d->sentence, "layer is not the plan's");
-    const int words = which == DAMAGED || other || !strcmp(h->sentence, d->sentence);
+    /* on the host the end of a sentence can name remedies that CUDA contexts do not support */
+    const int words =
+        which == DAMAGED || other || !strncmp(h->sentence, d->sentence, strlen(d->sentence));
     const int stats = which == DAMAGED || has_same_stats(h, d);
     if (right && words && stats) return 0;
     fprintf(stderr, "%s, rank %d: host %d \"%s\", CUDA %d \"%s\"; routing stats %s\n",
