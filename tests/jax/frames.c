@@ -377,6 +377,8 @@ static int experts_e4m3(bool backward, bool kept)
     const XLA_FFI_DataType type = is_e4m3 ? XLA_FFI_DataType_F8E4M3FN : XLA_FFI_DataType_F32;
     const void *up = is_e4m3 ? (const void *)q : w_gate_up;
     const void *down = is_e4m3 ? (const void *)q : w_down;
+    epic_experts_memory_info memory;
+    CHECK(epic_experts_memory(NULL, NULL, &the_experts, SLOTS, &memory) == EPIC_OK);
     call *c = calloc(1, sizeof *c);
     add(c, ARG, backward ? XLA_FFI_DataType_F32 : XLA_FFI_DataType_F8E4M3FN,
         backward ? (const void *)recv : q, SLOTS, HIDDEN);
@@ -402,7 +404,7 @@ static int experts_e4m3(bool backward, bool kept)
         for (int i = 0; i < 5; i++) add_none(c, RESULT);
     else
         add(c, RESULT, XLA_FFI_DataType_U8, saved, 1024, 0);
-    add(c, RESULT, XLA_FFI_DataType_U8, workspace, 1024, 0);
+    add(c, RESULT, XLA_FFI_DataType_U8, workspace, memory.backward_bytes, 0);
     add_experts(c, is_e4m3 ? EPIC_E4M3 : EPIC_F32);
     add_int(c, "max_sms", 3);
     const int code = run(backward ? epic_jax_cuda_experts_backward : epic_jax_cuda_experts, c);

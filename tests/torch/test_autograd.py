@@ -184,7 +184,7 @@ def test_a_layer_as_three_numbers() -> None:
     good = LAYER.numbers()
     wrong = {
         "num_experts": 70000, "num_logical": 9, "top_k": 65, "overflow": 3, "priority": 3,
-        "sum_order": 7, "layout": 3, "partial_type": 7, "flags": 128, "leaves": 3,
+        "sum_order": 3, "layout": 3, "partial_type": 7, "flags": 128, "leaves": 3,
         "expert_capacity": 1 << 31, "alignment": 0xFFFFFFFF,
     }  # fmt: skip
     assert set(wrong) == set(good)
