@@ -117,8 +117,7 @@ static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic
     TRY(check_ours(ctx));
     if (operation >= RECORDER_OPERATIONS)
         return epic_fail(EPIC_EINVAL,
-                         "operation is %u: must be an epic_operation, or 0 for all",
-                         operation);
+                         "operation is %u: must be an epic_operation, or 0 for all", operation);
     if (num_ranks != ctx->num_ranks)
         return epic_fail(EPIC_EINVAL, "num_ranks is %d: must be %d, the ranks of the group",
                          num_ranks, ctx->num_ranks);

@@ -256,12 +256,12 @@ class Layer(Options):
 
     def numbers(self, prefix: str = "") -> dict[str, Any]:
         """Return the fields as the core's numbers, with the two booleans as "flags"."""
-        flags = 0
-        found = super().numbers(prefix)
-        for name, flag in (("distinct", DISTINCT), ("drop_absent", DROP_ABSENT)):
+        booleans = {"distinct": DISTINCT, "drop_absent": DROP_ABSENT}
+        for name in booleans:
             if getattr(self, name) not in (False, True):
                 raise EpicArgumentError(f"{name} is {getattr(self, name)!r}: must be True or False")
-            flags |= flag * found.pop(prefix + name)
+        found = super().numbers(prefix)
+        flags = sum(flag * found.pop(prefix + name) for name, flag in booleans.items())
         found[prefix + "flags"] = flags
         return found
 

@@ -119,7 +119,8 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
 static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->broadcast_sent) return;
-    INVARIANT(x->broadcast_out.base + upto <= x->broadcast_out.seen_count + x->depth);
+    /* seen_count is INT64_MAX if all peers are vacant seats */
+    INVARIANT(x->broadcast_out.base + upto - x->depth <= x->broadcast_out.seen_count);
     INVARIANT(x->broadcast_out.base + upto <= x->broadcast_out.next);
     count_bytes(g, x, &x->broadcast_sent, upto);
     store_ordered(&x->slot->broadcast_sent, x->broadcast_out.base + upto);
@@ -137,7 +138,7 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
     }
     peer_link *link = &x->links[to];
     if (upto <= link->sent) return;
-    INVARIANT(link->out.base + upto <= link->out.seen_count + x->depth);
+    INVARIANT(link->out.base + upto - x->depth <= link->out.seen_count);
     INVARIANT(link->out.base + upto <= link->out.next);
     count_bytes(g, x, &link->sent, upto);
     store_ordered(&x->slot->peers[to].sent, link->out.base + upto);
