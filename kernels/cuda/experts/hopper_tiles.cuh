@@ -23,7 +23,7 @@
  *   run_producer   one thread per CTA: waits for barrier empty[s], then starts tensor copies of
  *                  128 x 64 numbers of matrix a and 64 x 256 of matrix b into stage s. The
  *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 numbers.)
- *                  Of tiles with few tokens, it can copy only the rows with a token. */
+ *                  If a tile has few tokens, it can copy only the rows with a token. */
 #ifndef EPIC_HOPPER_TILES_CUH
 #define EPIC_HOPPER_TILES_CUH
 
