@@ -79,17 +79,23 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
+/* Returns x, which must be equal in all lanes of a warp. The vote shows ptxas that it is, so that
+ * a branch on x leaves the wgmma descriptors in uniform registers. Otherwise ptxas computes them
+ * again before each wgmma, which made products of many tokens 4 to 6 % slower. */
+static __device__ __forceinline__ bool uniform_in_warp(bool x)
+{
+    return __any_sync(0xffffffffu, x);
+}
+
 /* Called instead of multiply_tile() if none of this warpgroup's 64 rows holds a token: waits for
  * each stage of the tile and releases it. Only the first warp does so. The others wait for it at
- * the barrier in store_tile(), so that no warp falls behind by a whole round of the ring. (With
- * e4m3 numbers this branch made ptxas spill registers, and products of many tokens 3 to 6 %
- * slower.) */
+ * the barrier in store_tile(), so that no warp falls behind by a whole round of the ring. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
                                                  Stage &s, int thread)
 {
     for (int k = 0; k < w.steps; k++) {
-        if (thread < 32) {
+        if (uniform_in_warp(thread < 32)) {
             barrier_wait(at.full + 8 * s.index, s.parity);
             release_stage<CTAS>(at, s.index, thread);
         }
@@ -486,10 +492,10 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
     float d[128];
     for (int t = blockIdx.x / CTAS; find_tile<PASS, CTAS>(w, job, num_tiles, t, rank);
          t += grid) {
-        if constexpr (sizeof(T) == 1)
-            multiply_tile_e4m3<CTAS>(d, job, w, at, s, warpgroup, thread);
-        else if (PASS != EPIC_GEMM_WEIGHT && warpgroup * 64 >= w.tokens)
+        if (PASS != EPIC_GEMM_WEIGHT && uniform_in_warp(warpgroup * 64 >= w.tokens))
             skip_tile<CTAS>(w, at, s, thread);
+        else if constexpr (sizeof(T) == 1)
+            multiply_tile_e4m3<CTAS>(d, job, w, at, s, warpgroup, thread);
         else
             multiply_tile<T, PASS, CTAS>(d, w, at, s, warpgroup, thread);
         if constexpr ((PASS == EPIC_GEMM_FORWARD || sizeof(T) == 1) && sizeof(Out) == 2)
