@@ -22,7 +22,11 @@ gpu-test: gpu-configure
 	@$(call BUILD,build) --target gpu_tests
 	@GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
-gpu-bench: gpu-configure
+# Fails if another process uses the GPUs.
+gpu-idle:
+	@bench/gpu/idle.sh
+
+gpu-bench: gpu-idle gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@GPU_OUT=$(GPU_OUT) bench/gpu/run.sh
 
@@ -32,14 +36,14 @@ gpu-all: gpu-build gpu-build-hosts gpu-build-torch gpu-build-jax
 	@GPU_PYTHON=$(GPU_PYTHON) tests/gpu/all.sh $(GPU_PARTS)
 
 # Includes JAX and PyTorch if GPU_PYTHON has them and gpu-build-jax and gpu-build-torch have run.
-gpu-bench-layer: gpu-configure
+gpu-bench-layer: gpu-idle gpu-configure
 	@$(call BUILD,build) --target gpu_benchmarks
 	@$(GPU_PYTHON) bench/gpu/layer_bars.py $(GPU_OUT)
 
 # Compares this tree with an earlier version. Both run in turn. First run `git worktree add build/before
 # COMMIT`.  ROUNDS, LIMIT (percent) and CASE are arguments of bench/gpu/compare.py.
 BEFORE ?= build/before
-gpu-bench-compare: $(GPU_OUT)/gpu_bench
+gpu-bench-compare: gpu-idle $(GPU_OUT)/gpu_bench
 	@$(MAKE) -C $(BEFORE) $(GPU_OUT)/gpu_bench
 	@$(GPU_PYTHON) bench/gpu/compare.py $(BEFORE)/$(GPU_OUT)/gpu_bench $(GPU_OUT)/gpu_bench \
 	    --rounds $(or $(ROUNDS),3) --limit $(or $(LIMIT),1) $(CASE)
@@ -53,7 +57,7 @@ gpu-build-hosts: gpu-configure
 	@if $(HOSTS_BUILT); then $(call BUILD,build) --target gpu_hosts; else echo $(HOSTS_LEFT_OUT); fi
 gpu-test-hosts: gpu-build-hosts
 	@! $(HOSTS_BUILT) || HOSTS_OUT=$(HOSTS_OUT) tests/gpu/hosts.sh
-gpu-bench-hosts: gpu-build-hosts
+gpu-bench-hosts: gpu-idle gpu-build-hosts
 	@! $(HOSTS_BUILT) || HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh
 
 # A part of `make test`: compiles the kernels and the benchmarks and fails on a warning.
@@ -64,5 +68,5 @@ test-nvcc:
 	        epic_gpu_bench_checked gpu_callers && \
 	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
 
-.PHONY: gpu-configure gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-compare gpu-build-hosts \
+.PHONY: gpu-configure gpu-idle gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-compare gpu-build-hosts \
     gpu-test-hosts gpu-bench-hosts test-nvcc

@@ -40,7 +40,7 @@ gpu-build-jax:
 gpu-test-jax: gpu-build-jax
 	@EPIC_LIBRARY_PATH=$(abspath $(GPU_JAX_OUT)/lib) GPU_PYTHON=$(GPU_PYTHON) tests/jax/gpu/run.sh
 
-gpu-bench-jax: gpu-build-jax $(GPU_OUT)/gpu_moe
+gpu-bench-jax: gpu-idle gpu-build-jax $(GPU_OUT)/gpu_moe
 	@for what in "layer --c $(GPU_OUT)/gpu_moe" steps host soak gemm; do \
 	    $(GPU_JAX) timeout -k 5 600 $(GPU_PYTHON) bench/gpu_jax.py $$what || exit 1; done
 	@$(GPU_JAX) timeout -k 5 600 $(GPU_PYTHON) bench/jax_bench.py --platform cuda --dtype bfloat16 \

@@ -46,7 +46,7 @@ gpu-test-torch: gpu-build-torch
 gpu-test-torch-trainers: gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 570 $(GPU_PYTHON) -W ignore tests/torch/gpu/trainers.py
 
-gpu-bench-torch: gpu-build-torch
+gpu-bench-torch: gpu-idle gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 60 $(GPU_PYTHON) -W ignore bench/torch_host.py
 	@$(GPU_TORCH) timeout -k 5 230 $(GPU_PYTHON) -W ignore bench/torch_bench.py --tokens 128 1024 4096 \
 	    --cuda-graph --layers 7168,256,8,2048 7168,16,8,2048 2880,128,4,2880 2048,128,8,768

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Times single operations of the p2p backend: the slowest rank, and the median over
- * repetitions. Prints each time together with its floor, a lower bound that is measured in the
- * same run (floors.cuh), and their ratio.
+/* Times single operations of the p2p backend. The time of a repetition is that of the slowest
+ * rank. Prints the median over the repetitions (p50), the time that nine in ten repetitions stay
+ * below (p90) and the longest time (worst), together with the floor of the operation, a lower
+ * bound that is measured in the same run (floors.cuh), and the ratio of the median to it.
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
  *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [layout=expert|flat]
  *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
@@ -532,11 +533,12 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
                          const Floors &f)
 {
     const Model &model = options.model;
-    const double median = us[us.size() / 2], push = op == 'L' ? 0 : f.push;
+    const double median = us[us.size() / 2], p90 = us[us.size() * 9 / 10], worst = us.back();
+    const double push = op == 'L' ? 0 : f.push;
     const double local = local_floor(f, op), floor = std::max(std::max(push, local), f.hop);
     const double bytes = op == 'L' ? 0 : busiest_bytes(r, op);
-    printf("%-18s %6d tokens %4d SMs%s %8.1f us (min %.1f, 90%% %.1f)", op_name(op), r->tokens,
-           sms, r->in_windows ? " windows" : "", median, us[0], us[us.size() * 9 / 10]);
+    printf("%-18s %6d tokens %4d SMs%s  p50 %8.1f us  p90 %8.1f  worst %8.1f", op_name(op),
+           r->tokens, sms, r->in_windows ? " windows" : "", median, p90, worst);
     if (floor > 0)
         printf("  floor %6.1f (push %.1f, local %.1f, hop %.1f)  %.2fx", floor, push, local,
                f.hop, median / floor);
@@ -547,14 +549,14 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
                 "{\"op\":\"%s\",\"model\":\"%s\",\"hidden\":%d,\"top_k\":%d,\"experts\":%d,"
                 "\"alignment\":%d,\"padding\":%d,\"layout\":\"%s\",\"type\":\"%s\","
                 "\"scales\":%d,\"quantize\":%d,\"routing\":\"%s\",\"tokens\":%d,\"sms\":%d,"
-                "\"ranks\":%d,\"windows\":%d,\"us\":%.2f,\"min_us\":%.2f,\"push_us\":%.2f,"
-                "\"local_us\":%.2f,"
+                "\"ranks\":%d,\"windows\":%d,\"us\":%.2f,\"p90_us\":%.2f,"
+                "\"worst_us\":%.2f,\"push_us\":%.2f,\"local_us\":%.2f,"
                 "\"hop_us\":%.2f,\"floor_us\":%.2f,\"of_floor\":%.3f,\"busiest_bytes\":%.0f,"
                 "\"gb_per_s\":%.1f}\n",
                 op_name(op), model.name, model.hidden, model.top_k, model.experts,
                 options.alignment, options.padding, options.flat ? "flat" : "expert",
                 type_name(), options.scales, options.quantize, options.routing, r->tokens, sms,
-                r->me->num_ranks, r->in_windows, median, us[0], push, local, f.hop, floor,
+                r->me->num_ranks, r->in_windows, median, p90, worst, push, local, f.hop, floor,
                 floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
 }
 

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints results of gpu_bench as one table: a row per shape, operation and number of SMs.
+"""Prints results of gpu_bench as one table: a row per shape, operation, SMs and tokens.
 
-table.py JSON
+table.py JSON [LAST]
 
-JSON: the file that gpu_bench wrote with json=, one object per line. A cell has the median time in
-microseconds and its ratio to the floor of the same run.
+JSON: the file that gpu_bench wrote with json=, one object per line. LAST: such a file of an earlier
+run. A row has the median time in microseconds, the time that nine in ten repetitions stay below,
+the longest time, the ratio of the median to the floor of the same run, and its ratio to the median
+of the earlier run. Ratios that a file does not contain are left empty.
 """
 
 import json
@@ -27,32 +29,44 @@ def describe_shape(result: dict[str, Any]) -> str:
     return text
 
 
-def table(results: list[dict[str, Any]]) -> list[str]:
+Key = tuple[str, str, int, int, int]
+
+
+def key_of(result: dict[str, Any]) -> Key:
+    """Return what identifies a result: shape, operation, SMs, tokens and ranks."""
+    shape = describe_shape(result)
+    return shape, result["op"], result["sms"], result["tokens"], result["ranks"]
+
+
+def table(results: list[dict[str, Any]], last: dict[Key, float]) -> list[str]:
     """Return the lines of the table."""
-    columns = sorted({result["tokens"] for result in results})
-    rows: dict[tuple[str, str, int], dict[int, str]] = {}
+    width = max(len(describe_shape(result)) for result in results)
+    heads = "".join(f"{head:>9}" for head in ("p50 us", "p90", "worst", "/ floor", "/ last"))
+    lines = [f"{'shape':{width}} {'operation':18} {'SMs':>4} {'tokens':>6}{heads}"]
     for result in results:
-        row = rows.setdefault((describe_shape(result), result["op"], result["sms"]), {})
-        ratio = f" {result['of_floor']:.2f}x" if result["floor_us"] > 0 else ""
-        row[result["tokens"]] = f"{result['us']:.1f}{ratio}"
-    width = max(len(name) for name, _, _ in rows)
-    lines = [f"{'shape':{width}} {'operation':18} {'SMs':>4}"]
-    lines[0] += "".join(f"{count:>14}" for count in columns) + "   tokens"
-    for (name, op, sms), cells in rows.items():
-        line = f"{name:{width}} {op:18} {sms:>4}"
-        lines.append(line + "".join(f"{cells.get(count, ''):>14}" for count in columns))
+        key = key_of(result)
+        shape, op, sms, tokens, _ = key
+        times = "".join(f"{result[name]:9.1f}" for name in ("us", "p90_us", "worst_us"))
+        floor = f"{result['of_floor']:.2f}" if result["floor_us"] > 0 else ""
+        change = f"{result['us'] / last[key]:.2f}" if key in last else ""
+        lines.append(f"{shape:{width}} {op:18} {sms:>4} {tokens:>6}{times}{floor:>9}{change:>9}")
     return lines
 
 
-def main() -> None:
-    """Read the file and print the table."""
-    if len(sys.argv) != 2:
-        sys.exit(__doc__)
-    lines = Path(sys.argv[1]).read_text().splitlines()
-    results = [json.loads(line) for line in lines if line]
+def read(path: str) -> list[dict[str, Any]]:
+    """Return the results in a file."""
+    results = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
     if not results:
-        sys.exit(f"{sys.argv[1]} has no results")
-    print("\n".join(table(results)))
+        sys.exit(f"{path} has no results")
+    return results
+
+
+def main() -> None:
+    """Read the files and print the table."""
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    last = {key_of(result): result["us"] for path in sys.argv[2:] for result in read(path)}
+    print("\n".join(table(read(sys.argv[1]), last)))
 
 
 if __name__ == "__main__":

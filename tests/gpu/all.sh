@@ -14,8 +14,7 @@ GPUS=$(nvidia-smi -L | wc -l)
 RANKS=$((GPUS < 8 ? GPUS : 8))
 PYTHON=${GPU_PYTHON:-python3}
 [ "$GPUS" -gt 0 ] || { echo "there is no GPU"; exit 1; }
-busy=$(nvidia-smi --query-compute-apps=pid --format=csv,noheader | wc -l)
-[ "$busy" = 0 ] || { echo "$busy processes use the GPUs: end them first"; exit 1; }
+bench/gpu/idle.sh || exit 1
 mkdir -p $ALL
 
 # usage: run SECONDS COMMAND...; appends "verdict, seconds, command" to the results of the part.
