@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints the memory that epic_memory computes for groups of 8, 64 and 256 ranks with 256 and 2,048
+/* Prints the memory that epic_memory computes for groups of 8, 64, 72 and 256 ranks with 256 and 2,048
  * experts: nothing is opened.
  *
  *     build/bench/memory [--tokens 4096] [--row-bytes 14336] [--top-k 8] [--staging MIB]
@@ -20,7 +20,7 @@
 static int64_t tokens = 4096, row_bytes = 14336, staging_mib;
 static uint32_t top_k = 8;
 
-static const uint32_t ranks[] = {8, 64, 256};
+static const uint32_t ranks[] = {8, 64, 72, 256};
 
 static int print_line(const char *backend, uint32_t num_ranks)
 {

@@ -248,16 +248,12 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
-/* Largest number of choices per token for which the arrays of a heap have space. In p2p it is a
- * constant; in the backend `hosts` it is set at open. */
-#define HEAP_TOP_K(self) (HOSTS ? (self).net->max_top_k : DEVICE_MAX_TOP_K)
-
 /* Returns the distance in 8-byte words from part number self.rank of the array `records` to the
  * part that this rank must write in the heap of q (source_number()). So callers compute an
  * address once for all ranks q. In p2p the distance is 0. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
-    return (source_number(self, q, self.rank) - self.rank) * self.max_tokens * HEAP_TOP_K(self);
+    return (source_number(self, q, self.rank) - self.rank) * self.at.choices;
 }
 
 /* Returns how many floats the array `floats` of a heap has for each token: top_k, rounded up to

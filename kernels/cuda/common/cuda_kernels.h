@@ -179,7 +179,6 @@ typedef struct p2p_net {
     uint32_t host_ranks[DEVICE_RANK_WORDS];
     /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
     int32_t ranks_per_host;
-    int32_t max_top_k; /* largest number of choices per token for which heaps have space */
     /* smallest number of tokens that this rank sends before it waits for a token; 0: no
      * minimum */
     int32_t window_tokens;

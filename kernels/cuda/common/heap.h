@@ -111,7 +111,7 @@ typedef struct p2p_heap {
      * rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots (FLAT: its local experts) on this
-     * rank. Stamped words [2][num_ranks][max_tokens * max_top_k]. */
+     * rank. Stamped words [2][num_ranks][choices]. */
     int64_t records;
     /* Layout FLAT: for each token of each rank, the index of its row on this rank.
      * Stamped words [2][num_ranks][max_tokens]. */
@@ -121,7 +121,7 @@ typedef struct p2p_heap {
      * Stamped words [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
     int64_t ids;
     /* The weights of choices, or their gradients. Words that are poison until they arrive,
-     * [2][num_ranks - 1][max_tokens * max_top_k]. */
+     * [2][num_ranks - 1][choices]. */
     int64_t floats;
     /* Escape words (net/staging.cuh), whose bits mark words of a row that the sender has
      * replaced, because they equaled poison. Words that are 0 until they arrive, [2][num_ranks
@@ -129,12 +129,15 @@ typedef struct p2p_heap {
     int64_t escapes;
     /* Dot products of the rows of slots with the gradients of their outputs, a word for each
      * block of 1024 elements (combine/backward.cu). Only this rank writes it: words that are
-     * poison until they are written, [num_ranks][max_tokens * max_top_k * blocks per row]. */
+     * poison until they are written, [num_ranks][choices * blocks per row]. */
     int64_t parts;
     /* Rows that arrive (net/staging.cuh). Words that are poison until they arrive,
      * [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
-    int64_t bytes;        /* size of the heap in bytes */
+    int64_t bytes; /* size of the heap in bytes */
+    /* Number of choices per rank for which `records`, `floats` and `parts` have space: at least
+     * max_tokens * max_top_k. */
+    int64_t choices;
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
     int64_t escape_words; /* number of `escapes` per source rank and half */
     int64_t part_words;   /* number of 32-bit words of `parts` per rank */
@@ -331,7 +334,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
 {
     p2p_heap h;
     const int64_t peers = num_ranks - 1;
-    const int64_t choices = max_tokens * max_top_k;
+    /* max_top_k is rounded up to an even number, because in the backend `hosts` a token with an odd
+     * number of floats has one more (float_stride()). */
+    h.choices = device_round_up(max_tokens * device_round_up(max_top_k, 2), 64);
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
     /* There are 32 escape words per piece of 2 KB. They are indexed by the token's number in
      * the round, and longer rows mean fewer tokens in a round. So one more piece per token
@@ -347,7 +352,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
         const int64_t words = (h.source_bytes / 2048 + most + 1) * 32;
         if (words < h.escape_words) h.escape_words = words;
     }
-    h.part_words = choices * ((max_row_bytes + 2047) / 2048);
+    h.part_words = h.choices * ((max_row_bytes + 2047) / 2048);
     h.announce = 0;
     h.broken = h.announce + 2 * DEVICE_MAX_RANKS * P2P_ANNOUNCE_WORDS * 8;
     h.gone = h.broken + 128;
@@ -364,7 +369,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.scratch = device_round_up(
         p2p_window_area_at(&h) + (WITH_WINDOWS ? (int64_t)sizeof(p2p_window_area) : 0), 512);
     h.records = h.scratch + device_round_up(max_row_bytes, 512);
-    h.flat_rows = h.records + device_round_up(2 * num_ranks * choices * 8, 512);
+    h.flat_rows = h.records + device_round_up(2 * num_ranks * h.choices * 8, 512);
     h.ids = h.flat_rows + device_round_up(2 * num_ranks * max_tokens * 8, 512);
     h.escapes = h.ids + device_round_up(2 * num_ranks * p2p_lowlat_tokens(max_tokens) *
                                             P2P_LOWLAT_ID_WORDS * 8,
@@ -376,7 +381,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
         h.escapes = h.net->stored_pieces + device_round_up(num_ranks * max_tokens * 4, 512);
     }
     h.floats = h.escapes + device_round_up(2 * peers * h.escape_words * 4, 512);
-    h.parts = h.floats + device_round_up(2 * peers * choices * 4, 512);
+    h.parts = h.floats + device_round_up(2 * peers * h.choices * 4, 512);
     /* in the backend `hosts`, the array `parts` is a separate allocation on the GPU */
     h.staging = h.parts + (HOSTS ? 0 : device_round_up(num_ranks * h.part_words * 4, 512));
     h.bytes = h.staging + 2 * peers * h.source_bytes;

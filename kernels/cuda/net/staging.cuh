@@ -51,8 +51,7 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
                                                  uint8_t *heap, int source)
 {
     return (uint32_t *)(heap + self.at.floats) +
-           ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.max_tokens *
-               HEAP_TOP_K(self);
+           ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.choices;
 }
 
 /* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff). Sender and

@@ -69,10 +69,10 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     const p2p_self &self = job.self;
     const uint32_t above = ~lanes_below() << 1;
     const bool is_first_lane = in && lanes.has_choice && lanes.k == 0;
-    const int64_t record = self.at.records / 8 +
-                           ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) *
-                               self.max_tokens * HEAP_TOP_K(self) +
-                           (int64_t)token * job.layer.top_k;
+    const int64_t record =
+        self.at.records / 8 +
+        ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * self.at.choices +
+        (int64_t)token * job.layer.top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + record;

@@ -106,10 +106,10 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
 {
     const p2p_self &self = job.self;
     const int top_k = job.layer.top_k;
-    const int64_t base = self.at.records / 8 +
-                         ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) *
-                             self.max_tokens * HEAP_TOP_K(self) +
-                         (int64_t)token * top_k;
+    const int64_t base =
+        self.at.records / 8 +
+        ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * self.at.choices +
+        (int64_t)token * top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
         uint64_t *to = (uint64_t *)self.heap[q] + base;
@@ -222,8 +222,7 @@ static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_pl
     const int64_t source =
         (int64_t)epoch_parity(op) * self.num_ranks + source_number(self, q, self.rank);
     const uint64_t *records = (const uint64_t *)(self.heap[q] + self.at.records) +
-                              source * self.max_tokens * HEAP_TOP_K(self) +
-                              (int64_t)begin * top_k;
+                              source * self.at.choices + (int64_t)begin * top_k;
     if (top_k <= WARP) post_put_words(op, q, records, (int64_t)tokens * top_k);
     if (flat)
         post_put_words(

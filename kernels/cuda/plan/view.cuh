@@ -96,13 +96,13 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
-    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id &&
-                h.layout <= EPIC_FLAT && h.bytes <= plan_bytes && h.rank == self.rank &&
-                h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens &&
-                h.top_k >= 1 && h.top_k <= HEAP_TOP_K(self) && h.num_experts >= 1 &&
-                h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
-                h.owned <= (int32_t)h.num_experts && h.leaves >= 1 &&
-                h.num_logical <= h.num_experts;
+    bool fits =
+        h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id && h.layout <= EPIC_FLAT &&
+        h.bytes <= plan_bytes && h.rank == self.rank && h.num_ranks == self.num_ranks &&
+        h.max_tokens == self.max_tokens && h.top_k >= 1 && h.top_k <= DEVICE_MAX_TOP_K &&
+        float_stride((int)h.top_k) * self.max_tokens <= self.at.choices && h.num_experts >= 1 &&
+        h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
+        h.owned <= (int32_t)h.num_experts && h.leaves >= 1 && h.num_logical <= h.num_experts;
     for_each_group(self, [&](int first) {
         const int q = first + lane_id();
         if (q < self.num_ranks)
@@ -254,7 +254,7 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
     return (const uint64_t *)(inbox_base(op, source) + self.at.records) +
            ((int64_t)epoch_parity(op) * self.num_ranks +
             source_number(self, self.rank, source)) *
-               self.max_tokens * HEAP_TOP_K(self) +
+               self.at.choices +
            token * top_k;
 }
 

@@ -511,7 +511,6 @@ static epic_group *new_group(const epic_join *join)
 {
     epic_group *g = p2p_group_new(join, &hooks);
     if (!g) return NULL;
-    g->self.net->max_top_k = p2p_top_k_for(&g->config);
     g->hosts = calloc(1, sizeof *g->hosts);
     if (g->hosts) return g;
     p2p_group_free(g);

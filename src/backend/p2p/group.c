@@ -13,23 +13,14 @@
 #define LEAST_HEAP (4 << 20)
 #define MOST_SMS 65536 /* larger than the number of multiprocessors of any device */
 
-/* Returns the largest top_k for which a heap has room: DEVICE_MAX_TOP_K, or for backend `hosts`
- * config.max_top_k, if it is set, rounded up to an even number. It is even because the net
- * copies words of 8 bytes, each with the floats of two choices (float_stride() in
- * kernels/cuda). */
-int32_t p2p_top_k_for(const epic_config *config)
-{
-    const uint32_t most = HOSTS ? config->max_top_k : 0;
-    return most ? (int32_t)(most + most % 2) : DEVICE_MAX_TOP_K;
-}
-
 p2p_heap p2p_heap_for(const epic_config *config)
 {
     /* EPIC_LEAST_STAGING requests the smallest staging. Even if staging_bytes is 1,
      * p2p_heap_of() provides space for at least two rows. */
     const bool least = config->staging_bytes == EPIC_LEAST_STAGING;
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
-                       least ? 1 : config->staging_bytes, p2p_top_k_for(config));
+                       least ? 1 : config->staging_bytes,
+                       config->max_top_k ? config->max_top_k : DEVICE_MAX_TOP_K);
 }
 
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks)

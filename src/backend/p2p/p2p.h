@@ -93,8 +93,6 @@ void p2p_group_free(epic_group *group);
 /* Returns whether the numbers in *gpu, which a peer has sent, are in range. */
 bool p2p_gpu_fits(const p2p_gpu *gpu);
 
-/* Returns the largest top_k for which a heap has room. */
-int32_t p2p_top_k_for(const epic_config *config);
 /* Returns the offsets of the arrays in a heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
 /* Returns how many bytes of a heap are staging memory, into which peers send rows. */

@@ -382,7 +382,7 @@ def open(
             GPUs, else "gpu".  On CPUs None: the core chooses.
         max_sms: the largest number of SMs that a call uses on a GPU; 0: the core chooses.
         max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves memory
-            with backend "hosts".
+            of GPUs.
         command_buffers: whether XLA may put the calls into its CUDA graphs.
 
     Returns:

@@ -1,9 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Prints the memory that groups of several sizes need, and tests how it grows with the number of
- * ranks. Also tests that a plan has space for the header of a large group. */
+ * ranks. Also tests that a plan has space for the header of a large group, and that max_top_k
+ * limits the memory of backend p2p. */
+#include <pthread.h>
 #include <stdio.h>
+#include <string.h>
 
 #include "check.h"
+#include "emulator.h"
 #include "epic/epic.h"
 
 #define MIB(bytes) ((double)(bytes) / (1 << 20))
@@ -48,9 +52,81 @@ static void print_backend(const char *backend)
     CHECK(last.device_bytes - STAGING < 8 * (first.device_bytes - STAGING));
 }
 
+/* ----------------------------------------------------------------- config.max_top_k ---- */
+
+enum { TOP_K = 3, TOKENS = 1024, ROW_BYTES = 5000, BLOCKS = 3 }; /* BLOCKS of 2 KB per row */
+
+static epic_config small_config(uint32_t max_top_k)
+{
+    return (epic_config){.max_tokens = TOKENS,
+                         .max_row_bytes = ROW_BYTES,
+                         .num_ranks = 2,
+                         .max_top_k = max_top_k,
+                         .backend = "p2p"};
+}
+
+static int64_t device_bytes(uint32_t max_top_k)
+{
+    epic_memory_info info = {0};
+    const epic_config config = small_config(max_top_k);
+    CHECK_SAY(epic_memory(&config, NULL, &info) == EPIC_OK, "%s", epic_error(NULL));
+    return info.device_bytes;
+}
+
+/* Checks that a plan with a larger top_k than max_top_k is refused. */
+static void check_refused(epic_context *ctx)
+{
+    const epic_layer layer = {.num_experts = 8, .top_k = TOP_K + 1};
+    static _Alignas(256) uint8_t plan[4096];
+    const epic_plan_args args = {.layer = &layer, .plan = plan, .plan_bytes = sizeof plan};
+    CHECK(epic_plan(ctx, &args) == EPIC_EINVAL);
+    CHECK_SAY(!strcmp(epic_error(ctx),
+                      "layer.top_k is 4: must be at most config.max_top_k 3; open the context "
+                      "with more, or 0 for 64"),
+              "%s", epic_error(ctx));
+}
+
+static pthread_barrier_t barrier;
+
+/* Opens a context, and checks that both ranks have allocated what epic_memory computes. */
+static void *open_rank(void *bootstrap)
+{
+    epic_context *ctx;
+    const epic_config config = small_config(TOP_K);
+    CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(ctx));
+    pthread_barrier_wait(&barrier);
+    const int64_t each = (int64_t)emulator_bytes(false) / 2, reported = device_bytes(TOP_K);
+    CHECK_SAY(each >= reported && each < reported + 65536, "%lld bytes, reported %lld",
+              (long long)each, (long long)reported);
+    check_refused(ctx);
+    pthread_barrier_wait(&barrier);
+    epic_close(ctx);
+    return NULL;
+}
+
+/* Per choice a rank has a record of 8 bytes for each rank, and a float of 4 bytes for its peer, for
+ * even and for odd epochs. It also has a dot product of 4 bytes per rank and block of a row. */
+static void check_max_top_k(void)
+{
+    const int64_t choice = 2 * 2 * 8 + 2 * 1 * 4 + 2 * BLOCKS * 4;
+    CHECK(device_bytes(0) == device_bytes(64));
+    CHECK(device_bytes(64) - device_bytes(8) == TOKENS * (64 - 8) * choice);
+    CHECK(device_bytes(8) - device_bytes(TOP_K + 1) == TOKENS * (8 - (TOP_K + 1)) * choice);
+    CHECK(device_bytes(TOP_K + 1) == device_bytes(TOP_K));
+    epic_bootstrap bootstraps[2];
+    pthread_t threads[2];
+    CHECK(epic_bootstrap_threads(bootstraps, 2, 60000) == EPIC_OK);
+    CHECK(pthread_barrier_init(&barrier, NULL, 2) == 0);
+    for (int r = 0; r < 2; r++)
+        CHECK(pthread_create(&threads[r], NULL, open_rank, &bootstraps[r]) == 0);
+    for (int r = 0; r < 2; r++) CHECK(pthread_join(threads[r], NULL) == 0);
+    for (int r = 0; r < 2; r++) epic_bootstrap_close(&bootstraps[r]);
+}
+
 int main(void)
 {
     check_begin();
+    check_max_top_k();
     print_backend("p2p");
     print_backend("hosts");
     return check_end();
