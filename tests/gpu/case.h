@@ -77,8 +77,9 @@ int64_t draw_between(uint64_t *state, int64_t low, int64_t high);
 
 typedef enum case_kind {
     CASE_ANY,
-    CASE_LOWLAT, /* cases for the low-latency kernels that read a plan */
-    CASE_PLAIN   /* cases for the low-latency kernels that also make the plan */
+    CASE_LOWLAT,    /* cases for the low-latency kernels that read a plan */
+    CASE_PLAIN,     /* cases for the low-latency kernels that also make the plan */
+    CASE_FLAT_DROPS /* FLAT layers in which every rank drops choices */
 } case_kind;
 
 /* largest number of tokens in a context with more than P2P_LOWLAT_TOKENS */

@@ -94,7 +94,7 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
     l->alignment =
         draw_between(s, 0, 2) ? 1u << draw_between(s, 0, 7) : (uint32_t)draw_between(s, 1, 20);
     if (draw_between(s, 0, 3) == 0) l->partial_type = EPIC_F32;
-    if (draw_between(s, 0, 3) == 0) l->layout = EPIC_FLAT;
+    if (draw_between(s, 0, 3) == 0 || kind == CASE_FLAT_DROPS) l->layout = EPIC_FLAT;
     if (l->layout == EPIC_FLAT) l->alignment = 1;
     const bool power = (n & (n - 1)) == 0 && (l->num_experts & (l->num_experts - 1)) == 0;
     l->leaves = (uint32_t)n;
@@ -104,7 +104,7 @@ static void draw_layer(test_case *c, uint64_t *s, int64_t max_tokens, case_kind 
                draw_between(s, 0, 1))
             l->leaves *= 2;
     }
-    if (kind != CASE_ANY) limit_to_lowlat(l, n);
+    if (kind == CASE_LOWLAT || kind == CASE_PLAIN) limit_to_lowlat(l, n);
     if (kind == CASE_PLAIN) limit_to_plain(c, max_tokens);
     r->owner = malloc(l->num_experts * sizeof *r->owner);
     const uint32_t block = l->num_experts / (uint32_t)n;
@@ -139,7 +139,16 @@ static void draw_replicas(test_case *c)
     }
 }
 
-static void draw_capacity(test_case *c, uint64_t *s)
+/* Drops choices on every rank: its slots suffice for a quarter of the rows that it needs. So the
+ * bisection for keep limits has many repetitions. */
+static void drop_flat_choices(routing *r)
+{
+    r->layer.overflow = EPIC_OVERFLOW_DROP;
+    for (int q = 0; q < r->num_ranks; q++) r->capacity_of[q] = 1 + r->plan->num_slots[q] / 4;
+    solve_routing(r);
+}
+
+static void draw_capacity(test_case *c, uint64_t *s, case_kind case_kind)
 {
     routing *r = &c->r;
     const int kind = (int)draw_between(s, 0, 9);
@@ -148,6 +157,10 @@ static void draw_capacity(test_case *c, uint64_t *s)
         const int64_t need = r->plan->num_slots[q];
         r->capacity_of[q] = kind == 0 ? 0 : need + draw_between(s, 1, 40);
         c->recv_rows[q] = need + draw_between(s, 0, 1) * draw_between(s, 0, 50);
+    }
+    if (case_kind == CASE_FLAT_DROPS) {
+        drop_flat_choices(r);
+        return;
     }
     const bool drops =
         kind >= 1 && kind <= 3 && r->layer.layout == EPIC_EXPERT_MAJOR && !c->plain;
@@ -264,7 +277,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
         c->r.tokens_of[q] = (int32_t)draw_between(s, 0, most);
         if (draw_between(s, 0, 5) == 0) c->r.tokens_of[q] = 0;
     }
-    mix_small_and_large(c, max_tokens);
+    if (kind != CASE_FLAT_DROPS) mix_small_and_large(c, max_tokens);
     static const int64_t hiddens[] = {1, 7, 8, 64, 100, 128, 256, 520, 512, 1024, 1032, 1792};
     c->hidden = hiddens[draw_between(s, 0, 11)];
     if (c->hidden * oracle_type_bytes(c->type) > max_row_bytes)
@@ -273,7 +286,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     if (draw_between(s, 0, 4) == 0) c->offset = (int)oracle_type_bytes(c->type);
     draw_ids(c, s);
     draw_replicas(c);
-    draw_capacity(c, s);
+    draw_capacity(c, s, kind);
     narrow_rows(c);
     const bool no_strings = HOSTS && c->plain; /* backend hosts has no such kernel */
     choose_scales(c, no_strings ? 3 : case_hash(seed, 41, 0, 0), max_row_bytes);

@@ -2,7 +2,7 @@
 /* Checks random cases on a CUDA backend against plain loops, bit for bit.
  *
  *   gpu_check RANKS GPUS threads|processes|RANKS_PER_PROCESS CASES SEED
- *             [big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]
+ *             [big|tight|small|lowlat|most|usual [rows|forms|leaves|windows|drops]]
  *
  *   tight   contexts with staging of two rows, which makes many rounds
  *   lowlat  contexts for low-latency kernels (at most TEAM_LOWLAT_TOKENS tokens)
@@ -12,6 +12,7 @@
  *   leaves  those with several leaves of the sum tree on a rank
  *   windows in half of the cases, the arrays of all ranks lie in windows; in the others, those of
  *           about two of three ranks
+ *   drops   FLAT layers in which every rank drops choices
  *
  * Every rank makes the same case from the same seed, does its part, and checks its results.
  *
@@ -36,7 +37,7 @@
 static struct {
     int cases;
     uint64_t seed;
-    bool big, lowlat, rows, forms, leaves, windows;
+    bool big, lowlat, rows, forms, leaves, windows, drops;
     size_t arena_bytes;
 } options;
 
@@ -115,6 +116,7 @@ static void check_restored(bench *b)
  * of any kind. */
 static case_kind kind_of(int i)
 {
+    if (options.drops) return CASE_FLAT_DROPS;
     if (!options.lowlat || i >= options.cases - options.cases / 4) return CASE_ANY;
     return i < (options.cases + 1) / 2 ? CASE_PLAIN : CASE_LOWLAT;
 }
@@ -210,8 +212,9 @@ static int run_rank(team_rank *me)
 int main(int argc, char **argv)
 {
     if (argc < 6) {
-        fprintf(stderr, "gpu_check RANKS GPUS threads|processes|RANKS_PER_PROCESS CASES SEED "
-                        "[big|tight|small|lowlat|most|usual [rows|forms|leaves|windows]]\n");
+        fprintf(stderr,
+                "gpu_check RANKS GPUS threads|processes|RANKS_PER_PROCESS CASES SEED "
+                "[big|tight|small|lowlat|most|usual [rows|forms|leaves|windows|drops]]\n");
         return 2;
     }
     const bool big = argc > 6 && !strcmp(argv[6], "big");
@@ -227,6 +230,7 @@ int main(int argc, char **argv)
     options.forms = argc > 7 && !strcmp(argv[7], "forms");
     options.leaves = argc > 7 && !strcmp(argv[7], "leaves");
     options.windows = argc > 7 && !strcmp(argv[7], "windows");
+    options.drops = argc > 7 && !strcmp(argv[7], "drops");
     /* the cases of these options are selected, so all of them run */
     const bool selected = options.forms || options.leaves || most;
     options.cases = selected ? atoi(argv[4]) : scaled_cases(atoi(argv[4]));

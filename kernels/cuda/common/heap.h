@@ -31,9 +31,10 @@
 
 /* Largest number of planner CTAs: the CTAs of a rank that make a plan together. */
 #define P2P_MAX_PLANNERS 16
-/* Largest number of keep limits (choices that each expert of a rank may keep) that ranks try
- * for a FLAT plan that drops choices (plan/flat_drop.cuh). */
-#define P2P_MAX_SEARCHES 40
+/* Number of repetitions of the bisection of plan/flat_drop.cuh whose words a heap keeps at the
+ * same time. In the backend `hosts` it is more than a bisection has: a word of the outbox must not
+ * change until the net has finished the put, and a rank learns that only between operations. */
+#define P2P_SEARCHES (HOSTS ? 40 : 2)
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
@@ -97,8 +98,9 @@ typedef struct p2p_heap {
      * comes last. Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* Only for a FLAT plan that drops choices and tries several keep limits
-     * (plan/flat_drop.cuh): for each source rank and try, how many rows the source's tokens
-     * need on each rank. Stamped words [2][num_ranks][MAX_SEARCHES][p2p_search_words()]. */
+     * (plan/flat_drop.cuh): for each source rank and each of the last SEARCHES tries, how many rows the
+     * source's tokens need on each rank. Stamped words
+     * [2][num_ranks][SEARCHES][p2p_search_words()]. */
     int64_t searches;
     /* Only if plan/resolve.cuh chooses the replicas: for each rank, how many choices of each
      * logical expert it has. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
@@ -364,7 +366,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     h.counts = h.first_faults + P2P_MAX_PLANNERS * 8;
     h.searches = h.counts + 2 * num_ranks * DEVICE_MAX_TALLIES * 8;
     h.logical_counts =
-        h.searches + 2 * num_ranks * P2P_MAX_SEARCHES * p2p_search_words(num_ranks) * 8;
+        h.searches + 2 * num_ranks * P2P_SEARCHES * p2p_search_words(num_ranks) * 8;
     h.tallies = h.logical_counts + 2 * num_ranks * P2P_REPLICATED_EXPERTS * 8;
     h.scratch = device_round_up(
         p2p_window_area_at(&h) + (WITH_WINDOWS ? (int64_t)sizeof(p2p_window_area) : 0), 512);

@@ -12,8 +12,11 @@
  *                  (find_flat_keep_limits)
  *
  * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
- * order. The ranks exchange the counts in stamped words. Each repetition uses other words, so
- * no rank overwrites a word that another rank has not read. */
+ * order. The ranks exchange the counts in stamped words, which also contain the number of the
+ * repetition. In p2p, even and odd repetitions use different words. A rank sends the words of repetition
+ * n + 2 after it has received those of repetition n + 1 from all ranks. They sent these after they
+ * had read the words of repetition n. So no rank overwrites a word that another rank has not
+ * read. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
@@ -88,9 +91,14 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                                                   uint8_t *heap, int rank, int search)
 {
     return (uint64_t *)(heap + self.at.searches) +
-           (((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_MAX_SEARCHES + search) *
+           (((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_SEARCHES +
+            search % P2P_SEARCHES) *
                p2p_search_words(self.num_ranks);
 }
+
+/* Number of bits of a count of rows in the words of search_words(). The higher bits contain the
+ * number of the repetition. A rank has at most 2^20 tokens (p2p_group_device()). */
+#define SEARCH_ROW_BITS 24
 
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
  * exchanges the counts with all ranks. Sets p.needed_rows (rows on each rank for the tokens of
@@ -119,7 +127,7 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
         for (int i = 1; i <= self.num_ranks; i++) {
             const int q = wrap_rank(self.rank + i, self.num_ranks);
             store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
-                          stamp_word(op, (uint32_t)sum));
+                          stamp_word(op, (uint32_t)search << SEARCH_ROW_BITS | (uint32_t)sum));
             if (HOSTS)
                 post_put(op, q, search_words(self, op, self.heap[q], self.rank, search) + d, 8);
         }
@@ -128,10 +136,12 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
             uint64_t word = 0;
             ok = wait_thread(op, q, P2P_PHASE_COUNTS, [&] {
                 word = load_relaxed(from);
-                return is_stamped(op, word);
+                return is_stamped(op, word) &&
+                       (uint32_t)word >> SEARCH_ROW_BITS == (uint32_t)search;
             });
-            if (q < self.rank) low += (int32_t)(uint32_t)word;
-            all += (int32_t)(uint32_t)word;
+            const int32_t rows = (int32_t)(word & ((1u << SEARCH_ROW_BITS) - 1));
+            if (q < self.rank) low += rows;
+            all += rows;
         }
         p.rows_before_cta[d] = low;
         p.needed_rows[d] = all;

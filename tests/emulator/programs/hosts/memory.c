@@ -4,6 +4,7 @@
  * limits the memory of backend p2p. */
 #include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
@@ -16,12 +17,13 @@
 static const uint32_t ranks[] = {8, 32, 64, 128, 256};
 #define NUM_SIZES (sizeof ranks / sizeof *ranks)
 
-static epic_memory_info memory_of(const char *backend, uint32_t num_ranks, uint32_t num_experts)
+static epic_memory_info memory_of(const char *backend, uint32_t num_ranks, uint32_t num_experts,
+                                  int64_t staging_bytes)
 {
     epic_memory_info info = {0};
     const epic_config config = {.max_tokens = 4096,
                                 .max_row_bytes = 14336,
-                                .staging_bytes = STAGING,
+                                .staging_bytes = staging_bytes,
                                 .max_top_k = 8,
                                 .num_ranks = num_ranks,
                                 .backend = backend};
@@ -38,8 +40,8 @@ static void print_backend(const char *backend)
            backend);
     printf("ranks  device  staging    host  plan, 256 experts  plan, 2048 experts\n");
     for (size_t i = 0; i < NUM_SIZES; i++) {
-        const epic_memory_info info = memory_of(backend, ranks[i], 256),
-                               many = memory_of(backend, ranks[i], 2048);
+        const epic_memory_info info = memory_of(backend, ranks[i], 256, STAGING),
+                               many = memory_of(backend, ranks[i], 2048, STAGING);
         printf("%5u %7.0f %8.0f %7.0f %18.1f %19.1f\n", ranks[i], MIB(info.device_bytes),
                MIB(info.staging_bytes), MIB(info.host_bytes), MIB(info.plan_bytes),
                MIB(many.plan_bytes));
@@ -48,8 +50,20 @@ static void print_backend(const char *backend)
         if (ranks[i] == 64) first = info;
     }
     /* Without its staging, a rank of 256 needs at most eight times as much as one of 64. */
-    const epic_memory_info last = memory_of(backend, 256, 256);
+    const epic_memory_info last = memory_of(backend, 256, 256, STAGING);
     CHECK(last.device_bytes - STAGING < 8 * (first.device_bytes - STAGING));
+}
+
+/* Checks that hardly anything grows with the square of the number of ranks: only the array
+ * `searches`, by 32 bytes per pair of ranks. The second difference of the sizes is the part that
+ * does not grow linearly. */
+static void check_growth(void)
+{
+    int64_t bytes[3];
+    for (uint32_t i = 0; i < 3; i++)
+        bytes[i] = memory_of("p2p", 64 * (i + 1), 256, 0).device_bytes;
+    CHECK_SAY(llabs(bytes[2] - 2 * bytes[1] + bytes[0] - 2 * 64 * 64 * 32) < 4096, "%lld bytes",
+              (long long)(bytes[2] - 2 * bytes[1] + bytes[0]));
 }
 
 /* ----------------------------------------------------------------- config.max_top_k ---- */
@@ -126,6 +140,7 @@ static void check_max_top_k(void)
 int main(void)
 {
     check_begin();
+    check_growth();
     check_max_top_k();
     print_backend("p2p");
     print_backend("hosts");
