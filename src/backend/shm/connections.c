@@ -7,9 +7,10 @@
  * secret of the accepting rank, and the answer contains the secret of the connecting rank. So
  * both prove that they took part in the bootstrap.
  *
- * A rank first sends its messages to all lower ranks. Then it accepts and answers all higher
- * ranks. Only then it waits for the answers of the lower ranks. In this order no two ranks wait
- * for each other. */
+ * A rank first sends its messages to all lower ranks. Then it accepts and answers higher ranks and
+ * receives the answers of lower ranks, in the order in which they arrive. So no two ranks wait for
+ * each other. It waits with epoll, because each poll() would examine all connections, and the
+ * work of all ranks together would grow with the third power of their number. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -17,6 +18,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
@@ -31,6 +33,7 @@
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
 /* how many connections without a handshake can be pending in addition to one per rank */
 #define EXTRA_PENDING 16
+#define MAX_EVENTS 64 /* most events that one system call returns */
 /* time between two checks whether the listeners of missing ranks are still open; a rank that
  * ends closes its listener */
 #define CHECK_MS 200
@@ -46,15 +49,15 @@ typedef struct handle {
 typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;
-    handle *handles; /* [num_ranks]: the handles of all ranks */
-    /* The sockets to poll: the listener, then pending [num_pending], then the connections to
-     * all ranks [num_ranks]. A second half of equal size is scratch memory of poll_open(). */
-    struct pollfd *polls;
-    int *pending; /* [num_pending] accepted sockets without a handshake yet; -1: free */
+    handle *handles;    /* [num_ranks]: the handles of all ranks */
+    bool *has_answered; /* [num_ranks]: lower ranks whose answer has arrived */
+    int *pending;       /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
-    int num_polls;
+    int epoll; /* watches the listener, pending sockets and connections */
     int listener;
-    int missing; /* number of higher ranks that have not connected yet */
+    bool is_accepting; /* true: `epoll` watches the listener */
+    int missing;       /* number of higher ranks that have not connected yet */
+    int unanswered;    /* number of lower ranks that have not answered yet */
     deadline deadline;
     int *memory;
 } connect_state;
@@ -98,54 +101,51 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* ----------------------------------------------------------------------------- waiting ---- */
 
-/* Polls the open sockets in o->polls. Leaves out entries whose fd is -1, because poll() fails
- * if there are more entries than the limit on open files. */
-static int poll_open(connect_state *o, int ms)
+/* The socket from which an event comes. */
+enum source_kind { FROM_LISTENER, FROM_PENDING, FROM_CONNECTION };
+
+/* Returns the value by which epoll identifies a socket. `index`: index in o->pending, or rank. */
+static uint64_t source_of(enum source_kind kind, int index)
 {
-    struct pollfd *some = o->polls + o->num_polls;
-    nfds_t count = 0;
-    for (int i = 0; i < o->num_polls; i++)
-        if (o->polls[i].fd >= 0) some[count++] = o->polls[i];
-    const int got = poll(some, count, ms);
-    for (int i = 0; i < o->num_polls; i++)
-        o->polls[i].revents = got > 0 && o->polls[i].fd >= 0 ? (some++)->revents : 0;
-    return got;
+    return (uint64_t)kind << 32 | (uint32_t)index;
 }
 
-/* Waits until a socket is ready, but at most CHECK_MS, so that the caller can check whether
- * missing ranks have died. Returns EPIC_ETIMEOUT at the deadline, with an error sentence that
- * begins with `what`, for example "rank 1 did not connect". Returns EPIC_EPEER if a peer has
- * closed its connection. */
-static epic_result poll_once(connect_state *o, const char *what)
+/* Lets o->epoll report when data or the end of a connection arrives at a socket. `how`: EPOLL_CTL_ADD
+ * for a new socket, EPOLL_CTL_MOD for a new source, or EPOLL_CTL_DEL to stop. */
+static epic_result watch_socket(const connect_state *o, int how, int fd, uint64_t source)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.u64 = source};
+    return epoll_ctl(o->epoll, how, fd, &event) == 0 ? EPIC_OK
+                                                     : shm_fail_with_errno("epoll_ctl");
+}
+
+/* Watches the listener only while ranks are missing and `pending` has a free entry. */
+static epic_result watch_listener(connect_state *o)
+{
+    bool accepts = false;
+    for (int i = 0; i < o->num_pending && o->missing > 0 && !accepts; i++)
+        accepts = o->pending[i] < 0;
+    if (accepts == o->is_accepting) return EPIC_OK;
+    o->is_accepting = accepts;
+    return watch_socket(o, accepts ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, o->listener,
+                        source_of(FROM_LISTENER, 0));
+}
+
+/* Waits for events, but at most CHECK_MS, so that the caller can check whether missing ranks have
+ * died. Returns EPIC_ETIMEOUT at the deadline, with an error sentence that begins with `what`, for
+ * example "rank 1 did not connect". */
+static epic_result wait_for_events(connect_state *o, struct epoll_event events[MAX_EVENTS],
+                                   int *count, const char *what)
 {
     const uint64_t now = (uint64_t)clock_ns();
     if (deadline_look(&o->deadline, now))
         return epic_fail(EPIC_ETIMEOUT, "shm: %s within %u ms", what,
                          o->join->config->timeout_ms);
     const uint64_t ms = deadline_sleep_ns(&o->deadline, now, CHECK_MS * 1000000ull) / 1000000;
-    const int got = poll_open(o, (int)ms + 1);
-    if (got < 0 && errno != EINTR) return shm_fail_with_errno("poll");
-    const struct pollfd *connections = o->polls + 1 + o->num_pending;
-    for (int r = 0; got > 0 && r < o->connections->num_ranks; r++)
-        if (connections[r].revents & (POLLHUP | POLLERR | POLLNVAL) &&
-            !(connections[r].revents & POLLIN))
-            return shm_fail_with_left(r);
+    const int got = epoll_wait(o->epoll, events, MAX_EVENTS, (int)ms + 1);
+    if (got < 0 && errno != EINTR) return shm_fail_with_errno("epoll_wait");
+    *count = got < 0 ? 0 : got;
     return EPIC_OK;
-}
-
-/* Fills o->polls. The listener is included only while ranks are missing and `pending` has a
- * free entry. awaited_rank is the lower rank whose answer this rank waits for, or -1. */
-static void set_polls(connect_state *o, int awaited_rank)
-{
-    bool listen = false;
-    for (int i = 0; i < o->num_pending && o->missing > 0; i++) listen |= o->pending[i] < 0;
-    struct pollfd *p = o->polls;
-    *p++ = (struct pollfd){.fd = listen ? o->listener : -1, .events = POLLIN};
-    for (int i = 0; i < o->num_pending; i++)
-        *p++ = (struct pollfd){.fd = o->pending[i], .events = POLLIN};
-    for (int r = 0; r < o->connections->num_ranks; r++)
-        *p++ = (struct pollfd){.fd = o->connections->sockets[r],
-                               .events = (short)(r == awaited_rank ? POLLIN : 0)};
 }
 
 /* ------------------------------------------------------------------ connect and accept ---- */
@@ -190,12 +190,35 @@ static epic_result connect_to_rank(connect_state *o, int peer)
     }
     if (!handshake_is_same_user(*socket_fd))
         return epic_fail(EPIC_EDEVICE, "shm: rank %d belongs to another user", peer);
+    TRY(watch_socket(o, EPOLL_CTL_ADD, *socket_fd, source_of(FROM_CONNECTION, peer)));
     return send_handshake(o, *socket_fd, peer, -1);
 }
 
 static bool out_of_room(int error)
 {
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
+}
+
+/* Reads the handshake of pending connection number i. Answers it if the sender is a higher rank that
+ * is not connected yet, otherwise closes it. is_watched: o->epoll watches the connection already. If
+ * not, and the handshake has not arrived yet, o->epoll will report it. */
+static epic_result identify_pending(connect_state *o, int i, bool is_watched)
+{
+    shm_connections *connections = o->connections;
+    const int how = is_watched ? EPOLL_CTL_MOD : EPOLL_CTL_ADD, fd = o->pending[i];
+    errno = 0;
+    const int rank = receive_handshake(o, fd, NULL);
+    if (rank < 0 && errno == EAGAIN && !is_watched)
+        return watch_socket(o, how, fd, source_of(FROM_PENDING, i));
+    if (rank <= connections->rank || connections->sockets[rank] >= 0) {
+        close_fd(&o->pending[i]);
+        return EPIC_OK;
+    }
+    connections->sockets[rank] = fd;
+    o->pending[i] = -1;
+    o->missing--;
+    TRY(watch_socket(o, how, fd, source_of(FROM_CONNECTION, rank)));
+    return send_handshake(o, fd, rank, connections->rank == 0 ? *o->memory : -1);
 }
 
 /* Accepts new connections into the free entries of `pending`. If the system lacks a descriptor
@@ -208,26 +231,12 @@ static epic_result accept_pending(connect_state *o)
         o->pending[i] = accept4(o->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (o->pending[i] < 0)
             return out_of_room(errno) ? shm_fail_with_errno("accept") : EPIC_OK;
-        if (!handshake_is_same_user(o->pending[i])) close_fd(&o->pending[i]);
+        if (handshake_is_same_user(o->pending[i]))
+            TRY(identify_pending(o, i, false));
+        else
+            close_fd(&o->pending[i]);
     }
     return EPIC_OK;
-}
-
-/* Reads the handshake of a pending connection. Answers it if the sender is a higher rank that
- * is not connected yet, otherwise closes it. */
-static epic_result identify_pending(connect_state *o, int *pending_fd)
-{
-    shm_connections *connections = o->connections;
-    const int rank = receive_handshake(o, *pending_fd, NULL);
-    if (rank <= connections->rank || connections->sockets[rank] >= 0) {
-        close_fd(pending_fd);
-        return EPIC_OK;
-    }
-    connections->sockets[rank] = *pending_fd;
-    *pending_fd = -1;
-    o->missing--;
-    return send_handshake(o, connections->sockets[rank], rank,
-                          connections->rank == 0 ? *o->memory : -1);
 }
 
 static int first_missing(const connect_state *o)
@@ -260,36 +269,68 @@ static int find_gone(const connect_state *o)
     return -1;
 }
 
-/* Reads the handshakes of pending connections that have data, and accepts new connections.
- * Returns whether there were any such connections. */
-static bool handle_incoming(connect_state *o, epic_result *result)
+/* Receives the answer of a lower rank. The answer of rank 0 carries the descriptor of the
+ * shared memory. */
+static epic_result receive_answer(connect_state *o, int peer)
 {
-    bool any = o->polls[0].revents != 0;
-    for (int i = 0; i < o->num_pending && *result == EPIC_OK; i++) {
-        if (o->pending[i] < 0 || !o->polls[1 + i].revents) continue;
-        *result = identify_pending(o, &o->pending[i]);
-        any = true;
+    const int socket_fd = o->connections->sockets[peer];
+    const int speaker = receive_handshake(o, socket_fd, peer == 0 ? o->memory : NULL);
+    if (*o->memory == HANDSHAKE_NO_ROOM) {
+        *o->memory = -1;
+        errno = EMFILE;
+        return shm_fail_with_errno("receiving the shared memory");
     }
-    if (*result == EPIC_OK && o->polls[0].revents) *result = accept_pending(o);
-    return any;
+    if (speaker != peer) return shm_fail_with_left(peer);
+    if (*o->memory < 0 && peer == 0)
+        return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent no memory");
+    o->has_answered[peer] = true;
+    o->unanswered--;
+    return EPIC_OK;
 }
 
-/* Accepts connections from all higher ranks. A rank that dies before it connects has no
- * connection whose end this rank could notice. So find_gone() looks for a missing rank whose
- * listener is closed. That rank may have connected just before, so the loop accepts connections
- * once more before it reports that the rank is gone. */
-static epic_result accept_all(connect_state *o)
+/* Handles an event of one socket. A peer sends nothing until it has opened, so an event of a connection
+ * whose handshake is complete is its end. */
+static epic_result handle_event(connect_state *o, const struct epoll_event *event)
 {
-    int gone = -1;
-    while (o->missing > 0) {
-        epic_result result = EPIC_OK;
+    const int index = (int)(uint32_t)event->data.u64;
+    switch ((enum source_kind)(event->data.u64 >> 32)) {
+    case FROM_LISTENER:
+        return accept_pending(o);
+    case FROM_PENDING:
+        return identify_pending(o, index, true);
+    default:
+        if (index > o->connections->rank || o->has_answered[index])
+            return shm_fail_with_left(index);
+        return receive_answer(o, index);
+    }
+}
+
+/* Writes to `what` [40] which rank this rank waits for. */
+static void describe_wait(const connect_state *o, char *what)
+{
+    int r = 0;
+    while (o->missing == 0 && r < o->connections->rank && o->has_answered[r]) r++;
+    if (o->missing > 0)
+        snprintf(what, 40, "rank %d did not connect", first_missing(o));
+    else
+        snprintf(what, 40, "rank %d did not answer", r);
+}
+
+/* Accepts connections from all higher ranks, and receives the answers of all lower ranks. A rank
+ * that dies before it connects has no connection whose end this rank could notice. So find_gone()
+ * looks for a missing rank whose listener is closed. That rank may have connected just before, so
+ * the loop waits for events once more before it reports that the rank is gone. */
+static epic_result await_all(connect_state *o)
+{
+    struct epoll_event events[MAX_EVENTS];
+    int gone = -1, count = 0;
+    while (o->missing > 0 || o->unanswered > 0) {
         char what[40];
-        snprintf(what, sizeof what, "rank %d did not connect", first_missing(o));
-        set_polls(o, -1);
-        TRY(poll_once(o, what));
-        const bool has_call = handle_incoming(o, &result);
-        TRY(result);
-        if (has_call) {
+        describe_wait(o, what);
+        TRY(watch_listener(o));
+        TRY(wait_for_events(o, events, &count, what));
+        for (int i = 0; i < count; i++) TRY(handle_event(o, &events[i]));
+        if (count > 0) {
             gone = -1;
             continue;
         }
@@ -299,38 +340,11 @@ static epic_result accept_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Receives the answer of a lower rank. The answer of rank 0 carries the descriptor of the
- * shared memory. */
-static epic_result receive_answer(connect_state *o, int peer)
-{
-    const int *socket_fd = &o->connections->sockets[peer];
-    const struct pollfd *polled = &o->polls[1 + o->num_pending + peer];
-    char what[40];
-    snprintf(what, sizeof what, "rank %d did not answer", peer);
-    do {
-        set_polls(o, peer);
-        TRY(poll_once(o, what));
-    } while (!polled->revents);
-    const int speaker = receive_handshake(o, *socket_fd, peer == 0 ? o->memory : NULL);
-    if (*o->memory == HANDSHAKE_NO_ROOM) {
-        *o->memory = -1;
-        errno = EMFILE;
-        return shm_fail_with_errno("receiving the shared memory");
-    }
-    if (speaker != peer) return shm_fail_with_left(peer);
-    if (*o->memory < 0 && peer == 0)
-        return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent no memory");
-    return EPIC_OK;
-}
-
 /* Connects to all ranks, in the order that the top of this file describes. */
 static epic_result connect_to_all(connect_state *o)
 {
-    const int rank = o->connections->rank;
-    for (int r = 0; r < rank; r++) TRY(connect_to_rank(o, r));
-    TRY(accept_all(o));
-    for (int r = 0; r < rank; r++) TRY(receive_answer(o, r));
-    return EPIC_OK;
+    for (int r = 0; r < o->connections->rank; r++) TRY(connect_to_rank(o, r));
+    return await_all(o);
 }
 
 /* Makes the other ranks notice that this rank failed: closes its connections. A lower rank may
@@ -376,20 +390,23 @@ static epic_result allocate_state(connect_state *o, bool ready)
     if (!ready) return EPIC_EDEVICE;
     const int n = o->connections->num_ranks;
     o->num_pending = n + EXTRA_PENDING;
-    o->num_polls = 1 + o->num_pending + n;
     o->missing = n - 1 - o->connections->rank;
-    o->polls = calloc(2 * (size_t)o->num_polls, sizeof *o->polls);
+    o->unanswered = o->connections->rank;
+    o->has_answered = calloc((size_t)n, sizeof *o->has_answered);
     o->pending = malloc((size_t)o->num_pending * sizeof *o->pending);
     for (int i = 0; o->pending && i < o->num_pending; i++) o->pending[i] = -1;
-    if (o->polls && o->pending) return EPIC_OK;
-    return epic_fail(EPIC_ENOMEM, "shm: no memory to connect %d ranks", n);
+    if (!o->has_answered || !o->pending)
+        return epic_fail(EPIC_ENOMEM, "shm: no memory to connect %d ranks", n);
+    o->epoll = epoll_create1(EPOLL_CLOEXEC);
+    return o->epoll >= 0 ? EPIC_OK : shm_fail_with_errno("epoll_create1");
 }
 
 static void release_state(connect_state *o)
 {
     for (int i = 0; o->pending && i < o->num_pending; i++) close_fd(&o->pending[i]);
     close_fd(&o->listener);
-    free(o->polls);
+    close_fd(&o->epoll);
+    free(o->has_answered);
     free(o->pending);
 }
 
@@ -442,6 +459,7 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
                        .join = join,
                        .handles = handles,
                        .listener = -1,
+                       .epoll = -1,
                        .memory = memory,
                        .deadline = deadline_begin_ms(join->config->timeout_ms)};
     epic_result result = allocate_state(&o, ready);
