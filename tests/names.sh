@@ -23,7 +23,7 @@ trap 'rm -rf "$here"' EXIT
     printf '#define CHECK(e, c) count++; if (strcmp(epic_##e##_name(c), #c)) { puts(#c); bad = 1; }\n'
     printf '#define NONE(e, n) if (strcmp(epic_##e##_name(n), "unknown epic_" #e)) { puts(#e); bad = 1; }\n'
     cat "$here/checks"
-    printf '    for (int r = EPIC_OK; r <= EPIC_ECLOSED; r++)\n'
+    printf '    for (int r = EPIC_OK; r <= EPIC_EEVICTED; r++)\n'
     printf '        for (int q = EPIC_OK; q <= r; q++)\n'
     printf '            if (!strcmp(epic_result_string((epic_result)q), epic_result_string((epic_result)(r + 1)))) bad = 1;\n'
     printf '    char version[32];\n'

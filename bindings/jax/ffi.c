@@ -48,6 +48,7 @@ static XLA_FFI_Error_Code xla_code_of(epic_result result)
         return XLA_FFI_Error_Code_DEADLINE_EXCEEDED;
     case EPIC_EMISMATCH:
     case EPIC_ECLOSED:
+    case EPIC_EEVICTED:
         return XLA_FFI_Error_Code_FAILED_PRECONDITION;
     case EPIC_EPEER:
         return XLA_FFI_Error_Code_UNAVAILABLE;

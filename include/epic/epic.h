@@ -16,6 +16,7 @@
  *     router and losses      which experts a token chooses, with which weights
  *     experts and layer      the experts' MLP; the whole layer as one call
  *     advanced               bootstraps, sizes before open, reading plans, what broke a group
+ *     members                a group that goes on after a rank has died or left
  *
  * Words.  A *token* is a row that the caller owns.  A *choice* is a pair (token, k): one of the
  * top-k experts of a token.  A *slot* is a row of the receive buffer: one choice that arrived
@@ -55,7 +56,7 @@
  *
  * Memory.  Pointers are borrowed for the call and aligned to the elements of their arrays.  An
  * array that a call writes must not overlap any other array of that call.  After epic_open no
- * call allocates memory, except 32 bytes at the first use of a new tag.
+ * call allocates memory, except epic_regroup, and 32 bytes at the first use of a new tag.
  *
  * Numbers.  Counts and sizes in bytes are int64_t, and negative ones are refused.  Zero is the
  * default of every field.  NULL means "not wanted" for outputs and "none" for inputs.
@@ -69,9 +70,9 @@
  *       with the same result, outputs are zero, and the group stays usable.  On a CUDA context
  *       the call returns EPIC_OK and epic_check returns the error later.
  *   (c) Failures of the group: a rank failed, or the ranks made different calls (EPIC_ETIMEOUT,
- *       EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE).  The group is broken: every later call
- *       returns the same error at once.  epic_close works, and the process can open a new
- *       group.
+ *       EPIC_EPEER, EPIC_EMISMATCH, EPIC_EDEVICE, EPIC_EEVICTED).  The group is broken: every
+ *       later call returns the same error at once, until epic_regroup or epic_close.  After
+ *       epic_close the process can open a new group.
  *
  * Every wait has a deadline.  epic_error returns a sentence with the argument, its value, the
  * rule and the remedy.  The library never prints, exits, aborts or traps.
@@ -130,8 +131,9 @@ typedef enum epic_result {
     EPIC_EOVERFLOW = 6, /* a rank needs more slots than it has */
     EPIC_EMISMATCH = 7, /* the ranks made different calls */
     EPIC_EPEER = 8,     /* a rank died, closed its context or aborted */
-    EPIC_ECLOSED = 9    /* this context never opened, or belongs to the parent of a forked
+    EPIC_ECLOSED = 9,   /* this context never opened, or belongs to the parent of a forked
                            process */
+    EPIC_EEVICTED = 10  /* the other ranks have gone on without this rank (epic_regroup) */
 } epic_result;
 
 /* The type of the elements of an array.  EPIC_BYTES stands for any type: calls that only move
@@ -1932,6 +1934,82 @@ static inline epic_result epic_waits(const epic_context *ctx, uint32_t operation
  * Threads: local.
  * CUDA:    no difference. */
 EPIC_API const char *epic_blas_name(void);
+
+/* --------------------------------------------------------------------------- members ---- */
+
+/* Number of words of a set of ranks.  Rank r is in the set if
+ * set[r / 64] >> (r % 64) & 1. */
+#define EPIC_RANK_WORDS 16
+
+/* Arguments of epic_regroup.  All fields except `step` and `leaving` are equal on all ranks. */
+typedef struct epic_regroup_args {
+    int64_t step;         /* number of the caller, usually the last step that this rank has
+                              finished */
+    uint32_t patience_ms; /* how long to wait for ranks that may live and do not make the
+                              call, in milliseconds; 0: the context's deadline */
+    uint32_t min_members; /* the call fails if fewer members would remain; 0: 1 */
+    uint32_t leaving;     /* 1: this rank leaves the group */
+    uint32_t flags;       /* must be 0 */
+    uint64_t authority;   /* 0: the ranks decide which members remain.  Else the number of the
+                              decision of a program outside of the group, for example of an
+                              orchestrator.  A new decision needs a higher number */
+    const uint64_t *only; /* [(num_ranks + 63) / 64] with authority: set of the ranks that
+                              remain; else NULL */
+} epic_regroup_args;
+
+/* The members of a group. */
+typedef struct epic_members_info {
+    uint64_t generation; /* 0 after epic_open; epic_regroup adds 1 */
+    uint64_t group_id;   /* random number; equal on all members, and another one in each
+                              generation */
+    int64_t least_step;  /* least and greatest `step` of the members of this generation, as
+                              they passed it to epic_regroup; 0 in generation 0 */
+    int64_t greatest_step;
+    int32_t num_ranks; /* as epic_num_ranks */
+    int32_t num_members;
+    uint64_t members[EPIC_RANK_WORDS]; /* set of the members */
+    uint64_t gone[EPIC_RANK_WORDS];    /* set of the members of the generation before that are
+                                          not in this one */
+} epic_members_info;
+
+/* Makes the next *generation* of the group: the set of the ranks that go on, its *members*.  Use
+ * it after a class (c) error, and when a rank leaves.  All members that live make the call.  The
+ * members agree on a set that has all of them, except:
+ *   - ranks that leave;
+ *   - ranks whose process has ended, or that have closed their context.  They are left out at
+ *     once;
+ *   - ranks that do not make the call within patience_ms.  They are left out only if more than
+ *     half of the members have made the call, where members that have died count as members.
+ *     Their own calls then return EPIC_EEVICTED;
+ *   - with `authority`, the ranks that are not in `only`.  Their calls return EPIC_EEVICTED.
+ *     All ranks in `only` must make the call.  Two decisions for one generation must have a
+ *     rank in common.
+ *
+ * After EPIC_OK the group works again, also if it was broken.  The ranks keep their numbers, and
+ * num_ranks and all sizes stay as they are.  A rank that is not a member has no part in any
+ * operation, and experts that are placed on it are absent (epic_layer).  The results are those of
+ * a new group that has only the members.  Every tag starts again with the first operation of its
+ * sequence, and plans from before are refused.  Members that have finished different steps can
+ * return to out->least_step.
+ *
+ * A rank that has left gets EPIC_OK.  Its further calls return EPIC_EEVICTED, so it closes its
+ * context.  After an error nothing has changed, and the rank may make the call again, except
+ * after EPIC_EEVICTED.  A call ends after at most 4 patience_ms.  It needs the memory of both
+ * generations for a moment.  `out` may be NULL.
+ * Errors:  (a) EPIC_EINVAL (also while an operation of this rank is running); EPIC_ENOTSUP
+ *          (another backend than "threads", or a context with windows); EPIC_ENOMEM.  Also
+ *          EPIC_EPEER if too few members made the call; EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
+ * Threads: collective over the members.  No other call may be running on ctx.
+ * CUDA:    EPIC_ENOTSUP. */
+static inline epic_result epic_regroup(epic_context *ctx, const epic_regroup_args *args,
+                                       epic_members_info *out);
+
+/* Writes the members of the group to *out.  If this rank has left or was evicted, *out describes
+ * the last generation of which it was a member.
+ * Errors:  (a) EPIC_EINVAL.
+ * Threads: local; not while epic_regroup is running on ctx.
+ * CUDA:    all ranks are members, in generation 0. */
+static inline epic_result epic_members(const epic_context *ctx, epic_members_info *out);
 
 #ifdef __cplusplus
 }

@@ -142,6 +142,10 @@ EPIC_API epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info 
                                      size_t size);
 EPIC_API epic_result epic_waits_v1(const epic_context *ctx, uint32_t operation,
                                    epic_wait_info *out, int32_t num_ranks, size_t size);
+EPIC_API epic_result epic_regroup_v1(epic_context *ctx, const epic_regroup_args *args,
+                                     size_t size, epic_members_info *out, size_t out_size);
+EPIC_API epic_result epic_members_v1(const epic_context *ctx, epic_members_info *out,
+                                     size_t size);
 
 static inline epic_result epic_dispatcher_open(epic_dispatcher **out,
                                                const epic_dispatcher_config *config)
@@ -357,6 +361,17 @@ static inline epic_result epic_waits(const epic_context *ctx, uint32_t operation
                                      epic_wait_info *out, int32_t num_ranks)
 {
     return epic_waits_v1(ctx, operation, out, num_ranks, sizeof *out);
+}
+
+static inline epic_result epic_regroup(epic_context *ctx, const epic_regroup_args *args,
+                                       epic_members_info *out)
+{
+    return epic_regroup_v1(ctx, args, sizeof *args, out, sizeof *out);
+}
+
+static inline epic_result epic_members(const epic_context *ctx, epic_members_info *out)
+{
+    return epic_members_v1(ctx, out, sizeof *out);
 }
 
 #ifdef __cplusplus

@@ -74,8 +74,9 @@ const char *epic_error(const epic_context *ctx)
 const char *epic_result_name(epic_result result)
 {
     static const char *const names[] = {
-        "EPIC_OK",      "EPIC_EINVAL",    "EPIC_ENOMEM",    "EPIC_ENOTSUP", "EPIC_ETIMEOUT",
-        "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH", "EPIC_EPEER",   "EPIC_ECLOSED",
+        "EPIC_OK",       "EPIC_EINVAL",  "EPIC_ENOMEM",    "EPIC_ENOTSUP",
+        "EPIC_ETIMEOUT", "EPIC_EDEVICE", "EPIC_EOVERFLOW", "EPIC_EMISMATCH",
+        "EPIC_EPEER",    "EPIC_ECLOSED", "EPIC_EEVICTED",
     };
     const unsigned i = (unsigned)result;
     return i < sizeof names / sizeof *names ? names[i] : "unknown epic_result";

@@ -59,6 +59,8 @@ const char *epic_result_string(epic_result result)
         return "Another rank died, closed its context or aborted.";
     case EPIC_ECLOSED:
         return "The context was never opened, or belongs to the parent of this process.";
+    case EPIC_EEVICTED:
+        return "The other ranks have gone on without this rank.";
     }
     return "The number is not an epic_result.";
 }

@@ -14,6 +14,8 @@
     ROW(epic_config, native)                       \
     ROW(epic_failure_info, sentence)               \
     ROW(epic_wait_info, alone_ns)                  \
+    ROW(epic_regroup_args, only)                   \
+    ROW(epic_members_info, gone)                   \
     ROW(epic_layer, flags)                         \
     ROW(epic_plan_args, demand)                    \
     ROW(epic_plan_info, rank_offset)               \

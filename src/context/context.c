@@ -44,6 +44,14 @@ epic_result context_break(epic_context *ctx, const epic_failure_info *failure)
     return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
 }
 
+void context_mend(epic_context *ctx)
+{
+    pthread_mutex_lock(&ctx->mutex);
+    ctx->failure = (epic_failure_info){0};
+    atomic_store_explicit(&ctx->broken, false, memory_order_release);
+    pthread_mutex_unlock(&ctx->mutex);
+}
+
 /* If the backend reports that the group has failed, writes the failure to *failure and returns
  * true. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
@@ -66,13 +74,18 @@ static epic_result check_ours(const epic_context *ctx)
                      (long long)ctx->pid, (long long)getpid());
 }
 
+epic_result context_check_open(const epic_context *ctx)
+{
+    TRY(check_ours(ctx));
+    if (ctx->backend) return EPIC_OK;
+    return epic_fail(EPIC_ECLOSED, "ctx never opened, open a new one: %s",
+                     ctx->failure.sentence);
+}
+
 epic_result context_check(epic_context *ctx)
 {
     epic_failure_info failure = {0};
-    TRY(check_ours(ctx));
-    if (!ctx->backend)
-        return epic_fail(EPIC_ECLOSED, "ctx never opened, open a new one: %s",
-                         ctx->failure.sentence);
+    TRY(context_check_open(ctx));
     if (atomic_load_explicit(&ctx->broken, memory_order_acquire))
         return epic_fail((epic_result)ctx->failure.result, "%s", ctx->failure.sentence);
     return new_failure(ctx, &failure) ? context_break(ctx, &failure) : EPIC_OK;

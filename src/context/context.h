@@ -13,9 +13,9 @@
 #include "base/recorder.h"
 #include "base/tags.h"
 
-struct exchange;     /* defined in exchange/exchange.h */
-struct members;      /* defined in members/members.h */
-struct window_table; /* defined in exchange/windows.c */
+struct exchange;         /* defined in exchange/exchange.h */
+struct context_decision; /* defined in regroup/regroup.c */
+struct window_table;     /* defined in exchange/windows.c */
 
 struct epic_context {
     const epic_backend *backend; /* NULL: epic_open failed */
@@ -26,7 +26,7 @@ struct epic_context {
      * no process takes part in the operations in its place (docs/internals/members.md). */
     seat_set members;
     int32_t num_members;
-    struct members *decision; /* state of the decision on the next generation; NULL: none */
+    struct context_decision *decision; /* NULL until the first call of epic_regroup */
     uint64_t group_id;
     epic_config config; /* defaults filled in; its strings point to the next two fields */
     char name[64];
@@ -46,7 +46,8 @@ struct epic_context {
     uint32_t generation; /* process_generation() at open; a forked child has a higher one */
 
     _Atomic bool broken;
-    pthread_mutex_t mutex; /* guards `failure`, which never changes after `broken` is set */
+    pthread_mutex_t mutex; /* guards `failure`. After `broken` is set, only
+                              epic_regroup changes it, while no other call is running */
     epic_failure_info failure;
 };
 
@@ -59,6 +60,9 @@ uint64_t epic_context_bytes_sent(const epic_context *ctx);
  * publishes it. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
+/* Forgets the failure of the context. No other thread may use the context. */
+void context_mend(epic_context *ctx);
+
 /* Makes the seats in `members` the members of the group, and all other seats vacant. Each member
  * calls it with the same set, before its first operation. Returns EPIC_EINVAL if the set has no
  * seat for this rank, or a seat that the group does not have. Returns EPIC_ENOTSUP if the
@@ -69,6 +73,9 @@ epic_result context_set_members(epic_context *ctx, const seat_set *members);
  * recorder. If `host` is set (host context), the trace and the exchanges are included. The
  * memory of the backend is not included. */
 int64_t context_bytes(const epic_config *config, bool host);
+
+/* Returns EPIC_ECLOSED if epic_open failed for this context, and in a forked child. */
+epic_result context_check_open(const epic_context *ctx);
 
 /* Returns the failure that broke the group, EPIC_ECLOSED if epic_open failed for this context
  * or in a forked child, otherwise EPIC_OK. Every public call that communicates first calls this

@@ -111,6 +111,7 @@ static void fail_for_all(members *m, uint32_t flags, int64_t now)
 {
     members_message fail = make_message(m, MEMBERS_FAIL);
     fail.flags = flags;
+    fail.proposal.members = m->came;
     m->phase = MEMBERS_FOLLOWS;
     send_to_all(m, &m->came, &fail, now);
 }
@@ -413,8 +414,9 @@ static void handle_message(members *m, int from, const members_message *message,
         handle_commit(m, from, message, now);
         return;
     default:
-        if (ballot_compare(&message->ballot, &m->promised) == 0)
-            end_call(m, message->flags & MEMBERS_FEW ? MEMBERS_TOO_FEW : MEMBERS_NO_QUORUM);
+        if (ballot_compare(&message->ballot, &m->promised) != 0) return;
+        m->came = message->proposal.members;
+        end_call(m, message->flags & MEMBERS_FEW ? MEMBERS_TOO_FEW : MEMBERS_NO_QUORUM);
     }
 }
 

@@ -4,10 +4,8 @@
  * A seat is a place of a group, numbered like its rank. A generation is a set of seats that
  * does not change. This is a pure state machine: the caller passes in messages, deaths and the
  * time, and the machine passes out messages through `send`. It has no threads, locks or memory
- * of its own, so tests and a model checker can try all orders of events.
- *
- * epic_regroup, the call that makes the next generation of a group, will run it over the
- * liveness connections. Until that call exists, only tests use it. */
+ * of its own, so tests and a model checker can try all orders of events. epic_regroup
+ * (src/regroup) runs it over the messages of a transport. */
 #ifndef EPIC_MEMBERS_H
 #define EPIC_MEMBERS_H
 
@@ -47,12 +45,12 @@ enum members_kind {
 typedef struct members_message {
     uint32_t kind; /* enum members_kind */
     uint32_t flags;
-    uint64_t generation;     /* of the sender, in COMMIT: the generation that decided */
-    members_ballot ballot;   /* in BEHIND: the ballot that the sender has promised */
-    members_ballot accepted; /* in PROMISE: the ballot of `proposal`, all 0: none */
-    members_proposal proposal;
-    seat_set dead; /* in PREPARE, PROMISE: seats whose death the sender knows */
-    int64_t step;  /* in PROMISE: the step that the seat's caller passed */
+    uint64_t generation;       /* of the sender, in COMMIT: the generation that decided */
+    members_ballot ballot;     /* in BEHIND: the ballot that the sender has promised */
+    members_ballot accepted;   /* in PROMISE: the ballot of `proposal`, all 0: none */
+    members_proposal proposal; /* in FAIL: `members` are the seats that have promised */
+    seat_set dead;             /* in PREPARE, PROMISE: seats whose death the sender knows */
+    int64_t step;              /* in PROMISE: the step that the seat's caller passed */
 } members_message;
 
 #define MEMBERS_LEAVING 1u /* flag of PROMISE: the seat wants to leave */
@@ -114,8 +112,10 @@ typedef struct members {
     enum members_phase phase;
     int64_t phase_ns; /* when the phase began */
     members_ballot ballot;
-    uint32_t abandoned;        /* last own round that was given up because a seat refused */
-    seat_set came, acks;       /* seats that have promised, or accepted, this ballot */
+    uint32_t abandoned; /* last own round that was given up because a seat refused */
+    /* seats that have promised, or accepted, this ballot. In MEMBERS_NO_QUORUM: `came` are those
+     * that had promised the ballot that failed */
+    seat_set came, acks;
     seat_set leaving, refused; /* seats that must not be in a new proposal */
     int64_t steps[SEAT_SET_MAX];
     members_ballot best; /* the highest ballot that a seat of `came` has accepted */

@@ -1,18 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs the decision on the next generation (src/members) over the messages of a transport
- * (backend/regroup.h), and then lets the context enter the new generation. */
-#include "regroup/regroup.h"
-
+/* Implements epic_regroup and epic_members. Runs the decision on the next generation
+ * (src/members) over the messages of a transport (backend/regroup.h), and then lets the context
+ * enter the new generation. docs/internals/members.md describes the protocol. */
+#include <stdio.h>
 #include <stdlib.h>
 
 #include "backend/transport.h"
 #include "base/error.h"
 #include "base/hash.h"
-#include "base/process.h"
+#include "base/sized.h"
+#include "bootstrap/bootstrap.h"
+#include "context/context.h"
 #include "members/members.h"
 
 #define MS 1000000
 #define TICK_MS 5 /* how often to look for ranks that are gone */
+/* If a wait for messages takes this much longer than its limit, the process was suspended. */
+#define SLACK_NS (100 * MS)
+
+/* The members of a context. It exists from the first call of epic_regroup on. */
+struct context_decision {
+    members machine;
+    seat_set gone;        /* members of the generation before that are not in this one */
+    int64_t suspended_ns; /* how long this process was suspended during calls */
+};
 
 static const epic_regroup_transport *transport_of(const epic_context *ctx)
 {
@@ -20,18 +31,72 @@ static const epic_regroup_transport *transport_of(const epic_context *ctx)
     return transport ? transport->regroup : NULL;
 }
 
+/* ------------------------------------------------------------------------ the arguments ---- */
+
+static seat_set set_of_words(const uint64_t *words, int num_ranks)
+{
+    seat_set set = {{0}};
+    for (int w = 0; w < (num_ranks + 63) / 64; w++) set.words[w] = words[w];
+    return set;
+}
+
+/* Checks the members that an authority names. */
+static epic_result check_only(const epic_context *ctx, const epic_regroup_args *args)
+{
+    if (!args->only != !args->authority)
+        return epic_fail(
+            EPIC_EINVAL,
+            "only is %s and authority is %llu: must be NULL and 0, or a set and the "
+            "number of the program that names it",
+            args->only ? "a set" : "NULL", (unsigned long long)args->authority);
+    if (!args->only) return EPIC_OK;
+    const seat_set only = set_of_words(args->only, ctx->num_ranks);
+    if (seat_set_count(&only) == 0)
+        return epic_fail(EPIC_EINVAL, "only is empty: must contain a member");
+    for (int s = 0; s < (ctx->num_ranks + 63) / 64 * 64; s++)
+        if (seat_set_has(&only, s) && (s >= ctx->num_ranks || !seat_set_has(&ctx->members, s)))
+            return epic_fail(EPIC_EINVAL,
+                             "only contains rank %d, which is not a member: must be a part of "
+                             "the members that epic_members returns",
+                             s);
+    return EPIC_OK;
+}
+
+static epic_result check_args(const epic_context *ctx, const epic_regroup_args *args)
+{
+    if (args->flags) return epic_fail(EPIC_EINVAL, "flags is %u: must be 0", args->flags);
+    if (args->leaving > 1)
+        return epic_fail(EPIC_EINVAL, "leaving is %u: must be 0 or 1", args->leaving);
+    if (args->min_members > (uint32_t)ctx->num_members)
+        return epic_fail(EPIC_EINVAL, "min_members is %u: must be at most %d, the members now",
+                         args->min_members, ctx->num_members);
+    return check_only(ctx, args);
+}
+
 /* Returns EPIC_OK if the members of this context can change. */
 static epic_result check_context(const epic_context *ctx)
 {
-    if (!ctx->backend || ctx->generation != process_generation())
-        return epic_fail(EPIC_ECLOSED, "ctx is not open in this process: open a new one");
     if (!transport_of(ctx))
-        return epic_fail(EPIC_ENOTSUP, "backend %s: the members of its groups cannot change",
-                         ctx->backend_name);
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "backend \"%s\" cannot change the members of a group: open a new group, "
+            "or use backend \"threads\"",
+            ctx->backend_name);
     if (atomic_load(&ctx->windows))
-        return epic_fail(EPIC_ENOTSUP,
-                         "ctx has windows: the members of such a group cannot change");
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "ctx has windows: the members of such a group cannot change; open a new "
+            "group");
     return EPIC_OK;
+}
+
+/* ----------------------------------------------------------------------------- messages ---- */
+
+/* Returns the time without the periods in which this process was suspended. So the others have
+ * the whole patience to come, also if all ranks were suspended together. */
+static int64_t running_ns(const struct context_decision *d)
+{
+    return (int64_t)now_ns() - d->suspended_ns;
 }
 
 static void send_message(void *self, int to, const members_message *message)
@@ -44,14 +109,26 @@ static void send_message(void *self, int to, const members_message *message)
 static epic_result get_decision(epic_context *ctx)
 {
     if (ctx->decision) return EPIC_OK;
-    members *m = calloc(1, sizeof *m);
-    if (!m)
-        return epic_fail(EPIC_ENOMEM, "no memory for the members of %d seats", ctx->num_ranks);
-    members_init(m, ctx->rank, ctx->num_ranks, 0, &ctx->members);
-    m->send = send_message;
-    m->self = ctx;
-    ctx->decision = m;
+    struct context_decision *d = calloc(1, sizeof *d);
+    if (!d)
+        return epic_fail(EPIC_ENOMEM, "no memory for the members of %d ranks", ctx->num_ranks);
+    members_init(&d->machine, ctx->rank, ctx->num_ranks, 0, &ctx->members);
+    d->machine.send = send_message;
+    d->machine.self = ctx;
+    ctx->decision = d;
     return EPIC_OK;
+}
+
+/* Receives the oldest message. Waits for at most `ms` milliseconds. */
+static bool receive_message(epic_context *ctx, int *from, members_message *message, uint32_t ms)
+{
+    struct context_decision *d = ctx->decision;
+    const int64_t latest = (int64_t)now_ns() + (int64_t)ms * MS;
+    const bool received =
+        transport_of(ctx)->receive(ctx->group, from, message, sizeof *message, ms);
+    const int64_t late = (int64_t)now_ns() - latest;
+    if (late > SLACK_NS) d->suspended_ns += late;
+    return received;
 }
 
 static bool is_running(const members *m)
@@ -59,96 +136,186 @@ static bool is_running(const members *m)
     return m->state == MEMBERS_DECIDING || m->state == MEMBERS_PREPARING;
 }
 
-static void report_gone(epic_context *ctx, members *m)
+static void report_gone(epic_context *ctx)
 {
+    members *m = &ctx->decision->machine;
     for (int s = 0; s < ctx->num_ranks; s++)
         if (seat_set_has(&m->current, s) && !seat_set_has(&m->dead, s) && s != ctx->rank &&
             transport_of(ctx)->is_gone(ctx->group, s))
-            members_report_dead(m, s, (int64_t)now_ns());
+            members_report_dead(m, s, running_ns(ctx->decision));
 }
 
 /* Exchanges messages until the members are decided or the call fails. Reports deaths only when no
  * message is left: a decision that has arrived counts, even if its sender has died since. */
-static void decide_members(epic_context *ctx, members *m)
+static void decide_members(epic_context *ctx)
 {
-    const epic_regroup_transport *t = transport_of(ctx);
+    struct context_decision *d = ctx->decision;
+    members *m = &d->machine;
     uint32_t ms = 0;
     while (is_running(m)) {
         members_message message;
         int from;
         if (m->state == MEMBERS_PREPARING) {
-            const epic_result result = t->prepare(ctx->group, m->pending.group_id);
-            members_answer(m, result == EPIC_OK, (int64_t)now_ns());
+            const epic_result result =
+                transport_of(ctx)->prepare(ctx->group, m->pending.group_id);
+            members_answer(m, result == EPIC_OK, running_ns(d));
             continue;
         }
-        if (t->receive(ctx->group, &from, &message, sizeof message, ms)) {
-            members_receive(m, from, &message, (int64_t)now_ns());
+        if (receive_message(ctx, &from, &message, ms)) {
+            members_receive(m, from, &message, running_ns(d));
             ms = 0;
             continue;
         }
-        report_gone(ctx, m);
-        if (is_running(m)) members_tick(m, (int64_t)now_ns());
+        report_gone(ctx);
+        if (is_running(m)) members_tick(m, running_ns(d));
         ms = TICK_MS;
     }
 }
 
+/* -------------------------------------------------------------------------- the outcome ---- */
+
 /* Lets the context enter the decided generation. */
-static void enter_generation(epic_context *ctx, const members *m)
+static void enter_generation(epic_context *ctx)
 {
+    const members *m = &ctx->decision->machine;
+    seat_set gone = ctx->members;
+    seat_set_subtract(&gone, &m->current);
+    ctx->decision->gone = gone;
     transport_of(ctx)->enter(ctx->group, &m->current);
-    pthread_mutex_lock(&ctx->mutex);
     ctx->members = m->current;
     ctx->num_members = seat_set_count(&m->current);
     ctx->group_id = m->last.group_id;
-    ctx->failure = (epic_failure_info){0};
-    atomic_store(&ctx->broken, false);
-    pthread_mutex_unlock(&ctx->mutex);
+    context_mend(ctx);
 }
 
-/* Returns the result of the call. */
-static epic_result outcome_of(const members *m, const regroup_args *args)
+/* Writes to `names` a list of the members that may live and did not come, or "no rank". */
+static void list_missing(const epic_context *ctx, char *names, size_t size)
 {
+    const members *m = &ctx->decision->machine;
+    bool missing[EPIC_MAX_RANKS];
+    int count = 0;
+    for (int s = 0; s < ctx->num_ranks; s++) {
+        const bool has_come = m->state == MEMBERS_NO_QUORUM ? seat_set_has(&m->came, s)
+                                                            : m->heard_ns[s] != m->begin_ns;
+        missing[s] = s != ctx->rank && seat_set_has(&m->current, s) &&
+                     !seat_set_has(&m->dead, s) && !has_come;
+        count += missing[s];
+    }
+    if (count)
+        epic_bootstrap_list_ranks(names, size, missing, ctx->num_ranks);
+    else
+        snprintf(names, size, "no rank");
+}
+
+/* Breaks the context of a rank that is not in the new generation. */
+static epic_result end_membership(epic_context *ctx, bool has_left)
+{
+    epic_failure_info failure = {.result = EPIC_EEVICTED, .rank = ctx->rank};
+    snprintf(failure.sentence, sizeof failure.sentence,
+             has_left
+                 ? "rank %d has left the group: close the context"
+                 : "the other members have gone on without rank %d, because it did not come "
+                   "in time or was not named: close the context",
+             ctx->rank);
+    context_mend(ctx);
+    const epic_result result = context_break(ctx, &failure);
+    return has_left ? EPIC_OK : result;
+}
+
+/* Returns the result of the call, and lets the context enter or leave. */
+static epic_result finish_call(epic_context *ctx, const epic_regroup_args *args)
+{
+    const members *m = &ctx->decision->machine;
+    char names[256];
+    list_missing(ctx, names, sizeof names);
     switch (m->state) {
     case MEMBERS_ENTERED:
+        enter_generation(ctx);
         return EPIC_OK;
     case MEMBERS_OUT:
-        if (args->is_leaving) return EPIC_OK;
-        return epic_fail(EPIC_EPEER, "the other members have gone on without this rank; close "
-                                     "the context");
+        return end_membership(ctx, args->leaving);
     case MEMBERS_TOO_FEW:
-        return epic_fail(EPIC_EPEER, "fewer members came than min_members %u; call again",
+        return epic_fail(EPIC_EPEER,
+                         "min_members is %u: fewer members would remain; call again, or pass a "
+                         "smaller one",
                          args->min_members);
     case MEMBERS_NO_QUORUM:
-        return epic_fail(
-            EPIC_EPEER, "no quorum: %d members may live and did not come; call again",
-            seat_set_count(&m->current) - seat_set_count(&m->dead) - seat_set_count(&m->came));
+        return epic_fail(EPIC_EPEER,
+                         "no quorum: %s did not come and may live; more than half of the %d "
+                         "members must come; call again",
+                         names, seat_set_count(&m->current));
     default:
         return epic_fail(EPIC_ETIMEOUT,
-                         "the members did not decide in four times the patience; "
-                         "call again");
+                         "no decision on the members in four times patience_ms; %s sent no "
+                         "message; call again",
+                         names);
     }
 }
 
-epic_result regroup_run(epic_context *ctx, const regroup_args *args, regroup_info *out)
+static epic_result run_call(epic_context *ctx, const epic_regroup_args *args)
 {
-    TRY(check_context(ctx));
-    TRY(get_decision(ctx));
-    TRY(tags_pause(&ctx->tags));
-    members *m = ctx->decision;
+    struct context_decision *d = ctx->decision;
     const int64_t patience = args->patience_ms ? args->patience_ms : ctx->config.timeout_ms;
     const uint64_t seed = hash_join(hash_join(ctx->group_id, now_ns()), (uint64_t)ctx->rank);
-    const members_call call = {.patience_ns = patience * MS,
-                               .step = args->step,
-                               .min_members = args->min_members ? args->min_members : 1,
-                               .leaving = args->is_leaving,
-                               .group_id = seed | 1};
-    members_begin(m, &call, (int64_t)now_ns());
-    decide_members(ctx, m);
-    const bool has_entered = m->state == MEMBERS_ENTERED;
-    if (has_entered) enter_generation(ctx, m);
-    tags_restart(&ctx->tags, m->state == MEMBERS_OUT ? 0 : ctx->config.max_in_flight,
-                 has_entered);
-    *out = (regroup_info){m->generation, ctx->group_id, ctx->members, m->last.least_step,
-                          m->last.greatest_step};
-    return outcome_of(m, args);
+    members_call call = {.patience_ns = patience * MS,
+                         .step = args->step,
+                         .min_members = args->min_members,
+                         .leaving = args->leaving,
+                         .authority = args->authority,
+                         .group_id = seed | 1};
+    if (args->only) call.only = set_of_words(args->only, ctx->num_ranks);
+    members_begin(&d->machine, &call, running_ns(d));
+    decide_members(ctx);
+    const epic_result result = finish_call(ctx, args);
+    const enum members_state state = d->machine.state;
+    tags_restart(&ctx->tags, state == MEMBERS_OUT ? 0 : ctx->config.max_in_flight,
+                 state == MEMBERS_ENTERED);
+    return result;
+}
+
+/* ----------------------------------------------------------------------- the public calls ---- */
+
+static void fill_info(const epic_context *ctx, epic_members_info *out)
+{
+    const struct context_decision *d = ctx->decision;
+    *out = (epic_members_info){.group_id = ctx->group_id,
+                               .num_ranks = ctx->num_ranks,
+                               .num_members = ctx->num_members};
+    for (int w = 0; w < EPIC_RANK_WORDS; w++) out->members[w] = ctx->members.words[w];
+    if (!d || !d->machine.generation) return;
+    out->generation = d->machine.generation;
+    out->least_step = d->machine.last.least_step;
+    out->greatest_step = d->machine.last.greatest_step;
+    for (int w = 0; w < EPIC_RANK_WORDS; w++) out->gone[w] = d->gone.words[w];
+}
+
+epic_result epic_regroup_v1(epic_context *ctx, const epic_regroup_args *args, size_t size,
+                            epic_members_info *out, size_t out_size)
+{
+    epic_regroup_args a;
+    epic_members_info info;
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
+    TRY(context_check_open(ctx));
+    TRY(READ_SIZED(&a, args, size, "args"));
+    if (out) TRY(CHECK_PLACE(out, out_size));
+    TRY(check_context(ctx));
+    TRY(check_args(ctx, &a));
+    TRY(get_decision(ctx));
+    if (ctx->decision->machine.state == MEMBERS_OUT) return context_check(ctx);
+    TRY(tags_pause(&ctx->tags));
+    TRY(run_call(ctx, &a));
+    fill_info(ctx, &info);
+    if (out) WRITE_SIZED(out, &info, out_size);
+    return EPIC_OK;
+}
+
+epic_result epic_members_v1(const epic_context *ctx, epic_members_info *out, size_t size)
+{
+    epic_members_info info;
+    if (!ctx) return epic_fail(EPIC_EINVAL, "ctx is NULL: must be a context from epic_open");
+    TRY(CHECK_PLACE(out, size));
+    TRY(context_check_open(ctx));
+    fill_info(ctx, &info);
+    WRITE_SIZED(out, &info, size);
+    return EPIC_OK;
 }

@@ -56,7 +56,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         result = bootstrap.gather(bootstrap.self, mine, all, sizeof mine);
         if (result == EPIC_OK && memcmp(all, mine, sizeof mine) != 0) __builtin_trap();
     }
-    if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();
+    if (result < EPIC_OK || result > EPIC_EEVICTED) __builtin_trap();
     epic_bootstrap_close(&bootstrap);
     sweep();
     return 0;

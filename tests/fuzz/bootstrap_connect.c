@@ -43,7 +43,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     epic_result result = epic_bootstrap_tcp(&bootstrap, &tcp);
     for (int i = 0; i < 3 && result == EPIC_OK; i++)
         result = bootstrap.gather(bootstrap.self, mine, all, sizeof mine);
-    if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();
+    if (result < EPIC_OK || result > EPIC_EEVICTED) __builtin_trap();
     epic_bootstrap_close(&bootstrap);
     while (answer()) continue;
     while (num_visits > 0) close(visits[--num_visits]);

@@ -61,7 +61,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
     epic_context *ctx = NULL;
     fuzz_begin(4 * TIMEOUT_MS);
     const epic_result result = epic_open(&ctx, &bootstrap, &config);
-    if (result < EPIC_OK || result > EPIC_ECLOSED) __builtin_trap();
+    if (result < EPIC_OK || result > EPIC_EEVICTED) __builtin_trap();
     /* an open without real peers must not succeed */
     if (result == EPIC_OK && f.num_ranks > 1) __builtin_trap();
     if (result == EPIC_OK && epic_check(ctx) != EPIC_OK) __builtin_trap();

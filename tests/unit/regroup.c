@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests groups that make their next generation, on the backend threads: after ranks have closed
- * their contexts, after a planned leave, and without any change. */
-#include "regroup/regroup.h"
-
+/* Tests epic_regroup and epic_members: after ranks have closed their contexts or are lost, after a
+ * planned leave, with the members of an authority, and without any change. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
+#include "epic/epic.h"
 #include "run.h"
 
 #define COUNT 3000 /* more floats than fit into an op header */
+
+static const char *backend; /* of all groups that are opened now */
 
 static epic_context *open_context(const epic_bootstrap *bootstrap)
 {
@@ -17,15 +18,39 @@ static epic_context *open_context(const epic_bootstrap *bootstrap)
                                 .max_row_bytes = 64,
                                 .max_in_flight = 2,
                                 .timeout_ms = 20000,
-                                .backend = "threads"};
+                                .backend = backend};
     epic_context *ctx;
     CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(NULL));
     return ctx;
 }
 
-static seat_set set_of(uint64_t seats)
+static void run_group(int num_ranks, run_body *body, void *self)
 {
-    return (seat_set){{seats}};
+    run_threads(num_ranks, body, self);
+}
+
+/* Checks that the set has these ranks, and no rank above 63. */
+static void check_set(const uint64_t *set, uint64_t ranks)
+{
+    CHECK_SAY(set[0] == ranks, "the set is %llx, not %llx", (unsigned long long)set[0],
+              (unsigned long long)ranks);
+    for (int w = 1; w < EPIC_RANK_WORDS; w++) CHECK_EQ(set[w], 0);
+}
+
+/* Returns the members now. */
+static epic_members_info members_of(const epic_context *ctx)
+{
+    epic_members_info info;
+    CHECK_SAY(epic_members(ctx, &info) == EPIC_OK, "%s", epic_error(ctx));
+    return info;
+}
+
+/* Checks a call that must fail, and that its sentence contains `part`. */
+static void check_failed(const epic_context *ctx, epic_result result, epic_result want,
+                         const char *part)
+{
+    CHECK_SAY(result == want && strstr(epic_error(ctx), part), "%s: %s, not %s: %s",
+              epic_result_name(result), epic_error(ctx), epic_result_name(want), part);
 }
 
 /* Adds 2^rank over the members, so that the sum shows the members. */
@@ -44,14 +69,20 @@ static void check_sum(epic_context *ctx, uint64_t members)
 /* Makes the next generation and checks its members. */
 static void check_regroup(epic_context *ctx, uint64_t members, uint64_t generation)
 {
-    regroup_info info;
-    const regroup_args args = {.step = 100 + epic_rank(ctx)};
-    const seat_set want = set_of(members);
-    CHECK_SAY(regroup_run(ctx, &args, &info) == EPIC_OK, "rank %d: %s", epic_rank(ctx),
+    const epic_members_info before = members_of(ctx);
+    const epic_regroup_args args = {.step = 100 + epic_rank(ctx)};
+    epic_members_info info, again;
+    memset(&info, 0xee, sizeof info);
+    CHECK_SAY(epic_regroup(ctx, &args, &info) == EPIC_OK, "rank %d: %s", epic_rank(ctx),
               epic_error(ctx));
-    CHECK_SAY(seat_set_equal(&info.members, &want), "members %llx, not %llx",
-              (unsigned long long)info.members.words[0], (unsigned long long)members);
+    again = members_of(ctx);
+    CHECK(memcmp(&info, &again, sizeof info) == 0);
+    check_set(info.members, members);
+    check_set(info.gone, before.members[0] & ~members);
+    CHECK(info.group_id != before.group_id);
     CHECK_EQ(info.generation, generation);
+    CHECK_EQ(info.num_ranks, epic_num_ranks(ctx));
+    CHECK_EQ(info.num_members, __builtin_popcountll(members));
     CHECK_EQ(info.least_step, 100 + __builtin_ctzll(members));
     CHECK_EQ(info.greatest_step, 100 + 63 - __builtin_clzll(members));
 }
@@ -64,6 +95,20 @@ static void check_broken(epic_context *ctx)
     epic_result result = EPIC_OK;
     while (result == EPIC_OK) result = epic_allreduce_sum(ctx, &args);
     CHECK_SAY(result == EPIC_EPEER, "%s: %s", epic_result_name(result), epic_error(ctx));
+}
+
+/* Checks that this rank can only close its context. */
+static void check_out(epic_context *ctx, const char *why)
+{
+    float number = 1;
+    const epic_allreduce_sum_args sum = {.data = &number, .count = 1};
+    const epic_regroup_args again = {.step = 1};
+    epic_failure_info failure;
+    check_failed(ctx, epic_allreduce_sum(ctx, &sum), EPIC_EEVICTED, why);
+    check_failed(ctx, epic_check(ctx), EPIC_EEVICTED, why);
+    check_failed(ctx, epic_regroup(ctx, &again, NULL), EPIC_EEVICTED, why);
+    CHECK_EQ(epic_failure(ctx, &failure), EPIC_OK);
+    CHECK_EQ(failure.result, EPIC_EEVICTED);
 }
 
 /* Waits until all ranks have called it. */
@@ -102,14 +147,12 @@ static void deaths(const epic_bootstrap *bootstrap, void *self)
 static void leave(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap);
-    regroup_info info;
-    const regroup_args leaving = {.is_leaving = true};
+    const epic_regroup_args leaving = {.leaving = true};
     check_sum(ctx, 15);
     if (bootstrap->rank == 1) {
-        float number = 1;
-        const epic_allreduce_sum_args args = {.data = &number, .count = 1};
-        CHECK_SAY(regroup_run(ctx, &leaving, &info) == EPIC_OK, "%s", epic_error(ctx));
-        CHECK_EQ(epic_allreduce_sum(ctx, &args), EPIC_EINVAL);
+        CHECK_SAY(epic_regroup(ctx, &leaving, NULL) == EPIC_OK, "%s", epic_error(ctx));
+        check_out(ctx, "rank 1 has left");
+        check_set(members_of(ctx).members, 15);
         if (self) run_nap_us(20000);
     } else {
         check_regroup(ctx, 13, 1);
@@ -119,21 +162,24 @@ static void leave(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* One of three members does not come, so the others have a quorum and go on without it. */
+/* Rank 2 of three does not come, so the others have a quorum and go on without it. If `self` is
+ * set, it has broken the group before by epic_abort. */
 static void evicted(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap);
-    regroup_info info;
-    const regroup_args args = {.patience_ms = 300};
-    const seat_set want = set_of(3);
-    (void)self;
+    const epic_regroup_args args = {.patience_ms = 300};
+    epic_members_info info;
+    if (self && bootstrap->rank == 2) epic_abort(ctx, 9, "no more data");
+    if (self) check_broken(ctx);
     if (bootstrap->rank == 2) {
         run_nap_us(1200000);
-        CHECK_EQ(regroup_run(ctx, &args, &info), EPIC_EPEER);
-        CHECK_SAY(strstr(epic_error(ctx), "have gone on without"), "%s", epic_error(ctx));
+        check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_EEVICTED, "without rank 2");
+        check_out(ctx, "without rank 2");
     } else {
-        CHECK_SAY(regroup_run(ctx, &args, &info) == EPIC_OK, "%s", epic_error(ctx));
-        CHECK(seat_set_equal(&info.members, &want));
+        CHECK_SAY(epic_regroup(ctx, &args, &info) == EPIC_OK, "%s", epic_error(ctx));
+        check_set(info.members, 3);
+        check_set(info.gone, 4);
+        CHECK_EQ(epic_check(ctx), EPIC_OK);
         check_sum(ctx, 3);
     }
     epic_close(ctx);
@@ -143,17 +189,51 @@ static void evicted(const epic_bootstrap *bootstrap, void *self)
 static void no_quorum(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap);
-    regroup_info info;
-    const regroup_args hasty = {.patience_ms = 100};
+    const epic_regroup_args hasty = {.patience_ms = 100};
     (void)self;
-    if (bootstrap->rank == 3) {
-        const epic_result result = regroup_run(ctx, &hasty, &info);
+    if (bootstrap->rank == 0) {
+        const epic_result result = epic_regroup(ctx, &hasty, NULL);
+        check_failed(ctx, result, EPIC_EPEER, "did not come and may live");
+    } else if (bootstrap->rank == 3) {
+        const epic_result result = epic_regroup(ctx, &hasty, NULL);
         CHECK_SAY(result == EPIC_EPEER || result == EPIC_ETIMEOUT, "%s", epic_error(ctx));
     } else {
         run_nap_us(900000);
     }
+    check_set(members_of(ctx).members, 15);
     check_regroup(ctx, 15, 1);
     check_sum(ctx, 15);
+    epic_close(ctx);
+}
+
+/* Ranks 0 and 1 of four would remain, but at least three must. An authority then names them, which
+ * are no majority, and at last only rank 0. */
+static void authority(const epic_bootstrap *bootstrap, void *self)
+{
+    epic_context *ctx = open_context(bootstrap);
+    const uint64_t pair[] = {3}, one[] = {1};
+    const epic_regroup_args strict = {.min_members = 3, .leaving = bootstrap->rank >= 2};
+    const epic_regroup_args first = {.patience_ms = 300, .authority = 7, .only = pair};
+    const epic_regroup_args second = {.patience_ms = 5000, .authority = 8, .only = one};
+    epic_members_info info;
+    (void)self;
+    check_failed(ctx, epic_regroup(ctx, &strict, NULL), EPIC_EPEER, "min_members is 3");
+    if (bootstrap->rank >= 2) {
+        run_nap_us(1000000);
+        check_failed(ctx, epic_regroup(ctx, &second, NULL), EPIC_EEVICTED, "without rank");
+    } else {
+        CHECK_SAY(epic_regroup(ctx, &first, &info) == EPIC_OK, "%s", epic_error(ctx));
+        check_set(info.members, 3);
+        check_sum(ctx, 3);
+        const epic_result result = epic_regroup(ctx, &second, &info);
+        if (bootstrap->rank == 0) {
+            CHECK_SAY(result == EPIC_OK, "%s", epic_error(ctx));
+            check_set(info.members, 1);
+            check_sum(ctx, 1);
+        } else {
+            check_failed(ctx, result, EPIC_EEVICTED, "without rank 1");
+        }
+    }
     epic_close(ctx);
 }
 
@@ -198,49 +278,80 @@ static void storm(const epic_bootstrap *bootstrap, void *self)
     const int rank = bootstrap->rank;
     run_random own = {run_mix(*seed, (uint64_t)rank)};
     epic_context *ctx = open_context(bootstrap);
-    regroup_info info = {.members = ctx->members};
+    epic_members_info info = members_of(ctx);
     int calls = rank == 0 ? 1000000 : (int)run_between(&own, 1, 16), sums = 0;
     const bool leaves = run_chance(&own, 50);
-    while (info.members.words[0] != 1 && (calls-- > 0 || leaves)) {
+    while (info.num_members > 1 && (calls-- > 0 || leaves)) {
         float data = (float)(1 << rank);
         const epic_allreduce_sum_args args = {.data = &data, .count = 1};
         const epic_result result = epic_allreduce_sum(ctx, &args);
         CHECK_SAY(result == EPIC_OK || result == EPIC_EPEER, "%s", epic_error(ctx));
-        if (result == EPIC_OK) CHECK_EQ((uint64_t)data, info.members.words[0]);
+        if (result == EPIC_OK) CHECK_EQ((uint64_t)data, info.members[0]);
         if (result == EPIC_OK && ++sums < 3) continue;
-        const regroup_args call = {.is_leaving = calls <= 0};
-        const epic_result made = regroup_run(ctx, &call, &info);
+        const epic_regroup_args call = {.leaving = calls <= 0};
+        const epic_result made = epic_regroup(ctx, &call, &info);
         if (!CHECK_SAY(made == EPIC_OK, "rank %d: %s", rank, epic_error(ctx))) break;
-        if (call.is_leaving) break;
+        if (call.leaving) break;
         sums = 0;
     }
     epic_close(ctx);
 }
 
+/* The arguments are checked, and a group without epic_regroup has all members. */
 static void refused(const epic_bootstrap *bootstrap, void *self)
 {
-    const epic_config config = {.max_tokens = 1, .max_row_bytes = 4, .backend = "self"};
+    const epic_config config = {.max_tokens = 1, .max_row_bytes = 4, .backend = self};
     epic_context *ctx;
-    regroup_info info;
-    const regroup_args args = {.step = 1};
-    (void)self;
+    const uint64_t none[] = {0}, other[] = {3}, all[] = {1};
+    const struct {
+        epic_regroup_args args;
+        const char *why;
+    } bad[] = {
+        {{.flags = 1}, "flags is 1"},
+        {{.leaving = 2}, "leaving is 2"},
+        {{.min_members = 2}, "min_members is 2: must be at most 1"},
+        {{.only = all}, "only is a set and authority is 0"},
+        {{.authority = 5}, "only is NULL and authority is 5"},
+        {{.only = none, .authority = 5}, "only is empty"},
+        {{.only = other, .authority = 5}, "only contains rank 1, which is not a member"}};
     CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(NULL));
-    CHECK_EQ(regroup_run(ctx, &args, &info), EPIC_ENOTSUP);
+    const epic_members_info info = members_of(ctx);
+    check_set(info.members, 1);
+    check_set(info.gone, 0);
+    CHECK_EQ(info.generation, 0);
+    if (strcmp(self, "self") == 0) {
+        const epic_regroup_args args = {.step = 1};
+        check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_ENOTSUP, "\"self\" cannot");
+    } else {
+        for (size_t i = 0; i < sizeof bad / sizeof *bad; i++)
+            check_failed(ctx, epic_regroup(ctx, &bad[i].args, NULL), EPIC_EINVAL, bad[i].why);
+        check_regroup(ctx, 1, 1);
+    }
     epic_close(ctx);
+    check_failed(NULL, epic_members(NULL, NULL), EPIC_EINVAL, "ctx is NULL");
+}
+
+static void run_backend(const char *name)
+{
+    static int yes = 1;
+    backend = name;
+    for (int i = 0; i < 20; i++) run_group(5, deaths, NULL);
+    for (int i = 0; i < 20; i++) run_group(4, leave, i % 2 ? &yes : NULL);
+    run_group(3, evicted, NULL);
+    run_group(3, evicted, &yes);
+    run_group(4, no_quorum, NULL);
+    run_group(4, authority, NULL);
+    run_group(2, old_plan, NULL);
+    for (uint64_t seed = 1; seed <= (uint64_t)run_scaled(40); seed++)
+        run_group(16, storm, &(uint64_t){run_mix(run_seed(), seed)});
+    run_group(1, refused, (void *)(uintptr_t)name);
 }
 
 int main(void)
 {
-    static int late = 1;
     check_begin();
     run_alarm(100);
-    for (int i = 0; i < 20; i++) run_threads(5, deaths, NULL);
-    for (int i = 0; i < 20; i++) run_threads(4, leave, i % 2 ? &late : NULL);
-    run_threads(3, evicted, NULL);
-    run_threads(4, no_quorum, NULL);
-    run_threads(2, old_plan, NULL);
-    run_threads(1, refused, NULL);
-    for (uint64_t seed = 1; seed <= (uint64_t)run_scaled(40); seed++)
-        run_threads(16, storm, &(uint64_t){run_mix(run_seed(), seed)});
+    run_backend("threads");
+    run_group(1, refused, "self");
     return check_end();
 }

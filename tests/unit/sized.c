@@ -136,6 +136,12 @@ static void check_queries(epic_context *ctx)
     REFUSES(epic_memory_info, "out", epic_memory_v1(&config, c, &layer, l, out, size) BAD);
     REFUSES(epic_failure_info, "out", epic_failure_v1(ctx, out, size) BAD);
     REFUSES(epic_wait_info, "out", epic_waits_v1(ctx, EPIC_OP_NONE, out, 1, size) BAD);
+    REFUSES(epic_members_info, "out", epic_members_v1(ctx, out, size) BAD);
+    const epic_regroup_args regroup = {0};
+    REFUSES(epic_regroup_args, "args",
+            epic_regroup_v1(ctx, &regroup, size, out, sizeof(epic_members_info)) BAD);
+    REFUSES(epic_members_info, "out",
+            epic_regroup_v1(ctx, &regroup, sizeof regroup, out, size) BAD);
     REFUSES(epic_layer, "layer", epic_layer_sizes_v1(ctx, &layer, size, out, 64) BAD);
     REFUSES(epic_layer_info, "out", epic_layer_sizes_v1(ctx, &layer, l, out, size) BAD);
     REFUSES(epic_plan_info, "out", epic_plan_read_v1(untouched, 4096, out, size) BAD);

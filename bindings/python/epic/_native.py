@@ -30,7 +30,7 @@ CLOSE = ctypes.CFUNCTYPE(None, c_void_p)
 # The names of epic_result, in the order of their numbers in C.
 RESULTS = (
     "EPIC_OK EPIC_EINVAL EPIC_ENOMEM EPIC_ENOTSUP EPIC_ETIMEOUT EPIC_EDEVICE EPIC_EOVERFLOW "
-    "EPIC_EMISMATCH EPIC_EPEER EPIC_ECLOSED"
+    "EPIC_EMISMATCH EPIC_EPEER EPIC_ECLOSED EPIC_EEVICTED"
 ).split()
 EINVAL = RESULTS.index("EPIC_EINVAL")
 EPIC_F32 = 1  # a value of epic_type
