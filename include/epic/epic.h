@@ -1997,7 +1997,7 @@ typedef struct epic_members_info {
  * after EPIC_EEVICTED.  A call ends after at most 4 patience_ms.  It needs the memory of both
  * generations for a moment.  `out` may be NULL.
  * Errors:  (a) EPIC_EINVAL (also while an operation of this rank is running); EPIC_ENOTSUP
- *          (another backend than "threads", or a context with windows); EPIC_ENOMEM.  Also
+ *          (another backend than "shm" and "threads", or a context with windows); EPIC_ENOMEM.  Also
  *          EPIC_EPEER if too few members made the call; EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
  * Threads: collective over the members.  No other call may be running on ctx.
  * CUDA:    EPIC_ENOTSUP. */

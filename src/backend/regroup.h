@@ -11,8 +11,10 @@
 #include "backend/seat_set.h"
 
 typedef struct epic_regroup_transport {
-    /* Sends a message to a seat. It may be lost if memory is short. */
-    void (*send)(epic_group *group, int to, const void *message, size_t bytes);
+    /* Sends a message to a seat. It may be lost if memory is short. If group_id is not 0, the
+     * receiver may have to prepare the generation group_id, so its memory is sent too. */
+    void (*send)(epic_group *group, int to, const void *message, size_t bytes,
+                 uint64_t group_id);
 
     /* Receives the oldest message to this rank and sets *from to its sender. Waits for at most
      * `ms` milliseconds. Returns false if no message came. */
@@ -20,6 +22,11 @@ typedef struct epic_regroup_transport {
 
     /* Returns whether the rank on a seat has closed its context or its process has ended. */
     bool (*is_gone)(epic_group *group, int seat);
+
+    /* Creates the memory of the generation that is called group_id. Only the rank that proposes
+     * this generation calls it, before it sends the proposal. NULL: prepare() creates the
+     * memory. */
+    epic_result (*create)(epic_group *group, uint64_t group_id);
 
     /* Prepares the memory of the generation that is called group_id. Releases the memory of a
      * generation that was prepared before and not entered. */

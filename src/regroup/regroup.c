@@ -23,6 +23,9 @@ struct context_decision {
     members machine;
     seat_set gone;        /* members of the generation before that are not in this one */
     int64_t suspended_ns; /* how long this process was suspended during calls */
+    /* the result and the sentence of the last proposal that this rank could not prepare */
+    epic_result refusal;
+    char why[512];
 };
 
 static const epic_regroup_transport *transport_of(const epic_context *ctx)
@@ -80,7 +83,7 @@ static epic_result check_context(const epic_context *ctx)
         return epic_fail(
             EPIC_ENOTSUP,
             "backend \"%s\" cannot change the members of a group: open a new group, "
-            "or use backend \"threads\"",
+            "or use backend \"shm\" or \"threads\"",
             ctx->backend_name);
     if (atomic_load(&ctx->windows))
         return epic_fail(
@@ -99,10 +102,49 @@ static int64_t running_ns(const struct context_decision *d)
     return (int64_t)now_ns() - d->suspended_ns;
 }
 
+/* Creates the memory of a generation if this rank has proposed it. */
+static epic_result create_own(const epic_context *ctx, uint64_t group_id)
+{
+    const epic_regroup_transport *t = transport_of(ctx);
+    const bool is_own = group_id == ctx->decision->machine.call.group_id;
+    return is_own && t->create ? t->create(ctx->group, group_id) : EPIC_OK;
+}
+
+/* Returns the generation that seat `to` may have to prepare after the message, or 0. The receiver
+ * of a promise may lead, and has to pass the memory on. */
+static uint64_t generation_for(int to, const members_message *message)
+{
+    const bool is_proposal =
+        message->kind == MEMBERS_PROPOSE || message->kind == MEMBERS_COMMIT;
+    if (message->kind == MEMBERS_PROMISE && message->accepted.round)
+        return message->proposal.group_id;
+    return is_proposal && seat_set_has(&message->proposal.members, to)
+               ? message->proposal.group_id
+               : 0;
+}
+
+/* If this rank cannot create the memory of its proposal, it still sends the proposal: the others
+ * refuse it. */
 static void send_message(void *self, int to, const members_message *message)
 {
     const epic_context *ctx = self;
-    transport_of(ctx)->send(ctx->group, to, message, sizeof *message);
+    const uint64_t group_id = generation_for(to, message);
+    if (group_id) create_own(ctx, group_id);
+    transport_of(ctx)->send(ctx->group, to, message, sizeof *message, group_id);
+}
+
+/* Prepares the pending proposal. */
+static void prepare_generation(const epic_context *ctx)
+{
+    struct context_decision *d = ctx->decision;
+    const uint64_t group_id = d->machine.pending.group_id;
+    epic_result result = create_own(ctx, group_id);
+    if (result == EPIC_OK) result = transport_of(ctx)->prepare(ctx->group, group_id);
+    if (result != EPIC_OK) {
+        d->refusal = result;
+        snprintf(d->why, sizeof d->why, "%s", epic_sentence());
+    }
+    members_answer(&d->machine, result == EPIC_OK, running_ns(d));
 }
 
 /* Allocates the state of the decisions at the first call. */
@@ -136,17 +178,35 @@ static bool is_running(const members *m)
     return m->state == MEMBERS_DECIDING || m->state == MEMBERS_PREPARING;
 }
 
-static void report_gone(epic_context *ctx)
+/* Returns the members that are gone, without those that have been reported. */
+static seat_set find_gone(const epic_context *ctx)
 {
-    members *m = &ctx->decision->machine;
+    const members *m = &ctx->decision->machine;
+    seat_set gone = {{0}};
     for (int s = 0; s < ctx->num_ranks; s++)
         if (seat_set_has(&m->current, s) && !seat_set_has(&m->dead, s) && s != ctx->rank &&
             transport_of(ctx)->is_gone(ctx->group, s))
-            members_report_dead(m, s, running_ns(ctx->decision));
+            seat_set_add(&gone, s);
+    return gone;
 }
 
-/* Exchanges messages until the members are decided or the call fails. Reports deaths only when no
- * message is left: a decision that has arrived counts, even if its sender has died since. */
+/* Receives a message, or returns false if there is none and no member is gone for which one may
+ * still arrive. A member sends its last message before it is gone. So a death is reported only if
+ * no message was left after it was found: a decision that has arrived counts, also if its sender
+ * has died since. */
+static bool receive_or_report(epic_context *ctx, int *from, members_message *message,
+                              uint32_t ms)
+{
+    struct context_decision *d = ctx->decision;
+    if (receive_message(ctx, from, message, ms)) return true;
+    const seat_set gone = find_gone(ctx);
+    if (seat_set_count(&gone) && receive_message(ctx, from, message, 0)) return true;
+    for (int s = 0; s < ctx->num_ranks; s++)
+        if (seat_set_has(&gone, s)) members_report_dead(&d->machine, s, running_ns(d));
+    return false;
+}
+
+/* Exchanges messages until the members are decided or the call fails. */
 static void decide_members(epic_context *ctx)
 {
     struct context_decision *d = ctx->decision;
@@ -156,19 +216,14 @@ static void decide_members(epic_context *ctx)
         members_message message;
         int from;
         if (m->state == MEMBERS_PREPARING) {
-            const epic_result result =
-                transport_of(ctx)->prepare(ctx->group, m->pending.group_id);
-            members_answer(m, result == EPIC_OK, running_ns(d));
-            continue;
-        }
-        if (receive_message(ctx, &from, &message, ms)) {
+            prepare_generation(ctx);
+        } else if (receive_or_report(ctx, &from, &message, ms)) {
             members_receive(m, from, &message, running_ns(d));
             ms = 0;
-            continue;
+        } else {
+            if (is_running(m)) members_tick(m, running_ns(d));
+            ms = TICK_MS;
         }
-        report_gone(ctx);
-        if (is_running(m)) members_tick(m, running_ns(d));
-        ms = TICK_MS;
     }
 }
 
@@ -210,13 +265,18 @@ static void list_missing(const epic_context *ctx, char *names, size_t size)
 /* Breaks the context of a rank that is not in the new generation. */
 static epic_result end_membership(epic_context *ctx, bool has_left)
 {
+    const struct context_decision *d = ctx->decision;
     epic_failure_info failure = {.result = EPIC_EEVICTED, .rank = ctx->rank};
-    snprintf(failure.sentence, sizeof failure.sentence,
-             has_left
-                 ? "rank %d has left the group: close the context"
-                 : "the other members have gone on without rank %d, because it did not come "
-                   "in time or was not named: close the context",
-             ctx->rank);
+    char *out = failure.sentence;
+    if (has_left)
+        snprintf(out, sizeof failure.sentence, "rank %d has left the group: close the context",
+                 ctx->rank);
+    else
+        snprintf(out, sizeof failure.sentence,
+                 "the other members have gone on without rank %d, because it %.380s: close the "
+                 "context",
+                 ctx->rank,
+                 d->refusal == EPIC_OK ? "did not come in time or was not named" : d->why);
     context_mend(ctx);
     const epic_result result = context_break(ctx, &failure);
     return has_left ? EPIC_OK : result;
@@ -225,15 +285,17 @@ static epic_result end_membership(epic_context *ctx, bool has_left)
 /* Returns the result of the call, and lets the context enter or leave. */
 static epic_result finish_call(epic_context *ctx, const epic_regroup_args *args)
 {
-    const members *m = &ctx->decision->machine;
+    const struct context_decision *d = ctx->decision;
+    const members *m = &d->machine;
     char names[256];
-    list_missing(ctx, names, sizeof names);
-    switch (m->state) {
-    case MEMBERS_ENTERED:
+    if (m->state == MEMBERS_ENTERED) {
         enter_generation(ctx);
         return EPIC_OK;
-    case MEMBERS_OUT:
-        return end_membership(ctx, args->leaving);
+    }
+    if (m->state == MEMBERS_OUT) return end_membership(ctx, args->leaving);
+    if (d->refusal != EPIC_OK) return epic_fail(d->refusal, "%s", d->why);
+    list_missing(ctx, names, sizeof names);
+    switch (m->state) {
     case MEMBERS_TOO_FEW:
         return epic_fail(EPIC_EPEER,
                          "min_members is %u: fewer members would remain; call again, or pass a "
@@ -264,6 +326,7 @@ static epic_result run_call(epic_context *ctx, const epic_regroup_args *args)
                          .authority = args->authority,
                          .group_id = seed | 1};
     if (args->only) call.only = set_of_words(args->only, ctx->num_ranks);
+    d->refusal = EPIC_OK;
     members_begin(&d->machine, &call, running_ns(d));
     decide_members(ctx);
     const epic_result result = finish_call(ctx, args);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests that a rank notices the loss of a peer at once. The tests measure no time. They
- * make each sleep longer than the test, so that only a wake-up ends it. */
+ * make each sleep longer than the test, so that only a wake-up ends it. Also after ranks have
+ * ended, in the next generation of the group. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -68,6 +69,7 @@ static void close_or_sum(const epic_bootstrap *bootstrap, void *self)
  * ---- */
 
 typedef struct trial {
+    unsigned vacant;  /* ranks that end before, so that the others make a new generation */
     unsigned victims; /* ranks that are killed, a bit for each */
     unsigned stopped; /* ranks that are stopped before, so that their watchers see nothing */
     int num_left;     /* number of ranks that are neither killed nor stopped */
@@ -112,6 +114,11 @@ static void be_rank(const epic_bootstrap *bootstrap, trial *t)
     epic_context *ctx;
     run_alarm(TEST_S);
     if (!open_group(&ctx, bootstrap, "shm")) _exit(1);
+    if (has_rank(t->vacant, bootstrap->rank)) _exit(0);
+    if (t->vacant) {
+        const epic_regroup_args args = {.step = 1};
+        CHECK_SAY(epic_regroup(ctx, &args, NULL) == EPIC_OK, "%s", epic_error(ctx));
+    }
     t->num_open++;
     while (has_rank(t->victims | t->stopped, bootstrap->rank)) pause();
     if (t->in_call)
@@ -130,29 +137,32 @@ static void send_signal(const pid_t *pids, unsigned ranks, int number)
         if (has_rank(ranks, r)) CHECK(kill(pids[r], number) == 0);
 }
 
-static void lose_ranks(unsigned victims, unsigned stopped, bool in_call)
+static void lose_ranks(unsigned vacant, unsigned victims, unsigned stopped, bool in_call)
 {
+    const unsigned gone = vacant | victims | stopped;
+    int num_members = 0;
     trial *t = run_share(sizeof *t);
     run_rendezvous *rendezvous = run_rendezvous_new(RANKS);
     pid_t pids[RANKS];
-    *t = (trial){.victims = victims, .stopped = stopped, .in_call = in_call};
-    for (int r = 0; r < RANKS; r++) t->num_left += !has_rank(victims | stopped, r);
+    *t = (trial){.vacant = vacant, .victims = victims, .stopped = stopped, .in_call = in_call};
+    for (int r = 0; r < RANKS; r++) t->num_left += !has_rank(gone, r);
+    for (int r = 0; r < RANKS; r++) num_members += !has_rank(vacant, r);
     for (int r = 0; r < RANKS; r++)
         if ((pids[r] = run_fork()) == 0) {
             const epic_bootstrap bootstrap = run_rendezvous_seat(rendezvous, r);
             be_rank(&bootstrap, t);
         }
-    while (t->num_open < RANKS) run_nap_us(1000);
+    while (t->num_open < num_members) run_nap_us(1000);
     run_nap_us(20000); /* usually the other ranks sleep by then */
     send_signal(pids, stopped, SIGSTOP);
     send_signal(pids, victims, SIGKILL);
     for (int r = 0, status; r < RANKS; r++)
-        if (!has_rank(victims | stopped, r))
+        if (!has_rank(gone, r))
             CHECK_SAY(waitpid(pids[r], &status, 0) == pids[r] && status == 0,
                       "rank %d did not notice that ranks %#x ended", r, victims);
     send_signal(pids, stopped, SIGKILL);
     for (int r = 0; r < RANKS; r++)
-        if (has_rank(victims | stopped, r)) waitpid(pids[r], NULL, 0);
+        if (has_rank(gone, r)) waitpid(pids[r], NULL, 0);
     run_rendezvous_free(rendezvous);
     run_unshare(t, sizeof *t);
 }
@@ -163,10 +173,11 @@ int main(void)
     run_alarm(2 * TEST_S);
     run_threads(2, close_or_sum, NULL);
     for (int in_call = 0; in_call < 2; in_call++) {
-        lose_ranks(1u << 2, 0, in_call);
-        lose_ranks(1u << 2, 1u << 1, in_call);
-        lose_ranks(1u << 3 | 1u << 4, 0, in_call);
-        lose_ranks(0xf, 0, in_call);
+        lose_ranks(0, 1u << 2, 0, in_call);
+        lose_ranks(0, 1u << 2, 1u << 1, in_call);
+        lose_ranks(0, 1u << 3 | 1u << 4, 0, in_call);
+        lose_ranks(0, 0xf, 0, in_call);
+        lose_ranks(0xe, 1u << 4, 0, in_call); /* all ranks between the last two are vacant */
     }
     return check_end();
 }

@@ -26,7 +26,10 @@ static epic_context *open_context(const epic_bootstrap *bootstrap)
 
 static void run_group(int num_ranks, run_body *body, void *self)
 {
-    run_threads(num_ranks, body, self);
+    if (strcmp(backend, "shm") == 0)
+        run_processes(num_ranks, body, self, 60);
+    else
+        run_threads(num_ranks, body, self);
 }
 
 /* Checks that the set has these ranks, and no rank above 63. */
@@ -351,6 +354,7 @@ int main(void)
 {
     check_begin();
     run_alarm(100);
+    run_backend("shm"); /* first: later this process has more than one thread */
     run_backend("threads");
     run_group(1, refused, "self");
     return check_end();

@@ -90,8 +90,8 @@ struct epic_group {
 };
 
 /* Initializer of the epic_transport of backend threads or shm, which differ only in their
- * windows and in how they make the next generation. */
-#define SHARED_TRANSPORT(windows_of_backend, regroup_of_backend)                              \
+ * windows and in how they change the members. */
+#define SHARED_TRANSPORT(windows_of_backend, regroup_of_backend, set_members_of_backend)      \
     {                                                                                         \
         .windows = (windows_of_backend), .regroup = (regroup_of_backend), .shares = true,     \
         .ring_bytes = shared_ring_bytes, .claim = shared_claim, .announce = shared_announce,  \
@@ -99,7 +99,7 @@ struct epic_group {
         .send = shared_send, .entry = shared_entry, .drop = shared_drop,                      \
         .finish = shared_finish, .wait = shared_wait_for_change, .look = shared_look_at_peer, \
         .any_gone = shared_any_gone, .break_group = shared_break_group,                       \
-        .failure = shared_failure, .set_members = shared_set_members,                         \
+        .failure = shared_failure, .set_members = (set_members_of_backend),                   \
         .bytes_sent = shared_bytes_sent                                                       \
     }
 

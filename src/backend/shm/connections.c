@@ -499,6 +499,15 @@ void connections_close(shm_connections *connections)
     *connections = (shm_connections){0};
 }
 
+void connections_close_dead(shm_connections *connections, const seat_set *members)
+{
+    for (int r = 0; r < connections->num_ranks; r++) {
+        if (seat_set_has(members, r) || !load_relaxed(&connections->dead[r])) continue;
+        close_fd(&connections->sockets[r]);
+        close_fd(&connections->processes[r]);
+    }
+}
+
 bool connections_is_dead(shm_connections *connections, int peer)
 {
     if (peer == connections->rank) return false;

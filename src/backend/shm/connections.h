@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections: one UNIX socket between every two ranks. When the group opens, rank 0 sends the
  * descriptor of the shared memory over them. Later they only carry descriptors of windows
- * (windows.c). A closed connection shows that the peer's process has ended. A forked child of
+ * (windows.c) and messages of epic_regroup (generations.c). A closed connection shows that the peer's process has ended. A forked child of
  * the peer may keep it open, so each rank also watches the process with a pidfd, a Linux
  * descriptor that becomes readable when the process ends. */
 #ifndef EPIC_SHM_CONNECTIONS_H
 #define EPIC_SHM_CONNECTIONS_H
 
 #include "backend/backend.h"
+#include "backend/seat_set.h"
 #include "backend/shared/atomics.h"
 
 typedef struct shm_connections {
@@ -17,6 +18,7 @@ typedef struct shm_connections {
     int *processes;          /* [num_ranks] pidfds; -1: none, the socket alone is watched */
     _Atomic bool *dead;      /* [num_ranks] peers that were found dead; never reset */
     struct shm_watch *watch; /* the watcher of this rank (watch.h); NULL: none */
+    struct shm_generations *generations; /* of this rank (generations.h) */
 } shm_connections;
 
 /* Allocates the tables. On an error connections_close() frees what was allocated. */
@@ -36,6 +38,9 @@ epic_result connections_decline(const epic_join *join, epic_result result);
 
 /* Closes and frees everything. Members may be NULL. */
 void connections_close(shm_connections *connections);
+
+/* Closes the connections to the peers that were found dead and are not in `members`. */
+void connections_close_dead(shm_connections *connections, const seat_set *members);
 
 /* Returns whether the peer's process has ended. Any thread may call it. */
 bool connections_is_dead(shm_connections *connections, int peer);

@@ -51,7 +51,7 @@ ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory)
     return sent;
 }
 
-bool shm_receive_message(int fd, void *bytes, size_t size, int *memory)
+ssize_t shm_receive_any(int fd, void *bytes, size_t size, int *memory)
 {
     struct iovec part = {.iov_base = bytes, .iov_len = size};
     struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
@@ -61,14 +61,19 @@ bool shm_receive_message(int fd, void *bytes, size_t size, int *memory)
         message.msg_controllen = CMSG_LEN(sizeof(int)); /* room for exactly one descriptor */
     }
     ssize_t got;
-    do got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
+    do got = recvmsg(fd, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC | MSG_TRUNC);
     while (got < 0 && errno == EINTR);
     const struct cmsghdr *c = got < 0 ? NULL : CMSG_FIRSTHDR(&message);
     if (c && c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_RIGHTS)
         memcpy(memory, CMSG_DATA(c), sizeof *memory);
     else if (got > 0 && memory && message.msg_flags & MSG_CTRUNC)
         *memory = HANDSHAKE_NO_ROOM;
-    return got == (ssize_t)size && !(message.msg_flags & MSG_TRUNC);
+    return got;
+}
+
+bool shm_receive_message(int fd, void *bytes, size_t size, int *memory)
+{
+    return shm_receive_any(fd, bytes, size, memory) == (ssize_t)size;
 }
 
 epic_result handshake_send(int fd, const handshake *message, int to, int memory)

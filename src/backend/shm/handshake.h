@@ -20,10 +20,15 @@ typedef struct handshake {
  * descriptor. Returns the number of bytes sent, or -1 with errno set. */
 ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory);
 
-/* Receives a message of `size` bytes without waiting. Sets *memory to the descriptor that
- * arrived with the message, or to HANDSHAKE_NO_ROOM; leaves it unchanged if there was none. If
- * `memory` is NULL, accepts no descriptor. Returns false if no message has arrived, or if the
- * message has another size. */
+/* Receives a message without waiting, and copies at most `size` bytes of it. Sets *memory to the
+ * descriptor that arrived with the message, or to HANDSHAKE_NO_ROOM; leaves it unchanged if there
+ * was none. If `memory` is NULL, accepts no descriptor. Returns the number of bytes of the whole
+ * message, 0 if the peer has closed the connection, or -1 with errno set: EAGAIN if no message has
+ * arrived. */
+ssize_t shm_receive_any(int fd, void *bytes, size_t size, int *memory);
+
+/* Like shm_receive_any(), for a message of `size` bytes. Returns false if no message has arrived,
+ * or if it has another size. */
 bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
 
 /* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,

@@ -6,24 +6,19 @@
  * A child that a rank forks without exec keeps the rank's sockets open. Then only a pidfd shows
  * the end of the rank. Pidfds need Linux 5.3 and one PID namespace for all ranks. Without them,
  * peers notice the end of the rank when the child ends, or at their deadline. */
-#include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include "backend/shared/shared.h"
 #include "backend/shm/connections.h"
-#include "backend/shm/handshake.h"
+#include "backend/shm/generations.h"
+#include "backend/shm/memory.h"
 #include "backend/shm/watch.h"
 #include "backend/shm/windows.h"
 #include "base/error.h"
-#include "base/process.h"
-
-#define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
 /* Returns whether all ranks are processes of one user on one host that can send descriptors to
  * each other. */
@@ -51,59 +46,6 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return true;
 }
 
-static epic_result fail_with_memory(const shared_layout *l, const char *what)
-{
-    const char *way_out = epic_remedy(errno);
-    return epic_fail(EPIC_ENOMEM,
-                     "shm: %s of %lld bytes: %s%s%s lower config.max_in_flight or "
-                     "config.staging_bytes",
-                     what, (long long)l->segment_bytes, strerror(errno), way_out,
-                     *way_out ? ", or" : ";");
-}
-
-static epic_result map_segment(const shared_layout *l, int memory, char **segment)
-{
-    void *at = mmap(NULL, (size_t)l->segment_bytes, PROT_READ | PROT_WRITE,
-                    MAP_SHARED | MAP_NORESERVE, memory, 0);
-    if (at == MAP_FAILED) return fail_with_memory(l, "mapping the shared memory");
-    *segment = at;
-    return EPIC_OK;
-}
-
-/* Creates the shared memory and maps it. Its size is sealed, because peers would crash if a
- * rank could shrink it. */
-static epic_result create_segment(const shared_layout *l, uint64_t group_id, int *memory,
-                                  char **segment)
-{
-    if (!process_may_create_file(l->segment_bytes)) {
-        errno = EFBIG;
-        return fail_with_memory(l, "making shared memory");
-    }
-    *memory = memfd_create("epic-shm", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-    if (*memory < 0 || ftruncate(*memory, l->segment_bytes) != 0 ||
-        fcntl(*memory, F_ADD_SEALS, SEALS) != 0)
-        return fail_with_memory(l, "making shared memory");
-    TRY(map_segment(l, *memory, segment));
-    shared_segment_init(*segment, l, group_id);
-    return EPIC_OK;
-}
-
-/* Checks and maps the memory that rank 0 sent. It must have the right size, be sealed, and
- * belong to this group. */
-static epic_result open_segment(const shared_layout *l, uint64_t group_id, int memory,
-                                char **segment)
-{
-    struct stat status;
-    const int seals = fcntl(memory, F_GET_SEALS);
-    if (fstat(memory, &status) != 0 || status.st_size != l->segment_bytes || seals < 0 ||
-        (seals & SEALS) != SEALS)
-        return epic_fail(EPIC_EDEVICE,
-                         "shm: rank 0 sent a descriptor that is not the shared memory");
-    TRY(map_segment(l, memory, segment));
-    if (shared_segment_is_of(*segment, l, group_id)) return EPIC_OK;
-    return epic_fail(EPIC_EDEVICE, "shm: rank 0 sent the memory of another group");
-}
-
 static bool is_peer_dead(epic_group *group, int peer)
 {
     return connections_is_dead(group->backend_data, peer);
@@ -117,11 +59,14 @@ static epic_result join_with(epic_group **out, const epic_join *join, const shar
     const bool first = join->bootstrap->rank == 0;
     epic_result result =
         connections_alloc(connections, join->bootstrap->rank, join->bootstrap->num_ranks);
-    if (result == EPIC_OK && first) result = create_segment(l, join->group_id, memory, segment);
+    if (result == EPIC_OK)
+        result = shm_generations_new(&connections->generations, join->bootstrap->num_ranks);
+    if (result == EPIC_OK && first)
+        result = shm_memory_create(l, join->group_id, memory, segment);
     const epic_result opened = connections_open(connections, join, result == EPIC_OK, memory);
     if (result != EPIC_OK) return result;
     TRY(opened);
-    if (!first) TRY(open_segment(l, join->group_id, *memory, segment));
+    if (!first) TRY(shm_memory_open(l, join->group_id, 0, *memory, segment));
     TRY(shared_group_new(out, join, l, *segment, true));
     (*out)->is_dead = is_peer_dead;
     (*out)->backend_data = connections;
@@ -144,6 +89,7 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     if (memory >= 0) close(memory);
     if (result == EPIC_OK) return EPIC_OK;
     if (segment) munmap(segment, (size_t)l.segment_bytes);
+    shm_generations_free(connections->generations, &l);
     connections_close(connections);
     free(connections);
     return result;
@@ -155,6 +101,7 @@ static void shm_forget(epic_group *group)
 {
     shm_connections *connections = group->backend_data;
     shm_watch_forget(connections->watch);
+    shm_generations_free(connections->generations, &group->layout);
     connections_close(connections);
     free(connections);
     munmap(group->segment, (size_t)group->layout.segment_bytes);
@@ -171,7 +118,17 @@ static void shm_leave(epic_group *group)
     shm_forget(group);
 }
 
-static const epic_transport transport = SHARED_TRANSPORT(&shm_windows, NULL);
+/* Implements epic_transport.set_members. */
+static void shm_set_members(epic_group *group, const seat_set *members)
+{
+    const shm_connections *connections = group->backend_data;
+    shm_watch_lock(connections->watch);
+    shared_set_members(group, members);
+    shm_watch_unlock(connections->watch);
+}
+
+static const epic_transport transport =
+    SHARED_TRANSPORT(&shm_windows, &shm_regroup, shm_set_members);
 
 const epic_backend epic_backend_shm = {
     .name = "shm",

@@ -27,7 +27,9 @@
 struct shm_watch {
     pthread_t thread;
     epic_group *group;
-    int end; /* an eventfd; a write to it ends the thread */
+    int event;             /* an eventfd; a write to it wakes the thread */
+    pthread_mutex_t mutex; /* guards the rest, and the group against changes of its members */
+    bool is_ending;        /* true: the thread must end */
 };
 
 /* Writes the ranks to watch now to `ranks` [NUM_WATCHED]. Returns their number. */
@@ -36,41 +38,68 @@ static int choose_ranks(const epic_group *g, int *ranks)
     int count = 0;
     for (int i = 1; i < g->num_ranks && count < NUM_WATCHED; i++) {
         const int rank = (g->rank + i) % g->num_ranks;
-        if (!shared_is_known_gone(g, rank)) ranks[count++] = rank;
+        if (seat_set_has(&g->members, rank) && !shared_is_known_gone(g, rank))
+            ranks[count++] = rank;
     }
     return count;
 }
 
-/* Waits until one of the ranks may be gone. Returns false when the watcher must end. */
-static bool wait_for_event(const shm_watch *w, const int *ranks, int count)
+/* Writes the descriptors to poll to `polls` [1 + 2 * NUM_WATCHED]. Returns their number, or 0 if
+ * the watcher must end. The caller holds the mutex. */
+static nfds_t list_polls(const shm_watch *w, struct pollfd *polls)
 {
     const shm_connections *c = w->group->backend_data;
-    struct pollfd polls[1 + 2 * NUM_WATCHED];
     struct pollfd *p = polls;
-    *p++ = (struct pollfd){.fd = w->end, .events = POLLIN};
+    int ranks[NUM_WATCHED];
+    if (w->is_ending) return 0;
+    *p++ = (struct pollfd){.fd = w->event, .events = POLLIN};
+    const int count = choose_ranks(w->group, ranks);
     for (int i = 0; i < count; i++) {
         *p++ = (struct pollfd){.fd = c->sockets[ranks[i]], .events = POLLRDHUP};
         *p++ = (struct pollfd){.fd = c->processes[ranks[i]], .events = POLLIN};
     }
-    const int got = poll(polls, (nfds_t)(p - polls), -1);
-    return !polls[0].revents && (got >= 0 || errno == EINTR);
+    return (nfds_t)(p - polls);
+}
+
+/* Publishes the ends of the processes of watched ranks. The caller holds the mutex. */
+static void report_ends(const shm_watch *w)
+{
+    epic_group *g = w->group;
+    int ranks[NUM_WATCHED];
+    const int count = choose_ranks(g, ranks);
+    for (int i = 0; i < count; i++)
+        if (connections_is_dead(g->backend_data, ranks[i])) shared_report_end(g, ranks[i]);
 }
 
 /* The main function of the watcher. A rank that closes its context closes its connections,
  * which wakes the watcher. choose_ranks() then leaves the rank out. */
 static void *watch_ranks(void *self)
 {
-    const shm_watch *w = self;
-    epic_group *g = w->group;
-    int ranks[NUM_WATCHED];
+    shm_watch *w = self;
+    struct pollfd polls[1 + 2 * NUM_WATCHED];
+    eventfd_t events;
     for (;;) {
-        const int count = choose_ranks(g, ranks);
-        if (!wait_for_event(w, ranks, count)) return NULL;
-        for (int i = 0; i < count; i++) {
-            if (shared_is_known_gone(g, ranks[i])) continue;
-            if (connections_is_dead(g->backend_data, ranks[i])) shared_report_end(g, ranks[i]);
-        }
+        pthread_mutex_lock(&w->mutex);
+        const nfds_t count = list_polls(w, polls);
+        pthread_mutex_unlock(&w->mutex);
+        if (!count || (poll(polls, count, -1) < 0 && errno != EINTR)) return NULL;
+        if (polls[0].revents) eventfd_read(w->event, &events);
+        pthread_mutex_lock(&w->mutex);
+        report_ends(w);
+        pthread_mutex_unlock(&w->mutex);
     }
+}
+
+void shm_watch_lock(shm_watch *w)
+{
+    if (w) pthread_mutex_lock(&w->mutex);
+}
+
+void shm_watch_unlock(shm_watch *w)
+{
+    if (!w) return;
+    pthread_mutex_unlock(&w->mutex);
+    eventfd_write(w->event, 1);
 }
 
 epic_result shm_watch_open(epic_group *g, shm_watch **out)
@@ -79,8 +108,9 @@ epic_result shm_watch_open(epic_group *g, shm_watch **out)
     if (g->num_ranks == 1) return EPIC_OK;
     shm_watch *w = malloc(sizeof *w);
     if (!w) return epic_fail(EPIC_ENOMEM, "shm: no memory for the watcher");
-    *w = (shm_watch){.group = g, .end = eventfd(0, EFD_CLOEXEC)};
-    if (w->end < 0) {
+    *w = (shm_watch){.group = g, .event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+    pthread_mutex_init(&w->mutex, NULL);
+    if (w->event < 0) {
         free(w);
         return shm_fail_with_errno("eventfd");
     }
@@ -97,12 +127,15 @@ epic_result shm_watch_open(epic_group *g, shm_watch **out)
 void shm_watch_close(shm_watch *w)
 {
     if (!w) return;
-    if (eventfd_write(w->end, 1) == 0) pthread_join(w->thread, NULL);
+    shm_watch_lock(w);
+    w->is_ending = true;
+    shm_watch_unlock(w);
+    pthread_join(w->thread, NULL);
     shm_watch_forget(w);
 }
 
 void shm_watch_forget(shm_watch *w)
 {
-    if (w) close(w->end);
+    if (w) close(w->event);
     free(w);
 }

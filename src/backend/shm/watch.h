@@ -15,6 +15,11 @@ epic_result shm_watch_open(epic_group *group, shm_watch **out);
 /* Ends the thread and frees the watcher. `watch` may be NULL. */
 void shm_watch_close(shm_watch *watch);
 
+/* While the lock is held, the watcher neither reads nor writes the group. After the unlock it
+ * chooses again which ranks to watch. `watch` may be NULL. */
+void shm_watch_lock(shm_watch *watch);
+void shm_watch_unlock(shm_watch *watch);
+
 /* Frees a forked child's copy of the watcher. The child has no such thread. */
 void shm_watch_forget(shm_watch *watch);
 

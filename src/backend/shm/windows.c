@@ -117,7 +117,7 @@ static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 {
     const shm_connections *c = g->backend_data;
     for (int r = 0; r < g->num_ranks; r++) {
-        if (r == g->rank) continue;
+        if (r == g->rank || !seat_set_has(&g->members, r)) continue;
         if (shm_send_message(c->sockets[r], &attempt, sizeof attempt, fd) ==
                 (ssize_t)sizeof attempt ||
             errno == EPIPE || errno == ECONNRESET)
@@ -145,21 +145,20 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     return result;
 }
 
-/* Receives all descriptors that a peer has sent, and closes those of other attempts. Returns
- * the last one of this attempt, -1 if there is none, or HANDSHAKE_NO_ROOM. */
+/* Receives the descriptor of this attempt. Skips what a peer has sent before: descriptors of other
+ * attempts, and messages of epic_regroup. Leaves what it has sent later: the peer may have called
+ * epic_regroup already. Returns -1 if there is no descriptor, or HANDSHAKE_NO_ROOM. */
 static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
 {
     const shm_connections *c = g->backend_data;
-    uint64_t number = 0;
-    int last = -1, fd = -1;
-    while (shm_receive_message(c->sockets[peer], &number, sizeof number, &fd)) {
-        int *unused = number == attempt ? &last : &fd;
-        if (*unused >= 0) close(*unused);
-        if (number == attempt) last = fd;
-        fd = -1;
+    for (;;) {
+        uint64_t number = 0;
+        int fd = -1;
+        const ssize_t got = shm_receive_any(c->sockets[peer], &number, sizeof number, &fd);
+        if (got == (ssize_t)sizeof number && number == attempt) return fd;
+        if (fd >= 0) close(fd);
+        if (got <= 0) return -1;
     }
-    if (fd >= 0) close(fd);
-    return last;
 }
 
 /* Implements epic_window_transport.map: maps the memory that a peer offers for a window. */

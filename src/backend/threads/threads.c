@@ -230,8 +230,10 @@ static void threads_leave(epic_group *group)
 
 /* ----------------------------------------------------------------- the next generation ---- */
 
-static void threads_send(epic_group *group, int to, const void *message, size_t bytes)
+static void threads_send(epic_group *group, int to, const void *message, size_t bytes,
+                         uint64_t group_id)
 {
+    (void)group_id;
     const thread_seat *seat = group->backend_data;
     mailbox_send(seat->current->mail, group->rank, to, message, bytes);
 }
@@ -309,7 +311,8 @@ static const epic_window_transport windows = {.offer = threads_offer,
                                               .may_store = shared_may_store,
                                               .close = shared_close_windows};
 
-static const epic_transport transport = SHARED_TRANSPORT(&windows, &regroup);
+static const epic_transport transport =
+    SHARED_TRANSPORT(&windows, &regroup, shared_set_members);
 
 const epic_backend epic_backend_threads = {
     .name = "threads",

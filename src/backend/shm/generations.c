@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Each generation has shared memory of its own. The rank that proposes a generation creates the
+ * memory. Its descriptor travels with every message that contains the proposal. So a rank that
+ * leads later, or that gets the decision late, has the memory too.
+ *
+ * The system frees the memory of a generation when the last process has unmapped it. So a member
+ * that was evicted keeps the memory of its generation, and its late stores reach no other
+ * member. */
+#include "backend/shm/generations.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "backend/shm/connections.h"
+#include "backend/shm/handshake.h"
+#include "backend/shm/memory.h"
+#include "backend/shm/watch.h"
+#include "base/error.h"
+
+#define MAGIC 0x7075727063697065ull /* "epicrpup" in memory */
+#define MESSAGE_BYTES 480           /* largest size of a message */
+#define MAX_MEMORIES 8
+
+/* A message, as it travels over a connection. */
+typedef struct frame {
+    uint64_t magic;
+    uint64_t group_id; /* generation of the descriptor that travels with the message */
+    unsigned char message[MESSAGE_BYTES];
+} frame;
+
+#define FRAME_BYTES(bytes) (offsetof(frame, message) + (bytes))
+
+/* The memory of a generation. */
+typedef struct memory {
+    uint64_t group_id; /* 0: this entry is free */
+    int fd;
+    int from; /* the rank that has sent the descriptor */
+} memory;
+
+struct shm_generations {
+    memory memories[MAX_MEMORIES];
+    unsigned next;         /* the entry that the next memory replaces, if it may */
+    uint64_t current_id;   /* generation of group->segment; 0: the memory of epic_open */
+    uint64_t created_id;   /* last generation for which this rank has created memory */
+    uint64_t prepared_id;  /* 0: no memory is prepared */
+    char *prepared;        /* the prepared memory */
+    seat_set drained;      /* dead ranks whose messages have all been received */
+    int num_polls, cursor; /* entries of `polls`, and the first one that is not handled yet */
+    int *ranks;            /* [2 * num_ranks] the rank of each entry of `polls` */
+    struct pollfd polls[]; /* [2 * num_ranks] connections and pidfds of ranks */
+};
+
+static shm_generations *generations_of(const epic_group *group)
+{
+    const shm_connections *c = group->backend_data;
+    return c->generations;
+}
+
+epic_result shm_generations_new(shm_generations **out, int num_ranks)
+{
+    const size_t count = 2 * (size_t)num_ranks;
+    shm_generations *g = calloc(1, sizeof *g + count * sizeof *g->polls);
+    if (g) g->ranks = calloc(count, sizeof *g->ranks);
+    *out = g;
+    if (g && g->ranks) return EPIC_OK;
+    return epic_fail(EPIC_ENOMEM, "shm: no memory for messages of %d ranks", num_ranks);
+}
+
+/* ------------------------------------------------------------------------------- memory ---- */
+
+static memory *find_memory(shm_generations *g, uint64_t group_id)
+{
+    for (int i = 0; i < MAX_MEMORIES; i++)
+        if (g->memories[i].group_id == group_id) return &g->memories[i];
+    return NULL;
+}
+
+static void drop_memory(memory *m)
+{
+    if (m->group_id) close(m->fd);
+    *m = (memory){0};
+}
+
+/* Stores a descriptor. If all entries are in use, it replaces the oldest one that no generation of
+ * this rank needs. Only a decision with more than MAX_MEMORIES proposals has so many. */
+static void keep_memory(shm_generations *g, uint64_t group_id, int fd, int from)
+{
+    if (!group_id || find_memory(g, group_id)) {
+        close(fd);
+        return;
+    }
+    memory *m;
+    do m = &g->memories[g->next++ % MAX_MEMORIES];
+    while (m->group_id && (m->group_id == g->current_id || m->group_id == g->created_id ||
+                           m->group_id == g->prepared_id));
+    drop_memory(m);
+    *m = (memory){group_id, fd, from};
+}
+
+static epic_result shm_create(epic_group *group, uint64_t group_id)
+{
+    shm_generations *g = generations_of(group);
+    if (find_memory(g, group_id)) return EPIC_OK;
+    int fd = -1;
+    char *segment = NULL;
+    const epic_result result = shm_memory_create(&group->layout, group_id, &fd, &segment);
+    if (segment) munmap(segment, (size_t)group->layout.segment_bytes);
+    if (result == EPIC_OK) {
+        keep_memory(g, group_id, fd, group->rank);
+        g->created_id = group_id;
+    } else if (fd >= 0) {
+        close(fd);
+    }
+    return result;
+}
+
+static void unmap_prepared(shm_generations *g, const shared_layout *layout)
+{
+    if (g->prepared) munmap(g->prepared, (size_t)layout->segment_bytes);
+    g->prepared = NULL;
+    g->prepared_id = 0;
+}
+
+static epic_result shm_prepare(epic_group *group, uint64_t group_id)
+{
+    shm_generations *g = generations_of(group);
+    if (g->prepared_id == group_id) return EPIC_OK;
+    const memory *m = find_memory(g, group_id);
+    if (!m)
+        return epic_fail(
+            EPIC_EDEVICE,
+            "shm: the memory of the next generation did not arrive: this process may "
+            "have too many open files; raise ulimit -n");
+    char *segment = NULL;
+    const epic_result result =
+        shm_memory_open(&group->layout, group_id, m->from, m->fd, &segment);
+    if (result != EPIC_OK) {
+        if (segment) munmap(segment, (size_t)group->layout.segment_bytes);
+        return result;
+    }
+    unmap_prepared(g, &group->layout);
+    g->prepared = segment;
+    g->prepared_id = group_id;
+    return EPIC_OK;
+}
+
+static void shm_enter(epic_group *group, const seat_set *members)
+{
+    shm_connections *c = group->backend_data;
+    shm_generations *g = c->generations;
+    char *old = group->segment;
+    shm_watch_lock(c->watch);
+    shared_group_enter(group, g->prepared, members);
+    connections_close_dead(c, members);
+    shm_watch_unlock(c->watch);
+    munmap(old, (size_t)group->layout.segment_bytes);
+    g->num_polls = 0;
+    g->current_id = g->prepared_id;
+    g->prepared = NULL;
+    g->prepared_id = 0;
+    for (int i = 0; i < MAX_MEMORIES; i++)
+        if (g->memories[i].group_id != g->current_id) drop_memory(&g->memories[i]);
+}
+
+void shm_generations_free(shm_generations *g, const shared_layout *layout)
+{
+    if (!g) return;
+    unmap_prepared(g, layout);
+    for (int i = 0; i < MAX_MEMORIES; i++) drop_memory(&g->memories[i]);
+    free(g->ranks);
+    free(g);
+}
+
+/* ----------------------------------------------------------------------------- messages ---- */
+
+/* The connections do not block. If the queue of the receiver is full, the message is lost. */
+static void shm_send(epic_group *group, int to, const void *message, size_t bytes,
+                     uint64_t group_id)
+{
+    const shm_connections *c = group->backend_data;
+    const memory *m = group_id ? find_memory(c->generations, group_id) : NULL;
+    frame f = {.magic = MAGIC, .group_id = m ? group_id : 0};
+    if (bytes > sizeof f.message || c->sockets[to] < 0) return;
+    memcpy(f.message, message, bytes);
+    shm_send_message(c->sockets[to], &f, FRAME_BYTES(bytes), m ? m->fd : -1);
+}
+
+/* Receives the oldest message of a rank. Skips messages of another kind: descriptors of windows
+ * whose call has failed. */
+static bool receive_from(epic_group *group, int from, void *message, size_t bytes)
+{
+    const shm_connections *c = group->backend_data;
+    for (;;) {
+        frame f;
+        int fd = -1;
+        const ssize_t got = shm_receive_any(c->sockets[from], &f, sizeof f, &fd);
+        const bool is_ours = got == (ssize_t)FRAME_BYTES(bytes) && f.magic == MAGIC;
+        if (fd >= 0) keep_memory(c->generations, is_ours ? f.group_id : 0, fd, from);
+        if (is_ours) memcpy(message, f.message, bytes);
+        if (is_ours) return true;
+        /* A peer that closes its connection with unread messages resets it, but its own messages
+         * can still be received. */
+        if (got == 0 || (got < 0 && errno != ECONNRESET)) return false;
+    }
+}
+
+/* Adds a descriptor to those to poll. */
+static void add_poll(shm_generations *g, int rank, int fd, short events)
+{
+    if (fd < 0) return;
+    g->ranks[g->num_polls] = rank;
+    g->polls[g->num_polls++] = (struct pollfd){.fd = fd, .events = events};
+}
+
+/* Lists the connections and processes of all ranks from which messages may arrive. Ranks that are
+ * not members may send some, too: they do not know yet that the others have gone on. */
+static void list_polls(const epic_group *group)
+{
+    const shm_connections *c = group->backend_data;
+    shm_generations *g = c->generations;
+    g->num_polls = g->cursor = 0;
+    for (int r = 0; r < c->num_ranks; r++) {
+        if (r == c->rank || seat_set_has(&g->drained, r)) continue;
+        add_poll(g, r, c->sockets[r], POLLIN | POLLRDHUP);
+        add_poll(g, r, c->processes[r], POLLIN);
+    }
+}
+
+/* Receives from the ranks that poll() has reported. A rank that is dead sends no more messages, so
+ * after its last one, poll() does not report it again. */
+static bool receive_reported(epic_group *group, int *from, void *message, size_t bytes)
+{
+    shm_generations *g = generations_of(group);
+    for (; g->cursor < g->num_polls; g->cursor++) {
+        const struct pollfd *polled = &g->polls[g->cursor];
+        *from = g->ranks[g->cursor];
+        if (!polled->revents) continue;
+        const bool is_dead = connections_is_dead(group->backend_data, *from);
+        if (receive_from(group, *from, message, bytes)) return true;
+        if (is_dead) seat_set_add(&g->drained, *from);
+    }
+    return false;
+}
+
+static bool shm_receive(epic_group *group, int *from, void *message, size_t bytes, uint32_t ms)
+{
+    shm_generations *g = generations_of(group);
+    if (receive_reported(group, from, message, bytes)) return true;
+    list_polls(group);
+    if (poll(g->polls, (nfds_t)g->num_polls, (int)ms) <= 0) g->num_polls = 0;
+    return receive_reported(group, from, message, bytes);
+}
+
+static bool shm_is_gone(epic_group *group, int seat)
+{
+    return connections_is_dead(group->backend_data, seat);
+}
+
+const epic_regroup_transport shm_regroup = {.send = shm_send,
+                                            .receive = shm_receive,
+                                            .is_gone = shm_is_gone,
+                                            .create = shm_create,
+                                            .prepare = shm_prepare,
+                                            .enter = shm_enter};

@@ -1,0 +1,20 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The generations of a group of processes: messages over the connections, and the shared memory
+ * of the next generation, whose descriptor travels with these messages. */
+#ifndef EPIC_SHM_GENERATIONS_H
+#define EPIC_SHM_GENERATIONS_H
+
+#include "backend/shared/shared.h"
+
+typedef struct shm_generations shm_generations;
+
+/* Allocates the state of one rank. Errors: EPIC_ENOMEM. */
+epic_result shm_generations_new(shm_generations **out, int num_ranks);
+
+/* Closes and unmaps what this process has of other generations, and frees the state. NULL does
+ * nothing. */
+void shm_generations_free(shm_generations *generations, const shared_layout *layout);
+
+extern const epic_regroup_transport shm_regroup;
+
+#endif
