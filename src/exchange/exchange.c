@@ -172,8 +172,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     }
     char list[128], sentence[256];
     format_ranks(list, sizeof list, any_ended ? ended : closed);
-    snprintf(sentence, sizeof sentence, "rank %d waited for %s, %s; open a new group", x->rank,
-             list, any_ended ? "whose process ended" : "which closed the context");
+    snprintf(sentence, sizeof sentence, "rank %d waited for %s, %s; %sopen a new group",
+             x->rank, list, any_ended ? "whose process ended" : "which closed the context",
+             x->transport->regroup ? "call epic_regroup, or " : "");
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 

@@ -229,6 +229,18 @@ static void decide_members(epic_context *ctx)
 
 /* -------------------------------------------------------------------------- the outcome ---- */
 
+/* Breaks the old generation, so that a rank that still works in it does not wait for ranks that
+ * have entered the new one. */
+static void break_old(epic_context *ctx)
+{
+    epic_failure_info failure = {.result = EPIC_EPEER, .rank = ctx->rank};
+    snprintf(failure.sentence, sizeof failure.sentence,
+             "rank %d and other members have made the next generation of the group: call "
+             "epic_regroup",
+             ctx->rank);
+    ctx->backend->transport->break_group(ctx->group, &failure);
+}
+
 /* Lets the context enter the decided generation. */
 static void enter_generation(epic_context *ctx)
 {
@@ -236,6 +248,7 @@ static void enter_generation(epic_context *ctx)
     seat_set gone = ctx->members;
     seat_set_subtract(&gone, &m->current);
     ctx->decision->gone = gone;
+    break_old(ctx);
     transport_of(ctx)->enter(ctx->group, &m->current);
     ctx->members = m->current;
     ctx->num_members = seat_set_count(&m->current);

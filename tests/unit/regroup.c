@@ -90,14 +90,14 @@ static void check_regroup(epic_context *ctx, uint64_t members, uint64_t generati
     CHECK_EQ(info.greatest_step, 100 + 63 - __builtin_clzll(members));
 }
 
-/* Waits until a sum fails, because a rank has closed its context. */
-static void check_broken(epic_context *ctx)
+/* Waits until a sum fails with EPIC_EPEER. */
+static void check_broken(epic_context *ctx, const char *why)
 {
     float number = 1;
     const epic_allreduce_sum_args args = {.call.tag = 9, .data = &number, .count = 1};
     epic_result result = EPIC_OK;
     while (result == EPIC_OK) result = epic_allreduce_sum(ctx, &args);
-    CHECK_SAY(result == EPIC_EPEER, "%s: %s", epic_result_name(result), epic_error(ctx));
+    check_failed(ctx, result, EPIC_EPEER, why);
 }
 
 /* Checks that this rank can only close its context. */
@@ -138,7 +138,7 @@ static void deaths(const epic_bootstrap *bootstrap, void *self)
             ctx = NULL;
         }
         if (!ctx) continue;
-        check_broken(ctx);
+        check_broken(ctx, "closed the context; call epic_regroup");
         check_regroup(ctx, members, (uint64_t)i + 1);
         check_sum(ctx, members);
         check_sum(ctx, members);
@@ -173,9 +173,10 @@ static void evicted(const epic_bootstrap *bootstrap, void *self)
     const epic_regroup_args args = {.patience_ms = 300};
     epic_members_info info;
     if (self && bootstrap->rank == 2) epic_abort(ctx, 9, "no more data");
-    if (self) check_broken(ctx);
+    if (self) check_broken(ctx, "no more data");
     if (bootstrap->rank == 2) {
         run_nap_us(1200000);
+        if (!self) check_broken(ctx, "have made the next generation");
         check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_EEVICTED, "without rank 2");
         check_out(ctx, "without rank 2");
     } else {

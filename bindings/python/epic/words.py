@@ -49,6 +49,7 @@ PHRASES = {
     "x.num_rows": "the number of tokens",
     "tokens.num_rows": "the number of tokens",
     "epic_moe_forward": "moe",
+    "epic_regroup": "shrink",
     "topk_idx_in": "forced ids",
     "topk_weights_in": "forced weights",
     "moe.layer.": "layer.",
