@@ -5,6 +5,7 @@ The packages for frameworks are submodules: epic.jax and epic.torch.
 """
 
 from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
+from epic.members import Members
 from epic.options import Experts, Layer, Moe, Router
 from epic.traces import Placement, TraceStep, read_placement, read_trace
 from epic.waits import Wait, Waits, format_prometheus
@@ -16,6 +17,7 @@ __all__ = [
     "EpicUnsupportedError",
     "Experts",
     "Layer",
+    "Members",
     "Moe",
     "Placement",
     "Router",

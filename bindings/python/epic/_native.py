@@ -133,6 +133,25 @@ PlanInfo = struct(
 WaitInfo = struct(
     "WaitInfo", *((name, c_uint64) for name in "num_operations wait_ns alone_ns".split())
 )
+RegroupArgs = struct(
+    "RegroupArgs",
+    ("step", c_int64),
+    *uints("patience_ms min_members leaving flags"),
+    ("authority", c_uint64),
+    ("only", c_void_p),
+)
+RANK_WORDS = 16  # EPIC_RANK_WORDS
+MembersInfo = struct(
+    "MembersInfo",
+    ("generation", c_uint64),
+    ("group_id", c_uint64),
+    ("least_step", c_int64),
+    ("greatest_step", c_int64),
+    ("num_ranks", c_int32),
+    ("num_members", c_int32),
+    ("members", c_uint64 * RANK_WORDS),
+    ("gone", c_uint64 * RANK_WORDS),
+)
 MoeStruct = struct(
     "MoeStruct",
     ("layer", c_void_p),
@@ -168,6 +187,8 @@ PROTOTYPES: dict[str, tuple[Any, list[Any]]] = {
     "epic_plan_bytes_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_plan_read_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t]),
     "epic_waits_v1": (c_int32, [c_void_p, c_uint32, c_void_p, c_int32, c_size_t]),
+    "epic_regroup_v1": (c_int32, [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t]),
+    "epic_members_v1": (c_int32, [c_void_p, c_void_p, c_size_t]),
     "epic_capacity_bound_v1": (c_int32, [c_void_p, c_size_t, c_void_p, c_size_t, c_void_p]),
     "epic_router_workspace_v1": (c_int32, [c_void_p, c_size_t, c_void_p]),
     "epic_window_register_v1": (c_int32, [c_void_p, c_void_p, c_size_t, c_void_p, c_size_t]),

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from epic import _native, bootstrapping, endings, store
 from epic.bootstrapping import Bootstrap, Exchange, Nccl, Tcp
 from epic.errors import EpicArgumentError, EpicError
+from epic.members import Members, read_members, regroup
 from epic.options import (
     INT64_MAX,
     ON_GPUS,
@@ -542,6 +543,90 @@ class Group:
         """
         self.must_be_open()
         return read_waits(self.context, self.name, self.rank, self.num_ranks)
+
+    @property
+    def members(self) -> Members:
+        """The ranks that take part in the operations of the group."""
+        self.must_be_open()
+        return read_members(self.context)
+
+    def shrink(
+        self,
+        step: int = 0,
+        *,
+        patience_ms: int = 0,
+        min_members: int = 0,
+        only: Iterable[int] | None = None,
+        authority: int = 0,
+    ) -> Members:
+        """Go on without the ranks that have died, hang or leave. Only with "shm" and "threads".
+
+        Call it on all ranks that live, after an error that broke the group, or when a rank calls
+        `leave`. The ranks agree on the members that go on. Afterwards the group works again, with
+        the same numbers of ranks and the same sizes. Plans from before are refused. Place all
+        experts on members (rank_of_expert=), or drop the choices of absent experts
+        (`Layer(drop_absent=True)`).
+
+        Args:
+            step: Last step that this rank has finished, or any other number.
+            patience_ms: How long to wait for ranks that may live and do not make the call, in ms.
+                Then they are left out, if more than half of the members have made the call. 0:
+                timeout_ms of the group.
+            min_members: Raise an error if fewer members would remain. 0: 1.
+            only: The ranks that remain, if a program outside of the group decides on them. All of
+                them must make the call.
+            authority: Number of the decision of that program; each decision has a higher one.
+
+        Returns:
+            The members. All of them have finished step `least_step`.
+
+        Raises:
+            EpicArgumentError: An argument is invalid, or a call of this rank is still running.
+            EpicError: Too few members made the call (EPIC_EPEER, EPIC_ETIMEOUT); call it again.
+                Or the others have gone on without this rank (EPIC_EEVICTED); close the group.
+
+        Example:
+            >>> import epic.torch
+            >>> (bootstrap,) = epic.torch.threads(1)
+            >>> sizes = dict(max_tokens=2, max_row_bytes=64)
+            >>> with epic.torch.Group(bootstrap=bootstrap, backend="threads", **sizes) as group:
+            ...     members = group.shrink(step=7)
+            >>> members.ranks, members.gone, members.least_step
+            ((0,), (), 7)
+        """
+        self.must_be_open()
+        return regroup(
+            self.context,
+            self.num_ranks,
+            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+            patience_ms=check_int("patience_ms", patience_ms),
+            min_members=check_int("min_members", min_members),
+            only=only,
+            authority=check_int("authority", authority, most=INT64_MAX),
+        )
+
+    def leave(self, step: int = 0, *, patience_ms: int = 0) -> None:
+        """Leave the group, while the other ranks call `shrink`, and close it on this rank.
+
+        The calls of the other ranks do not fail.
+
+        Args:
+            step: As for `shrink`.
+            patience_ms: As for `shrink`.
+
+        Raises:
+            EpicArgumentError: An argument is invalid, or a call of this rank is still running.
+            EpicError: Too few members made the call; call it again, or close the group.
+        """
+        self.must_be_open()
+        regroup(
+            self.context,
+            self.num_ranks,
+            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+            patience_ms=check_int("patience_ms", patience_ms),
+            leaving=True,
+        )
+        self.close()
 
     def abort(self, why: str, tag: int = 0) -> None:
         """Report to the other ranks that this rank makes no more calls with a tag.

@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests Group.members, shrink and leave: groups that go on without some of their ranks."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import epic
+import epic.torch
+from parts import EXPERTS, HIDDEN, LAYER, SIZES, TOKENS, TOP_K, choices, numbers
+from world import World
+
+LOST = 2
+
+
+def check_works(group: epic.torch.Group, ranks: tuple[int, ...]) -> None:
+    """Check a sum and a step of a layer whose experts are on the members."""
+    total = epic.torch.sum(group, torch.tensor([2.0**group.rank]))
+    assert total.item() == sum(2.0**r for r in ranks)
+    x, ids = numbers(group.rank, TOKENS, HIDDEN), choices(group.rank, TOKENS)
+    place: dict[str, Any] = {
+        "rank_of_expert": [ranks[e % len(ranks)] for e in range(EXPERTS)],
+        "num_local_experts": EXPERTS,
+        "capacity": len(ranks) * TOKENS * TOP_K + 4 * EXPERTS,
+    }
+    plan = epic.torch.plan(group, LAYER, ids, **place)
+    rows, _ = epic.torch.dispatch(plan, x)
+    counts = (ids >= 0).sum(dim=1, keepdim=True)
+    torch.testing.assert_close(epic.torch.combine(plan, rows), x * counts)
+
+
+def lose_rank(rank: int) -> epic.Members | None:
+    """One rank closes its group; the others get an error and go on."""
+    group = epic.torch.Group(**SIZES)
+    assert group.members == epic.Members(0, (0, 1, 2, 3), (), 0, 0)
+    plan = epic.torch.plan(group, LAYER, choices(rank, TOKENS))
+    epic.torch.sum(group, torch.ones(1))
+    if rank == LOST:
+        group.close()
+        with pytest.raises(epic.torch.EpicError, match="was closed"):
+            group.shrink()
+        return None
+    with pytest.raises(epic.torch.EpicError, match=rf"rank {LOST}.*shrink") as lost:
+        epic.torch.sum(group, torch.ones(1))
+    assert lost.value.code == "EPIC_EPEER"
+    members = group.shrink(step=10 + rank)
+    assert members == group.members
+    with pytest.raises(epic.torch.EpicError, match="another group"):
+        epic.torch.dispatch(plan, numbers(rank, TOKENS, HIDDEN))
+    check_works(group, members.ranks)
+    with pytest.raises(epic.EpicArgumentError, match="absent"):
+        epic.torch.plan(group, LAYER, choices(rank, TOKENS))  # experts are on the lost rank, too
+    check_works(group, members.ranks)
+    group.close()
+    return members
+
+
+def test_lost_rank(world: World) -> None:
+    """The others agree on the members and on the steps."""
+    expected = epic.Members(1, (0, 1, 3), (LOST,), 10, 13)
+    assert world.run(lose_rank) == [expected, expected, None, expected]
+
+
+def leave_and_evict(rank: int) -> str:
+    """Rank 1 leaves; then rank 3 does not come, and the others go on without it."""
+    group = epic.torch.Group(**SIZES)
+    if rank == 1:
+        group.leave(step=5)
+        assert not group.is_open
+        return "left"
+    assert group.shrink(step=5, min_members=3).gone == (1,)
+    check_works(group, (0, 2, 3))
+    if rank == 3:
+        time.sleep(1.5)
+        with pytest.raises(epic.torch.EpicError, match="without rank 3") as evicted:
+            group.shrink()
+        assert evicted.value.code == "EPIC_EEVICTED"
+        group.close()
+        return "evicted"
+    assert group.shrink(patience_ms=300).ranks == (0, 2)
+    check_works(group, (0, 2))
+    only = (0,)
+    if rank == 0:
+        assert group.shrink(only=only, authority=1).ranks == only
+        check_works(group, only)
+        group.close()
+        return "stayed"
+    with pytest.raises(epic.torch.EpicError, match="without rank 2"):
+        group.shrink(only=only, authority=1)
+    group.close()
+    return "not named"
+
+
+def test_leave_and_evict(world: World) -> None:
+    """Each rank learns what has happened to it."""
+    assert world.run(leave_and_evict) == ["stayed", "left", "not named", "evicted"]
+
+
+def test_arguments() -> None:
+    """Errors name the argument in Python."""
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+        assert group.members.ranks == (0,)
+        with pytest.raises(epic.torch.EpicError, match="cannot change the members"):
+            group.shrink()
+        with pytest.raises(epic.EpicArgumentError, match="only contains 1: must"):
+            group.shrink(only=[1], authority=1)
+        with pytest.raises(epic.EpicArgumentError, match="patience_ms is -1"):
+            group.shrink(patience_ms=-1)
