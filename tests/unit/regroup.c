@@ -1,8 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests epic_regroup and epic_members: after ranks have closed their contexts or are lost, after a
  * planned leave, with the members of an authority, and without any change. */
+#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "check.h"
 #include "epic/epic.h"
@@ -274,6 +278,65 @@ static void old_plan(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+static void *sum_in_thread(void *self)
+{
+    check_sum(self, 3);
+    return NULL;
+}
+
+/* While an operation of a rank is running, its call is refused, and may be repeated later. */
+static void in_flight(const epic_bootstrap *bootstrap, void *self)
+{
+    epic_context *ctx = open_context(bootstrap);
+    const epic_regroup_args args = {.step = 1};
+    pthread_t thread;
+    (void)self;
+    if (bootstrap->rank == 0) {
+        pthread_create(&thread, NULL, sum_in_thread, ctx);
+        run_nap_us(100000);
+        check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_EINVAL, "in flight");
+        meet(bootstrap);
+        pthread_join(thread, NULL);
+    } else {
+        meet(bootstrap);
+        check_sum(ctx, 3);
+    }
+    check_regroup(ctx, 3, 1);
+    check_sum(ctx, 3);
+    epic_close(ctx);
+}
+
+/* The rank that leads has too few descriptors for new memory. All calls fail, and succeed when it
+ * has more. A forked child cannot make the call. */
+static void few_descriptors(const epic_bootstrap *bootstrap, void *self)
+{
+    epic_context *ctx = open_context(bootstrap);
+    const epic_regroup_args args = {.patience_ms = 2000};
+    struct rlimit limit, few;
+    (void)self;
+    getrlimit(RLIMIT_NOFILE, &limit);
+    const int next = dup(0);
+    few = (struct rlimit){(rlim_t)next, limit.rlim_max};
+    close(next);
+    if (bootstrap->rank == 0) setrlimit(RLIMIT_NOFILE, &few);
+    const epic_result result = epic_regroup(ctx, &args, NULL);
+    if (bootstrap->rank == 0) check_failed(ctx, result, EPIC_ENOMEM, "ulimit -n");
+    if (bootstrap->rank != 0) check_failed(ctx, result, EPIC_EDEVICE, "did not arrive");
+    setrlimit(RLIMIT_NOFILE, &limit);
+    meet(bootstrap);
+    check_regroup(ctx, 7, 1);
+    check_sum(ctx, 7);
+    const pid_t child = run_fork();
+    if (child == 0) {
+        check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_ECLOSED, "fork");
+        epic_close(ctx);
+        _exit(0);
+    }
+    CHECK_EQ(waitpid(child, NULL, 0), child);
+    check_sum(ctx, 7);
+    epic_close(ctx);
+}
+
 /* Each rank dies or leaves after a random number of calls. All others make the next generation if
  * a call fails, and after every third sum of a generation. */
 static void storm(const epic_bootstrap *bootstrap, void *self)
@@ -346,6 +409,8 @@ static void run_backend(const char *name)
     run_group(4, no_quorum, NULL);
     run_group(4, authority, NULL);
     run_group(2, old_plan, NULL);
+    run_group(2, in_flight, NULL);
+    if (strcmp(name, "shm") == 0) run_group(3, few_descriptors, NULL);
     for (uint64_t seed = 1; seed <= (uint64_t)run_scaled(40); seed++)
         run_group(16, storm, &(uint64_t){run_mix(run_seed(), seed)});
     run_group(1, refused, (void *)(uintptr_t)name);

@@ -15,17 +15,19 @@
 #include "check.h"
 #include "context/context.h"
 #include "run.h"
+#include "step.h"
 
 #define MOST_RANKS 16
 #define MOST_GENERATIONS 64
 #define TEST_S 60
 
 /* The actions of a rank other than its sums. A call is one of epic_regroup. */
-enum action { STAYS, DIES, DIES_IN_CALL, CLOSES, LEAVES, STOPS, STOPS_IN_CALL };
+enum action { STAYS, DIES, DIES_IN_CALL, CLOSES, LEAVES, STOPS, STOPS_IN_CALL, KILLED };
 
 typedef struct part {
     enum action action;
-    int when; /* number of sums before the action, or of calls before the call */
+    int when; /* number of sums before the action, or of calls before the call. KILLED: time in
+                 microseconds after the opening of the group, or after the kill before */
     int step; /* the step of the call */
 } part;
 
@@ -45,7 +47,8 @@ typedef struct trial {
     uint32_t patience_ms; /* of epic_regroup */
     run_rendezvous *rendezvous;
     generation generations[MOST_GENERATIONS];
-    _Atomic int num_done, num_evicted;
+    bool has_steps; /* true: the ranks run all operations of a step until one fails */
+    _Atomic int num_open, num_done, num_evicted;
     _Atomic int num_hits; /* actions that have happened in a step of a call */
 } trial;
 
@@ -224,10 +227,29 @@ static bool run_sums(trial *t, epic_context *ctx)
     return true;
 }
 
+/* Runs all operations of a step in turn, until one fails because a rank has died. */
+static void run_step(epic_context *ctx)
+{
+    static const uint32_t operations[] = {EPIC_OP_PLAN,
+                                          EPIC_OP_DISPATCH,
+                                          EPIC_OP_COMBINE,
+                                          EPIC_OP_COMBINE_BACKWARD,
+                                          EPIC_OP_DISPATCH_BACKWARD,
+                                          EPIC_OP_SUM};
+    const epic_call call = {.tag = 3};
+    epic_result result = EPIC_OK;
+    step s;
+    step_open(&s, ctx, STEP_MAX_TOKENS, 512);
+    for (int i = 0; result == EPIC_OK; i++)
+        result = step_call(&s, operations[i % 6], &call, STEP_SAME);
+    CHECK_SAY(result == EPIC_EPEER, "%s", epic_error(ctx));
+    step_close(&s);
+}
+
 static void be_rank(trial *t, int rank)
 {
-    const epic_config config = {.max_tokens = 4,
-                                .max_row_bytes = 64,
+    const epic_config config = {.max_tokens = STEP_MAX_TOKENS,
+                                .max_row_bytes = STEP_MAX_ROW_BYTES,
                                 .max_in_flight = 2,
                                 .timeout_ms = t->timeout_ms,
                                 .backend = "shm"};
@@ -240,6 +262,8 @@ static void be_rank(trial *t, int rank)
     if (!CHECK_SAY(epic_open(&ctx, &bootstrap, &config) == EPIC_OK, "%s", epic_error(ctx)))
         _exit(1);
     count_steps(ctx);
+    atomic_fetch_add(&t->num_open, 1);
+    if (t->has_steps) run_step(ctx);
     atomic_fetch_add(run_sums(t, ctx) ? &t->num_done : &t->num_evicted, 1);
     epic_close(ctx);
     CHECK_EQ(count_entries("/proc/self/fd"), descriptors);
@@ -266,6 +290,19 @@ static void await_rank(pid_t pid, bool may_die, long pause_us)
               WIFSIGNALED(status) && WTERMSIG(status) == SIGALRM ? "hung" : "ended", status);
 }
 
+/* Kills the ranks whose part that is, one after the other. */
+static void kill_ranks(trial *t, const pid_t *pids)
+{
+    bool any = false;
+    for (int r = 0; r < t->num_ranks; r++) any |= t->parts[r].action == KILLED;
+    while (any && t->num_open < t->num_ranks) run_nap_us(100);
+    for (int r = 0; r < t->num_ranks; r++) {
+        if (t->parts[r].action != KILLED) continue;
+        run_nap_us(t->parts[r].when);
+        kill(pids[r], SIGKILL);
+    }
+}
+
 /* Runs the group. Waits first for ranks that stop, because only this process continues them. */
 static void run_trial(trial *t, long pause_us)
 {
@@ -276,12 +313,13 @@ static void run_trial(trial *t, long pause_us)
     fflush(NULL);
     for (int r = 0; r < t->num_ranks; r++)
         if ((pids[r] = run_fork()) == 0) be_rank(t, r);
+    kill_ranks(t, pids);
     for (int pass = 0; pass < 2; pass++)
         for (int r = 0; r < t->num_ranks; r++) {
             const enum action a = t->parts[r].action;
             const bool stops = a == STOPS || a == STOPS_IN_CALL;
-            if (stops == (pass == 0))
-                await_rank(pids[r], a == DIES || a == DIES_IN_CALL, pause_us);
+            const bool dies = a == DIES || a == DIES_IN_CALL || a == KILLED;
+            if (stops == (pass == 0)) await_rank(pids[r], dies, pause_us);
         }
     run_rendezvous_free(t->rendezvous);
 }
@@ -342,6 +380,27 @@ static void die_at_random(uint64_t seed)
     run_unshare(t, sizeof *t);
 }
 
+/* Some ranks are killed at random times, while they run all operations. */
+static void kill_at_random(uint64_t seed)
+{
+    run_random random = {seed};
+    trial *t = new_trial((int)run_between(&random, 2, 12));
+    const int stays = (int)run_below(&random, t->num_ranks);
+    int deaths = 0;
+    check_seed = seed;
+    t->has_steps = true;
+    for (int r = 0; r < t->num_ranks; r++) {
+        if (r == stays || run_chance(&random, 60)) continue;
+        t->parts[r] =
+            (part){.action = KILLED, .when = (int)run_below(&random, deaths ? 1500 : 20000)};
+        deaths++;
+    }
+    if (!deaths) t->parts[!stays] = (part){.action = KILLED, .when = 1000}, deaths++;
+    run_trial(t, 0);
+    CHECK_EQ(t->num_done, t->num_ranks - deaths);
+    run_unshare(t, sizeof *t);
+}
+
 /* One rank stops at random and continues later. Whether the others go on with or without it, at
  * least one rank finishes, and no rank is left waiting. Returns the number of evicted ranks. */
 static int stop_at_random(uint64_t seed)
@@ -372,6 +431,8 @@ int main(void)
     die_in_each_step();
     for (uint64_t i = 1; i <= (uint64_t)run_scaled(40); i++)
         die_at_random(run_mix(run_seed(), i));
+    for (uint64_t i = 1; i <= (uint64_t)run_scaled(20); i++)
+        kill_at_random(run_mix(run_seed(), 2000000 + i));
     const int num_stops = (int)run_scaled(8);
     int num_evicted = 0;
     for (int i = 1; i <= num_stops; i++)
