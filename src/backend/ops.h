@@ -176,6 +176,11 @@ typedef struct epic_ops {
      * returned yet, or EPIC_OK. Each error is returned once. */
     epic_result (*next_data_error)(epic_group *);
 
+    /* Adds to out[r] how long the kernels of this rank have waited for rank r, for each operation
+     * from `first` to `last` (epic_operation). Copies the times from the device without waiting
+     * for kernels. Any threads may call it. Errors: EPIC_EDEVICE. */
+    epic_result (*read_waits)(epic_group *, uint32_t first, uint32_t last, epic_wait_info *out);
+
     /* Returns the largest number of SMs that one operation uses. */
     uint32_t (*max_sms)(const epic_group *);
 

@@ -120,10 +120,9 @@ epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, siz
     return EPIC_OK;
 }
 
-/* Checks the arguments of epic_waits, and sets *page to the flight recorder, which contains the
- * waiting times. */
+/* Checks the arguments of epic_waits. */
 static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic_wait_info *out,
-                               int32_t num_ranks, size_t size, const recorder_page **page)
+                               int32_t num_ranks, size_t size)
 {
     if (!ctx) return no_context();
     TRY(CHECK_PLACE(out, size));
@@ -134,31 +133,39 @@ static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic
     if (num_ranks != ctx->num_ranks)
         return epic_fail(EPIC_EINVAL, "num_ranks is %d: must be %d, the ranks of the group",
                          num_ranks, ctx->num_ranks);
+    return EPIC_OK;
+}
+
+/* Adds to `infos`, which are zero, the waiting times for all ranks, in the operations from `first`
+ * to `last`. Host contexts have them in the flight recorder, CUDA contexts on the device. */
+static epic_result add_waits(const epic_context *ctx, uint32_t first, uint32_t last,
+                             epic_wait_info *infos)
+{
     if (context_on_device(ctx))
-        return epic_fail(EPIC_ENOTSUP,
-                         "backend \"%s\" measures no waiting times, because its ranks wait in "
-                         "kernels; use the profiler of the GPU",
-                         ctx->backend_name);
-    *page = recorder_get_page(ctx->recorder);
-    if (*page) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "ctx has no waiting times, because the system refused the memory of its "
-                     "flight recorder in epic_open; raise the limit on memory or open files");
+        return backend_copy_error(
+            ctx->backend, ctx->backend->ops->read_waits(ctx->group, first, last, infos));
+    const recorder_page *page = recorder_get_page(ctx->recorder);
+    if (!page)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "ctx has no waiting times, because the system refused the memory of its "
+            "flight recorder in epic_open; raise the limit on memory or open files");
+    for (int32_t peer = 0; peer < ctx->num_ranks; peer++)
+        for (uint32_t i = first; i <= last; i++)
+            recorder_read_wait(page, ctx->num_ranks, i, peer, &infos[peer]);
+    return EPIC_OK;
 }
 
 epic_result epic_waits_v1(const epic_context *ctx, uint32_t operation, epic_wait_info *out,
                           int32_t num_ranks, size_t size)
 {
-    const recorder_page *page = NULL;
-    TRY(check_waits(ctx, operation, out, num_ranks, size, &page));
-    const uint32_t first = operation ? operation : EPIC_OP_NONE + 1;
-    const uint32_t last = operation ? operation : RECORDER_OPERATIONS - 1;
-    for (int32_t peer = 0; peer < num_ranks; peer++) {
-        epic_wait_info info = {0};
-        for (uint32_t i = first; i <= last; i++)
-            recorder_read_wait(page, num_ranks, i, peer, &info);
-        sized_write((char *)out + (size_t)peer * size, &info, SIZED_TYPE(&info), size);
-    }
+    epic_wait_info infos[EPIC_MAX_RANKS] = {{0}};
+    TRY(check_waits(ctx, operation, out, num_ranks, size));
+    TRY(add_waits(ctx, operation ? operation : EPIC_OP_NONE + 1,
+                  operation ? operation : RECORDER_OPERATIONS - 1, infos));
+    for (int32_t peer = 0; peer < num_ranks; peer++)
+        sized_write((char *)out + (size_t)peer * size, &infos[peer], SIZED_TYPE(&infos[peer]),
+                    size);
     return EPIC_OK;
 }
 

@@ -337,6 +337,12 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t given, enum cudaStreamCaptureStat
     return cudaSuccess;
 }
 
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode)
+{
+    (void)mode;
+    return cudaSuccess;
+}
+
 cudaError_t cudaStreamBeginCapture(cudaStream_t given, enum cudaStreamCaptureMode mode)
 {
     (void)mode;

@@ -124,7 +124,7 @@ def read_waits(context: int, group: str, rank: int, num_ranks: int) -> Waits:
         The waits.
 
     Raises:
-        EpicError: The group is on GPUs, whose kernels do not measure these times.
+        EpicError: The times could not be copied from the GPU, or their memory is missing.
     """
     table = []
     infos = (_native.WaitInfo * num_ranks)()

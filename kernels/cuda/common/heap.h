@@ -193,6 +193,28 @@ typedef struct p2p_net_control {
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 
+#define P2P_OPERATIONS 9 /* number of values of epic_operation */
+
+/* How long the operations of one kind have waited for one rank. Unit: 1024 ns. */
+typedef struct p2p_wait_time {
+    uint64_t wait;
+    uint64_t alone; /* part of `wait` in which they waited for no other rank */
+} p2p_wait_time;
+
+/* How long the operations of this rank have waited for each rank. Waiting threads add to the times
+ * (common/wait.cuh), and the host copies them at any time (epic_waits). */
+typedef struct p2p_waits {
+    uint64_t num_operations[P2P_OPERATIONS]; /* operations that have begun */
+    p2p_wait_time times[P2P_OPERATIONS][DEVICE_MAX_RANKS];
+    /* For each rank, the device time up to which waits for it are counted: the low 32 bits of a
+     * time in units of 1024 ns. */
+    uint32_t counted_at[DEVICE_MAX_RANKS];
+    /* From the lowest bits on: the rank for which a wait was counted last (8 bits), another rank
+     * for which one was counted last before that in the same epoch, or the same rank if there is
+     * none (8 bits), and the low 16 bits of the epoch. */
+    uint32_t latest;
+} p2p_waits;
+
 /* Control memory of a rank, through which the CTAs of its kernels coordinate. Only this rank's
  * own kernels read and write it. */
 typedef struct p2p_control {
@@ -234,6 +256,7 @@ typedef struct p2p_control {
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
+    p2p_waits waits;
     __extension__ p2p_net_control net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_control;
 

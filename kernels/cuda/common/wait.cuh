@@ -12,7 +12,10 @@
  *   3. store `broken` into the heap of every rank. Waits on all ranks check it.
  *
  * From then on the group is *broken*: functions return false, every later operation finds
- * `broken` and returns at once, and the host reports the error. A group never recovers. */
+ * `broken` and returns at once, and the host reports the error. A group never recovers.
+ *
+ * Every SPINS_PER_COUNT polls a waiting warp also counts the time for which it has waited
+ * (count_wait()), so that the host can find a slow rank. A shorter wait costs nothing. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
@@ -212,10 +215,21 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
     return word;
 }
 
+#ifndef LOW_LATENCY
+/* 1 in files with low-latency kernels. They poll more often, because few rows compete with
+ * their polls for memory bandwidth. */
+#define LOW_LATENCY 0
+#endif
+#ifndef SPINS_TO_SLEEP
+#define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
+#endif
 #ifndef SPINS_PER_CHECK
 /* how often a wait polls before it checks the deadline and looks for a failure */
 #define SPINS_PER_CHECK 256u
 #endif
+/* How often a wait polls before it counts its time, about every 10 to 20 microseconds. Low-latency
+ * kernels do not sleep between their first polls, so these take less time. */
+#define SPINS_PER_COUNT (SPINS_PER_CHECK / (LOW_LATENCY ? 8u : 16u))
 
 /* Returns true if a wait whose deadline has passed may fail, because the host process has run
  * after the deadline. `time`: current device time.
@@ -324,6 +338,87 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
+/* Times with which waits are counted have the unit 1024 ns. They are 32 bits long, so only their
+ * differences have a meaning. */
+#define COUNT_PAUSE 2u /* shortest time between two counts of waits for one rank */
+#define FIRST_COUNT \
+    10u /* about how long a wait has taken when it is counted for the first time */
+#ifndef RECENT_COUNT
+/* A rank still waits for a peer if it has counted such a wait within this time. */
+#define RECENT_COUNT 64u
+#endif
+
+/* Returns the time since waits for `peer` were last counted, but not the time before this operation
+ * and, with is_first, before this wait. Many warps wait for the same rank at the same time. They
+ * share counted_at, so each moment counts once: all but one of them get 0. */
+static __device__ __noinline__ uint32_t uncounted_time(const OpState &op, uint32_t peer,
+                                                       bool is_first)
+{
+    uint32_t *counted_at = &control_of(op)->waits.counted_at[peer];
+    const uint64_t time = timer_ns();
+    const uint32_t now = (uint32_t)(time >> 10), before = load_relaxed(counted_at);
+    uint32_t age = (uint32_t)((time - op.deadline + op.self->timeout_ns) >> 10);
+    /* The clocks of two SMs differ by less than one unit. */
+    if (now - before + 1 <= COUNT_PAUSE || peer == (uint32_t)op.self->rank) return 0;
+    age = min(age, now - before);
+    if (is_first) age = min(age, FIRST_COUNT);
+    return atomicCAS(counted_at, before, now) == before ? age : 0;
+}
+
+/* Adds `age` to the waiting time for `peer`. It is also counted as alone if no wait for another
+ * rank was counted recently in this epoch. */
+static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t peer,
+                                                  uint32_t age)
+{
+    p2p_waits *waits = &control_of(op)->waits;
+    p2p_wait_time *time = &waits->times[op.self->operation][peer];
+    atomicAdd((unsigned long long *)&time->wait, (unsigned long long)age);
+    const uint32_t epoch = op.epoch << 16, latest = load_relaxed(&waits->latest);
+    const uint32_t last = latest & 255;
+    uint32_t other = last == peer ? latest >> 8 & 255 : last;
+    if ((latest ^ epoch) >> 16) other = peer;
+    store_relaxed(&waits->latest, epoch | other << 8 | peer);
+    if (other == peer ||
+        load_relaxed(&waits->counted_at[peer]) - load_relaxed(&waits->counted_at[other]) >
+            RECENT_COUNT)
+        atomicAdd((unsigned long long *)&time->alone, (unsigned long long)age);
+}
+
+/* Returns the rank for which this thread counts a wait for `peer`, or -1. If ranks have not
+ * announced the operation, the wait counts for those, because other ranks may be late only because
+ * they wait for them, too. Each lane looks at other ranks. In the backend `hosts` only two CTAs do
+ * so, because the reads may be slow. is_warp: called by a whole warp. */
+static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bool is_warp)
+{
+    if (HOSTS && blockIdx.x != 0 && !is_last_cta()) return peer;
+    int missing = -1;
+    for (int q = lane_id(); q < op.self->num_ranks && missing < 0; q += WARP)
+        if (!is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
+            missing = q;
+    const bool has_missing = is_warp ? __any_sync(ALL_LANES, missing >= 0) : missing >= 0;
+    return has_missing ? missing : peer;
+}
+
+/* Counts the time of a wait. A waiting warp or thread calls it every SPINS_PER_COUNT polls. `peer`:
+ * the rank for which this thread waits, or -1. The functions that it calls are not inlined, because
+ * waiting warps have few registers. */
+static __device__ __noinline__ void count_wait(const OpState &op, int peer, bool is_warp,
+                                               uint32_t spins)
+{
+    peer = rank_to_count(op, peer, is_warp);
+    const uint32_t age =
+        peer < 0 ? 0 : uncounted_time(op, (uint32_t)peer, spins == SPINS_PER_COUNT);
+    if (age) add_wait_time(op, (uint32_t)peer, age);
+}
+
+/* Counts an operation that begins. Called by one thread of each CTA. */
+__device__ __forceinline__ void count_operation(const p2p_self &self)
+{
+    if (blockIdx.x == 0)
+        atomicAdd((unsigned long long *)&control_of(self)->waits.num_operations[self.operation],
+                  1ull);
+}
+
 /* Finds out why a wait was given up, and reports the cause. Called by one thread of the CTA. If
  * the peer of the wait is not known, first waits for REPORT_GRACE_NS, so that other ranks can
  * report, and then looks for the culprit among the ranks for which threads of this rank have
@@ -346,15 +441,6 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
     }
 }
 
-#ifndef LOW_LATENCY
-/* 1 in files with low-latency kernels. They poll more often, because few rows compete with
- * their polls for memory bandwidth. */
-#define LOW_LATENCY 0
-#endif
-#ifndef SPINS_TO_SLEEP
-#define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
-#endif
-
 /* Polls ready(), which is equal in all lanes, until it returns true. `peer`: the rank for which
  * this lane waits, or -1; a reference, because ready() may change it. `phase`: a p2p_phase, for
  * error reports. Called by a whole warp. Returns false if the wait was given up, because the
@@ -365,8 +451,11 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
-        if (spins % SPINS_PER_CHECK == 0 &&
-            __any_sync(ALL_LANES, wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK)))
+        if (spins % SPINS_PER_COUNT) continue;
+        if (spins % SPINS_PER_CHECK)
+            count_wait(op, peer, true, spins);
+        else if (__any_sync(ALL_LANES,
+                            wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK)))
             return false;
     }
     return true;
@@ -380,8 +469,10 @@ __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, 
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
-        if (spins % SPINS_PER_CHECK == 0 &&
-            wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK))
+        if (spins % SPINS_PER_COUNT) continue;
+        if (spins % SPINS_PER_CHECK)
+            count_wait(op, peer, false, spins);
+        else if (wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK))
             return false;
     }
     return true;

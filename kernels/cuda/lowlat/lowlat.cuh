@@ -243,6 +243,7 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
     if (!HOSTS) atomicAdd(&control_of(self)->done, 1u);
+    count_operation(self);
     report_overlap(op);
 }
 

@@ -164,7 +164,10 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     /* The first warp of the last CTA announces the operation: no other warp waits for it, and
      * its CTA does not take part in making a plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
-    if (threadIdx.x == 0) report_overlap(op);
+    if (threadIdx.x == 0) {
+        count_operation(self);
+        report_overlap(op);
+    }
     return true;
 }
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions that backends `p2p` and `hosts` share: the part of a group that needs no peer, and
  * memory of the device. */
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -50,6 +51,7 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
         free(g);
         return NULL;
     }
+    pthread_mutex_init(&g->waits_lock, NULL);
     g->hooks = hooks;
     g->rank = join->bootstrap->rank;
     g->num_ranks = join->bootstrap->num_ranks;
@@ -122,6 +124,7 @@ void p2p_group_free(epic_group *g)
     if (g->side) (void)cudaStreamDestroy(g->side);
     (void)cudaGetLastError();
     free(g->beats);
+    pthread_mutex_destroy(&g->waits_lock);
     free(g);
 }
 
@@ -141,6 +144,38 @@ const uint64_t *p2p_gone(epic_group *g)
         cudaMemcpyAsync(gone, p2p_inbox(g) + g->self.at.gone, DEVICE_MAX_RANKS * sizeof *gone,
                         cudaMemcpyDefault, g->side);
     return error == cudaSuccess && cudaStreamSynchronize(g->side) == cudaSuccess ? gone : NULL;
+}
+
+/* Copies the waiting times of this rank from the device to g->waits. The copy may run while another
+ * thread captures a CUDA graph, in a mode that allows no other calls. */
+static epic_result copy_waits(epic_group *g)
+{
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    const uint8_t *from =
+        g->self.heap[g->rank] + g->self.at.control + offsetof(p2p_control, waits);
+    TRY(p2p_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "the waiting times"));
+    cudaError_t error =
+        cudaMemcpyAsync(&g->waits, from, sizeof g->waits, cudaMemcpyDefault, g->side);
+    if (error == cudaSuccess) error = cudaStreamSynchronize(g->side);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    return p2p_cuda(error, "copying the waiting times");
+}
+
+/* Kernels may add to the times during the copy, so the copy of `alone` can be larger than that of
+ * `wait`, and is cut. */
+epic_result p2p_read_waits(epic_group *g, uint32_t first, uint32_t last, epic_wait_info *out)
+{
+    pthread_mutex_lock(&g->waits_lock);
+    const epic_result result = copy_waits(g);
+    for (uint32_t i = first; i <= last && result == EPIC_OK; i++)
+        for (int q = 0; q < g->num_ranks; q++) {
+            const p2p_wait_time *time = &g->waits.times[i][q];
+            out[q].num_operations += g->waits.num_operations[i];
+            out[q].wait_ns += time->wait * 1024;
+            out[q].alone_ns += 1024 * (time->alone < time->wait ? time->alone : time->wait);
+        }
+    pthread_mutex_unlock(&g->waits_lock);
+    return result;
 }
 
 /* ---------------------------------------------------------------- memory of the device ---- */

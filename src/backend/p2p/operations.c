@@ -351,6 +351,7 @@ const epic_ops p2p_ops = {
     .read_d_losses = p2p_read_d_losses,
     .poll_failure = p2p_check,
     .next_data_error = p2p_next_data_error,
+    .read_waits = p2p_read_waits,
     .max_sms = p2p_max_sms,
     .abort = p2p_abort,
 };

@@ -5,6 +5,8 @@
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
+#include <pthread.h>
+
 #include "backend/ops.h"
 #include "backend/p2p/beats.h"
 #include "cuda/common/cuda_kernels.h"
@@ -37,8 +39,8 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
-/* One rank's state in a group. After join it is read-only, except `windows` and the memory of
- * *status, *beats and *word. */
+/* One rank's state in a group. After join it is read-only, except `windows`, `waits` and the memory
+ * of *status, *beats and *word. */
 struct epic_group {
     const p2p_hooks *hooks;
     /* copied into the arguments of every kernel; fill_self() completes the copy */
@@ -65,6 +67,8 @@ struct epic_group {
     int32_t lowlat_tokens;
     /* windows of the group; NULL until one is added. Read and set atomically */
     struct p2p_windows *windows;
+    pthread_mutex_t waits_lock; /* protects `waits` */
+    p2p_waits waits;            /* memory for a copy of the waiting times of the device */
 };
 
 /* Returns EPIC_OK for cudaSuccess. Otherwise stores an error sentence that begins with `what`,
@@ -213,6 +217,10 @@ epic_result p2p_check_group(epic_group *group);
 /* Returns the oldest data error that no call has returned yet, and sets its error sentence.
  * Returns EPIC_OK if there is none. */
 epic_result p2p_next_data_error(epic_group *group);
+
+/* Implements epic_ops.read_waits. */
+epic_result p2p_read_waits(epic_group *group, uint32_t first, uint32_t last,
+                           epic_wait_info *out);
 
 /* Implements epic_backend.bootstrap, in nccl_bootstrap.c: creates a bootstrap over the NCCL
  * communicator `native`. */

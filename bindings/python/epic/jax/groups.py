@@ -97,7 +97,7 @@ class Group:
     def waits(self) -> list[Waits]:
         """Return how long each rank of this process has waited for each other rank.
 
-        The times count from `epic.jax.open`.  Use them to find a slow rank.  Only on CPUs.
+        The times count from `epic.jax.open`.  Use them to find a slow rank.
         `epic.format_prometheus(group.waits())` returns them as text for Prometheus.
 
         Returns:
@@ -105,7 +105,7 @@ class Group:
             the number of the group.
 
         Raises:
-            EpicError: the group is not open, or it is on GPUs, whose kernels do not measure waits.
+            EpicError: the group is not open, or its times could not be copied from the GPU.
 
         """
         return [

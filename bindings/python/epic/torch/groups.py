@@ -533,13 +533,14 @@ class Group:
     def waits(self) -> Waits:
         """Return how long this rank has waited for each other rank since the group was opened.
 
-        Use it to find a slow rank; the call costs a few microseconds. Only on CPUs.
+        Use it to find a slow rank. On CPUs the call costs a few microseconds. On GPUs it copies the
+        times from the device, without waiting for kernels, and short waits do not count.
 
         Returns:
             The waits. `Waits.prometheus()` returns them as text for Prometheus.
 
         Raises:
-            EpicError: The group was closed, or it is on GPUs, whose kernels do not measure waits.
+            EpicError: The group was closed, or its times could not be copied from the GPU.
         """
         self.must_be_open()
         return read_waits(self.context, self.name, self.rank, self.num_ranks)
