@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* At most this many bytes are sent to one home rank before the next one has its turn. */
+/* most bytes to send to one home rank before the flow serves the next one */
 #define BATCH_BYTES (256 * 1024)
 
 /* State of one collect flow. */
@@ -21,7 +21,7 @@ typedef struct collect_state {
     const collect *c;
     int64_t item;  /* number of this rank's item that is handled next */
     int32_t piece; /* which piece of this item is handled next */
-    /* At most this many entries are sent to one home rank before the next one has its turn. */
+    /* BATCH_BYTES, as a number of entries */
     int64_t batch;
 } collect_state;
 
@@ -82,7 +82,7 @@ static bool collect_find_rows(collect_state *g)
 }
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * counts the released entries of rank r. */
+ * is the number of released entries of rank r. */
 static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;

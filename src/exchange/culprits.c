@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds the culprits of a timeout: the ranks that other ranks wait for, but that do not wait
  * themselves. If ranks wait for each other in a circle, the culprits are chosen from the ranks
- * that this rank waits for. Here x is the exchange of this rank whose deadline has passed. */
+ * that this rank waits for. In this file, x is the exchange of this rank whose deadline has
+ * passed. */
 #include "exchange/culprits.h"
 
 #include <stdio.h>
@@ -44,7 +45,7 @@ bool has_peer_finished(const exchange *x, const epic_peer_status *status)
     return status->sequence > x->header_sequence || !status->is_inside;
 }
 
-/* Follows the waits: from the ranks that x waits for to the ranks for which those wait, and so
+/* Follows the waits: from the ranks that x waits for to the ranks that those wait for, and so
  * on. Adds to `ends` the ranks that are gone or do not wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
@@ -83,8 +84,8 @@ static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *cu
         }
 }
 
-/* Appends to `sentence` in which operation the culprit `rank` was last seen. Returns false and
- * appends nothing if the text does not fit. */
+/* Appends to `sentence` the operation in which the culprit `rank` was last seen. Returns false
+ * and appends nothing if the text does not fit. */
 static bool append_peer_status(char *sentence, size_t size, int rank,
                                const epic_peer_status *status)
 {

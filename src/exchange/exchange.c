@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes operations, compares their op headers, and waits with a deadline. To *break
- * the group* is to record a failure for all ranks, which all later calls of all ranks return.
+ * the group* means to record a failure of the group, which all later calls of all ranks return.
  */
 #include "exchange/exchange.h"
 
@@ -12,13 +12,10 @@
 #include "exchange/culprits.h"
 #include "exchange/rounding.h"
 
-enum {
-    PHASE_HEADERS,
-    PHASE_ROWS,
-    PHASE_NEXT_ROWS
-}; /* how far a rank is in an exchange. Peers read the phase with transport->look(). */
+/* The phases of an exchange. Peers read the phase of a rank with transport->look(). */
+enum { PHASE_HEADERS, PHASE_ROWS, PHASE_NEXT_ROWS };
 
-/* how often to check whether peers are alive, as long as no peer is known to be gone */
+/* interval of the checks whether peers are alive, while no peer is known to be gone */
 #define CHECK_NS 100000000ull
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
@@ -36,8 +33,8 @@ int64_t exchange_bytes(const epic_config *config)
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
-/* Allocates the arrays of an exchange. Returns false if memory is short; exchange_close_all()
- * then frees those that exist. */
+/* Allocates the arrays of an exchange. Returns false if memory is short. exchange_close_all()
+ * frees the arrays, also after a failure. */
 static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
     const size_t n = (size_t)ctx->num_ranks;
@@ -107,8 +104,8 @@ void exchange_close_all(epic_context *ctx)
     ctx->exchanges = NULL;
 }
 
-/* If a rank has reported a failure, makes it the failure of the context and returns it.
- * Otherwise returns EPIC_OK. */
+/* Returns the failure that a rank has reported, after storing it in the context. Returns
+ * EPIC_OK if there is none. */
 static epic_result exchange_poll_failure(exchange *x)
 {
     epic_failure_info failure;
@@ -116,8 +113,8 @@ static epic_result exchange_poll_failure(exchange *x)
     return context_break(x->ctx, &failure);
 }
 
-/* Breaks the group with `result`, an error of this rank. Returns it, or the error of another
- * rank that broke the group first, so that all ranks return the same error. */
+/* Breaks the group with `result`, an error of this rank. If another rank has broken the group
+ * first, returns the error of that rank, so that all ranks return the same error. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -136,21 +133,22 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Returns whether to check the peers now: if the last check saw a peer gone, if it was CHECK_NS
- * ago, or if the backend knows that a peer is gone. */
+/* Returns true if it is time to check the peers: the last check saw a peer gone or was CHECK_NS
+ * ago, or the backend knows that a peer is gone. */
 static bool exchange_should_check_peers(const exchange *x, uint64_t now)
 {
     if (x->is_peer_gone || now - x->last_check_ns >= CHECK_NS) return true;
     return x->transport->any_gone && x->transport->any_gone(x->group);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. Skips most
- * checks, unless the deadline has passed (`late`).
+/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. `late` means
+ * that the deadline has passed. If it is false, most calls return without a check
+ * (exchange_should_check_peers()).
  *
- * A peer may have sent its last data just before its end. So two checks must see the peer gone,
- * and no entry may move between them. If some processes ended and other peers closed their
- * contexts, the error names only the former, because the others probably closed as a
- * consequence. */
+ * A peer may have sent its last data just before its process ended. So two checks must see the
+ * peer gone, and this rank must not send or read an entry between them. If some processes ended
+ * and other peers closed their contexts, the error names only the ended processes, because the
+ * others probably closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !exchange_should_check_peers(x, now)) return EPIC_OK;
@@ -178,8 +176,8 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. Exception: if this
- * process was suspended during the search for culprits, the peers probably were too. Then
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. But if this process was
+ * suspended during the search for culprits, the peers probably were too. Then this function
  * restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
@@ -190,8 +188,8 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Adds the time since `start` to the waiting times of the ranks that this rank waits for, without
- * the time in which this process was suspended. */
+/* Adds the time since `start` to the waiting times for the awaited ranks, without the time in
+ * which this process was suspended. */
 static void exchange_count_wait(exchange *x, uint64_t start)
 {
     const uint64_t end = now_ns();
@@ -199,10 +197,10 @@ static void exchange_count_wait(exchange *x, uint64_t start)
     recorder_add_wait(x->ctx->recorder, x->operation, x->waits_for, ns);
 }
 
-/* Checks for a failure, for the deadline and for peers that are gone. Then sleeps once in
+/* Checks for a failure, for peers that are gone and for the deadline. Then sleeps once in
  * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free op slot.
- * If only one check has seen a peer gone, sleeps only until all data of that peer has arrived,
- * so that the second check comes soon. */
+ * If one check has seen a peer gone, sleeps only until all data of that peer has arrived, so
+ * that the second check comes soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -240,7 +238,7 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its number in *op_slot. Operations of any peer may hold
+/* Waits for a free op slot and stores its number in *op_slot. Operations with any peer may use
  * the op slots, so waits_for contains all other members. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
@@ -275,9 +273,9 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
     return EPIC_OK;
 }
 
-/* Compares the op header of rank r with the headers of this rank and of rank *healthy, the
- * first rank found whose header reports no error (-1: none yet). If two differ, breaks the
- * group with EPIC_EMISMATCH.
+/* Compares the op header of rank r with the headers of this rank and of rank *healthy. If two
+ * differ, breaks the group with EPIC_EMISMATCH. *healthy is the first rank found whose header
+ * reports no error, or -1. This function sets it if it is -1 and rank r reports no error.
  *
  * A header that reports an error leaves most other elements empty. So if this rank's own header
  * reports one, only the header of *healthy can show that rank r differs. */
@@ -297,8 +295,8 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
     return EPIC_OK;
 }
 
-/* Sets the op headers of this rank and of the vacant seats, and clears all others. The header of
- * a vacant seat is all zero: it has no tokens, no slots and no error. */
+/* Sets the op headers of this rank and of the vacant seats, and clears all others. The header
+ * of a vacant seat is all zero: no tokens, no slots and no error. */
 static void exchange_init_headers(exchange *x, const epic_op_header *mine)
 {
     static const epic_op_header vacant;
@@ -308,8 +306,8 @@ static void exchange_init_headers(exchange *x, const epic_op_header *mine)
     x->headers[x->rank] = mine;
 }
 
-/* Waits for the op headers of all members and compares them. If two headers differ, breaks the
- * group with EPIC_EMISMATCH. `mine` is the header of this rank. */
+/* Waits for the op headers of all members and compares them with `mine`, the header of this
+ * rank. If two headers differ, breaks the group with EPIC_EMISMATCH. */
 static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mine)
 {
     int healthy = mine->local[LOCAL_ERROR] ? -1 : x->rank;
@@ -333,8 +331,8 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 }
 
 /* Claims an op slot, sends the op header to all ranks, and waits for the headers of all ranks.
- * *out is the exchange if an op slot was claimed, even after an error. The caller must then
- * close it. */
+ * Sets *out to the exchange of the op slot if one was claimed, even if an error follows. The
+ * caller must close this exchange. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {

@@ -25,23 +25,23 @@
 #include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
-/* Size in bytes of a piece: a multiple of PIECE_UNIT, at most PIECE_MAX; only the last piece of
- * a row may differ. PIECE_UNIT is 1024 float64 elements, because dot products are computed in
- * blocks of 1024 elements. */
+/* A piece has a multiple of PIECE_UNIT bytes, at most PIECE_MAX. The last piece of a row may be
+ * shorter. PIECE_UNIT is 1024 float64 elements, because dot products are computed in blocks of
+ * 1024 elements. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
-/* Largest size in bytes of a trailer: the floats, one for each choice of a token, that follow a
- * row in its ring entry. */
+/* Largest size of a trailer in bytes. A trailer follows a row in its ring entry, and has one
+ * float for each choice of a token. */
 #define TRAILER_MAX 256
 #define TREE_LEVELS 18 /* a binary tree with 65536 leaves has 17 levels; one more is spare */
 
-/* The measured time of writing into one ring. ring_copy.h explains how it is used. */
+/* The measured time of writing into one ring (ring_copy.h). */
 typedef struct ring_write_time {
     /* average time of writing one cache line (moving average), in picoseconds */
     int32_t line_ps;
     uint32_t rows; /* rows written so far */
-    /* write_row_timed() writes this field, which is never read, with an atomic exchange,
-     * because that returns only after all earlier stores. */
+    /* Never read. write_row_timed() writes it with an atomic exchange, which returns only after
+     * all earlier stores. */
     _Atomic bool settled;
 } ring_write_time;
 
@@ -49,7 +49,7 @@ typedef struct ring_write_time {
  * directly. */
 typedef struct window_target {
     unsigned char *base; /* address in this process; NULL: this rank must not store into it */
-    int64_t bytes;       /* how many bytes of the peer's window there are from `base` on */
+    int64_t bytes;       /* number of bytes from `base` to the end of the peer's window */
 } window_target;
 
 /* State of the operation in one op slot of this rank. One thread at a time uses it. */
@@ -70,8 +70,7 @@ typedef struct exchange {
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
     /* how far this rank is in the exchange (PHASE_* in exchange.c); peers can read it */
     uint32_t phase;
-    /* true: the last check found that a peer is gone, and no entry was sent or read since then
-     */
+    /* true: the last check found a peer gone, and no entry was sent or read since */
     bool is_peer_gone;
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */
     uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
@@ -93,12 +92,13 @@ typedef struct exchange {
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
-    /* Bytes of the last entry that fill_entry() did not write into the ring, because it stored
-     * them into windows or no peer needs them. The flow sets it to 0 before each entry. */
+    /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
+     * it stored them into windows or no peer needs them. The flow sets it to 0 before each
+     * entry. */
     int64_t left_out_bytes;
     /* [num_ranks, 64] Unfinished dot products of combine_backward. Row r is for the token of
-     * rank r whose pieces are arriving: for each choice k, its gradient row times the expert's
-     * output row. */
+     * rank r whose pieces are arriving. Element k is the dot product of the token's gradient
+     * row and the expert's output for choice k. */
     double *sums;
     unsigned char *row;          /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
@@ -122,8 +122,8 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
 /* Ends the operation of x, which has succeeded, and begins the next operation of its tag in x,
- * without new op headers. So the first headers must contain everything that the ranks must
- * agree on. */
+ * without new op headers. So the op headers of the first operation must contain everything that
+ * the ranks must agree on in the second one. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation and its exchange, and returns `result`. The caller must not use x
@@ -131,8 +131,8 @@ void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 epic_result exchange_close(exchange *x, epic_result result);
 
 /* Sleeps until entries may have arrived or rings may have room. If an awaited peer is gone or
- * the deadline has passed, the group fails, and this call and all later ones of all ranks
- * return the error. */
+ * the deadline has passed, the group fails: this call and all later calls of all ranks return
+ * the error. */
 epic_result exchange_wait(exchange *x);
 
 /* Restarts the timeout of the next wait. A flow calls it after it has sent or read entries, so
@@ -146,14 +146,14 @@ static inline void exchange_count_bytes(exchange *x, int64_t bytes)
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
 }
 
-/* Returns true if the rank is a member of the group, but not this rank itself. */
+/* Returns true if the rank is a member of the group other than this rank. */
 static inline bool exchange_is_peer(const exchange *x, int rank)
 {
     return rank != x->rank && context_has_member(x->ctx, rank);
 }
 
-/* Adds a rank to waits_for, the set of ranks that this rank waits for. If this rank then waits
- * too long, peers read waits_for to find the rank that delays all others. */
+/* Adds a rank to waits_for. If this rank waits too long, peers read waits_for to find the rank
+ * that delays all others. */
 static inline void exchange_mark_awaited(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
@@ -165,7 +165,7 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* How a row is split: into num_pieces pieces of piece_bytes bytes. The last piece may be
+/* The pieces of a row: num_pieces pieces of piece_bytes bytes, of which the last may be
  * shorter. */
 typedef struct row_split {
     int64_t row_bytes;

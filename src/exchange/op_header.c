@@ -205,8 +205,8 @@ static epic_result saved_error(int rank, const int64_t *about)
 }
 
 /* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
- * which the group stays usable. The sentence is the rank's, perhaps without its end;
- * epic_fail() replaces bytes that are not valid text. */
+ * which the group stays usable. The error sentence is from that rank, and its end may be
+ * missing. epic_fail() replaces bytes that are not valid text. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {
     const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;

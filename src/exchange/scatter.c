@@ -12,18 +12,17 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* At most this many bytes are moved through one ring before the next ring has its turn. */
+/* most bytes to move through one ring before the flow serves the next ring */
 #define BATCH_BYTES (256 * 1024)
 
-/* State of one scatter flow, in which items are sent from their home rank to other ranks. */
+/* State of one scatter flow. */
 typedef struct scatter_state {
     exchange *x;
     const scatter *s;
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
     int64_t own_next; /* number of this rank's item that is passed to read_own_item() next */
-    /* At most this many entries are moved through one ring before the next ring has its
-     * turn. */
+    /* BATCH_BYTES, as a number of entries */
     int64_t batch;
 } scatter_state;
 
@@ -175,10 +174,8 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for to the peers that this rank waits for. These are the peers that still have
- * entries to send to this rank, and the peers to which this rank still has entries to send. If
- * this rank still has to send an entry through a ring to EVERYONE, it waits for all peers. A
- * vacant seat is no peer. */
+ * Sets x->waits_for to the peers with which it still has to exchange entries. If an entry for
+ * the ring to EVERYONE is left, these are all peers. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;

@@ -1,10 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_allreduce_sum on the host.
  *
- * A long array is split into blocks. Block b is owned by member b % num_members. First every rank
- * sends its numbers of each block to the block's owner, which adds them (a collect flow,
- * exchange.h). Then each owner sends its sums to all ranks (a scatter flow). So all ranks get
- * the same bits.
+ * A long array is split into blocks. Member b % num_members owns block b. First every rank
+ * sends its numbers of each block to the owner, which adds them (a collect flow, exchange.h).
+ * Then each owner sends its sums to all ranks (a scatter flow). So all ranks get the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
  * This takes one message delay instead of three. The order of the additions is that of long
@@ -23,15 +22,13 @@ typedef struct sum_call {
     exchange *x;
 } sum_call;
 
-/* Returns the number, in the order of the array, of the block that the flows send as item
- * number `item` of rank `owner`. */
+/* Returns the number of the block that is item number `item` of rank `owner`. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     const epic_context *ctx = s->x->ctx;
     return item * ctx->num_members + context_member_number(ctx, owner);
 }
 
-/* Returns the address of a block in the caller's array. */
 static float *block_at(const sum_call *s, int64_t block)
 {
     return s->args->data + block * BLOCK;
@@ -61,9 +58,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows of members [first, first + count) in a binary tree. Each row has n floats.
- * count is a power of two. Returns the address of the sum: the only row if count is 1, otherwise row
- * number `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+/* Adds the rows [first, first + count) of n floats each in a binary tree. count is a power of
+ * two. Returns the address of the sum: the only row if count is 1, otherwise row number `level`
+ * of x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -76,9 +73,8 @@ static const void *sum_join_ranks(const sum_call *s, const void *const *rows, in
     return out;
 }
 
-/* Adds rows[r] of all members r and writes the sum to `out`. rows[r] of a vacant seat r is NULL.
- * The order of the additions is the one that the caller of epic_allreduce_sum chose. `out` may
- * be one of the rows. */
+/* Adds rows[r] of all members r in the order args->order, and writes the sum to `out`, which
+ * may be one of the rows. rows[r] of a vacant seat r is NULL. */
 static void sum_add_rows(const sum_call *s, float *out, const void *const *rows, int64_t n)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -104,8 +100,8 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both halves of the sum, which ask whether a rank
- * sends (receives) an item. Every member sends and receives every item. */
+/* The callbacks is_sent and is_received of both halves of the sum. Every member sends and
+ * receives every item. */
 static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
     (void)item;
@@ -139,7 +135,6 @@ static void skip_own_block(void *self, int64_t item)
     (void)self, (void)item;
 }
 
-/* Sums a long array: runs the collect flow, then the scatter flow. */
 static epic_result sum_in_blocks(sum_call *s)
 {
     exchange *x = s->x;
@@ -168,7 +163,6 @@ static epic_result sum_in_blocks(sum_call *s)
     return scatter_run(x, &give);
 }
 
-/* Returns true if the array fits into an op header. */
 static bool is_short(const epic_allreduce_sum_args *args)
 {
     return args->count * (int64_t)sizeof(float) <= OP_PAYLOAD_BYTES;

@@ -310,9 +310,8 @@ static const void *join_subtrees(const combine_call *c, const void *const *at, i
     return out;
 }
 
-/* Writes to `out` the sum of the partials of all ranks, added in a binary tree. The partial of
- * rank r is leaf number plan.position_of[r] of the tree. rows[r] is the partial of rank r, or
- * NULL, also for a vacant seat. */
+/* Writes to `out` the sum of the partials rows[r] of all ranks r (NULL: none), added in a
+ * binary tree. Rank r is leaf number plan.position_of[r] of the tree. */
 static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];

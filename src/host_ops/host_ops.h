@@ -26,8 +26,8 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
-/* The second half of epic_plan_dispatch: sends the rows in x, the exchange in which the plan
- * was made. The op headers of the plan also contain the data that ranks compare for the
+/* Runs the second half of epic_plan_dispatch: sends the rows in x, the exchange in which the
+ * plan was made. The op headers of the plan also contain the data that ranks compare for the
  * dispatch, so there are no new ones. Closes x and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
@@ -47,7 +47,7 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Like host_allreduce_sum(), but with a copy of `about` as the op header, in which only the
+/* Sums like epic_allreduce_sum, with a copy of `about` as the op header, in which only the
  * elements for the sum are replaced. So the ranks also compare the other elements of
  * about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
@@ -66,7 +66,8 @@ typedef struct plan_op {
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Like plan_op_begin(), but does not check the plan, because the caller has just made it. */
+/* Prepares the op header of an operation whose plan the caller has just made. Does not check
+ * the bytes of the plan. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* Copies to an op header the fields of a layer that must be equal on all ranks. */

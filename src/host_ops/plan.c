@@ -97,8 +97,7 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
-/* Returns the number of slots of this rank, 0 if it has no limit: the capacity, or the limit in
- * memory if that is smaller. */
+/* Returns the capacity of this rank in slots; 0: no limit. *capacity_limit may lower it. */
 static int64_t read_capacity(const epic_plan_args *args)
 {
     if (!args->capacity_limit) return args->capacity;
@@ -106,8 +105,8 @@ static int64_t read_capacity(const epic_plan_args *args)
     return args->capacity && args->capacity < limit ? args->capacity : limit;
 }
 
-/* Sets p->tables. Fills in the op header: the layer, the hashes of the tables, the first error in
- * the data, and the ids if they fit. */
+/* Sets p->tables. Fills in the op header: the layer, the hashes of the tables, the first error
+ * in the data, and the ids if they fit. */
 static void plan_fill_header(planning *p, const epic_context *ctx, const op_header_extra *extra)
 {
     const epic_plan_args *args = p->args;
@@ -138,8 +137,8 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* The callbacks scatter.is_sent and scatter.is_received (exchange.h), which ask whether a rank
- * sends (receives) the ids of a token. Every member sends its ids to all members. */
+/* The callbacks scatter.is_sent and scatter.is_received (exchange.h). Every member sends its
+ * ids to all members. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -167,7 +166,6 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
  * already in place. */
 static void skip_own_ids(void *self, int64_t item)
 {
-    /* nothing to do: exchange_ids() has already copied the ids of this rank */
     (void)self, (void)item;
 }
 
@@ -228,8 +226,8 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Zeroes the output `logical_load`, or without replicas `load` if seats are vacant. The planner
- * counts the choices of absent experts in it. write_counts() adds the other choices. */
+/* Zeroes the output in which the planner counts the choices of absent experts: logical_load or,
+ * without replicas and with vacant seats, `load`. write_counts() adds the other choices. */
 static void clear_absent_load(planning *p)
 {
     const epic_layer *layer = &p->layer;

@@ -233,7 +233,6 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
     return check_memory("workspace", c->workspace, c->workspace_bytes, j->work_bytes);
 }
 
-/* Checks the type of the caller's losses. 0 stands for EPIC_F32. */
 static epic_result check_loss_type(const moe_job *j, uint32_t type)
 {
     if (type == 0 || type == EPIC_F32 || (type == EPIC_F64 && j->is_f64)) return EPIC_OK;
@@ -265,13 +264,13 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Which
- * replica computes a choice depends on other tokens. With replicas in several leaves, the order
- * in which combine adds the rows would too. Ignores invalid entries, which epic_plan reports.
- */
+/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Other
+ * tokens decide which replica computes a choice. If the replicas were in several leaves, other
+ * tokens would also decide in which order combine adds the rows. Ignores invalid entries, which
+ * epic_plan reports. */
 static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
 {
-    uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves that the loop has left */
+    uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves before the current one */
     if (!j->is_invariant || !logical_of_expert) return EPIC_OK;
     const uint32_t experts = j->layer.num_experts, logical = j->layer.num_logical;
     const uint32_t of_leaf = experts / j->layer.leaves;

@@ -12,8 +12,8 @@
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning);
 
-/* Like moe_read_forward_args(), but for epic_moe_backward. *g has the arrays for the caller's
- * gradients. */
+/* Reads and checks the arguments of epic_moe_backward, and fills in *j. *g has the arrays for
+ * the caller's gradients. Returns the errors that moe_read_forward_args() returns. */
 epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
                                    const epic_moe_gradients *g);
 

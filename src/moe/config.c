@@ -137,7 +137,6 @@ static epic_result check_shapes(const moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Returns true if x is a valid coefficient of a loss. */
 static bool is_coeff(double x)
 {
     return isfinite(x) && x >= 0;
@@ -187,7 +186,6 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns a / b, rounded up. */
 static int64_t ceil_div(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
@@ -204,8 +202,8 @@ static int64_t num_levels(int64_t blocks)
     return levels;
 }
 
-/* Computes the memory that the experts, or the shared expert, need. `name` is the name of the
- * option, with which an error sentence begins. */
+/* Computes the memory that the experts, or the shared expert, need. Error sentences begin with
+ * `name`, the name of the option. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
 {
@@ -247,10 +245,10 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Sets the number of tokens of a batch. Also sets deciding_tokens, the number of tokens by
- * which the gate chooses its method. In tree order, deciding_tokens must not depend on the
- * number of ranks. It is at most the number of tokens of GATE_BLOCKS blocks, because each rank
- * of a group with many leaves computes only a few blocks. */
+/* Sets the number of tokens of a batch, and deciding_tokens, by which the gate chooses its
+ * method. In tree order, deciding_tokens must not depend on the number of ranks. It is at most
+ * the number of tokens of GATE_BLOCKS blocks, because each rank of a group with many leaves
+ * computes only a few blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;

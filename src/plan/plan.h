@@ -146,8 +146,8 @@ typedef struct planner {
     int32_t *ids;
     const seat_set *members; /* NULL: every rank is a member */
     bool has_absent;         /* true: logical_of may contain EPIC_ABSENT */
-    /* [number of ids] Here planner_finish() adds the number of choices of each absent expert
-     * (with replicas: logical expert). NULL: they are not counted. */
+    /* [number of ids] planner_finish() adds to it the number of choices of each absent expert
+     * (with replicas: logical expert). NULL: these choices are not counted. */
     int32_t *absent_load;
     /* The arrays from here on are in the planner's workspace. */
     int32_t *count; /* [num_experts] number of choices of each expert in the whole group */
@@ -167,9 +167,8 @@ typedef struct planner {
      * rank's slots suffice: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
      * choices. */
     int32_t *keep_limit;
-    /* [num_ranks] bounds of the binary search for keep_limit: the largest limit with which the
-     * rank's slots are known to suffice, and the smallest one with which they are known not to.
-     */
+    /* [num_ranks] bounds of the binary search for keep_limit: the largest limit that is known
+     * to fit into the rank's slots, and the smallest one that is known not to fit */
     int32_t *limit_fits, *limit_fails;
     int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
@@ -195,11 +194,10 @@ typedef enum placement_error {
     PLACEMENT_VACANT   /* the owner is a vacant seat */
 } placement_error;
 
-/* Checks rank_of_expert. Sets *expert to the first expert whose owner is invalid, and returns
- * the error. If rank_of_expert is NULL and every rank is a member, it is valid. With EPIC_TREE
- * the experts form num_members blocks of equal size, and each member must own exactly one of
- * these blocks. In a layer without replicas and without EPIC_DROP_ABSENT, the owner of each
- * expert must be a member. */
+/* Checks the placement of the experts. Sets *expert to the first expert whose owner is invalid,
+ * and returns the error. With EPIC_TREE the experts form num_members blocks of equal size, and
+ * each member must own exactly one of these blocks. In a layer without replicas and without
+ * EPIC_DROP_ABSENT, the owner of each expert must be a member. */
 placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
                                       const plan_tables *tables, uint32_t *expert);
 
@@ -212,8 +210,8 @@ typedef struct replicas_error {
 } replicas_error;
 
 /* Checks the table of replicas, which may be NULL. Sets tables->has_absent. Returns the first
- * error. Without EPIC_DROP_ABSENT each logical expert must have a replica on a member. The placement of the
- * experts must be valid. */
+ * error. Without EPIC_DROP_ABSENT each logical expert must have a replica on a member. The
+ * placement of the experts must be valid. */
 replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_tables *tables);
 
 /* Begins a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
@@ -226,9 +224,9 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
  * choices of absent experts. */
 void planner_add_logical_load(const planner *p, int32_t *logical_load);
 
-/* Replaces the logical expert of each choice in p->ids by one of its replicas on members. If its
- * expert is absent, replaces the id by EPIC_FATE_ABSENT. An expert is absent if it has no
- * member as owner. A logical expert is absent if it has no replica that a member owns. */
+/* Replaces the logical expert of each choice in p->ids by one of its replicas on members. If
+ * the expert is absent, replaces the id by EPIC_FATE_ABSENT. An expert is absent if no member
+ * owns it. A logical expert is absent if no member owns a replica of it. */
 void planner_choose_replicas(planner *p);
 
 /* Sets p->expert_quota[e], the number of choices that expert e may keep within expert_capacity.
@@ -236,9 +234,9 @@ void planner_choose_replicas(planner *p);
 void planner_deal_capacity(planner *p);
 
 /* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
- * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity and
- * p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW, and the error sentence names the
- * lowest such rank. The plan is then complete but has no slots. */
+ * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity
+ * and p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW, and the
+ * error sentence names the lowest such rank. The plan is then complete but has no slots. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

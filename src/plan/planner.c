@@ -1,10 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides where every choice goes, once the expert ids of all ranks are known. All ranks
- * compute the same plan from the same ids, so no rank has to send its result. A choice is a
- * pair (token, k).
- *
- * All ranks compute the same plan from the same ids, so no rank has to send its result. A
- * choice is a pair (token, k). The steps are:
+/* Decides where every choice goes, once the expert ids of all ranks are known. A choice is a
+ * pair (token, k). All ranks compute the same plan from the same ids, so no rank has to send
+ * its result. The steps are:
  * 1. Replace each logical expert by one of its replicas, and drop choices of absent experts.
  * 2. Count the choices of each expert.
  * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
@@ -104,8 +101,8 @@ static bool is_kept(planner *p, int32_t id)
     return is_priority_by_k(p) ? id == e : drop_reason_of(p, e, p->next[e]++) == 0;
 }
 
-/* Called only for FLAT layers. Counts in needed[] the rows that each rank needs. A token needs
- * one row on each rank that keeps at least one of its choices. */
+/* For FLAT layers: counts in needed[] the rows that each rank needs. A token needs one row on
+ * each rank that keeps at least one of its choices. */
 static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
@@ -127,8 +124,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts in needed[] the slots that each rank needs at present. Expert e of rank r
- * keeps at most min(num_kept[e], keep_limit[r]) choices. */
+/* Counts in needed[] the slots that each rank needs at present. Expert e of rank r keeps at
+ * most min(num_kept[e], keep_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -151,8 +148,8 @@ static bool is_over(const planner *p, int32_t rank)
 }
 
 /* Lowers p->num_kept of the experts on each rank that needs more slots than its capacity. All
- * experts of such a rank get the same keep limit: the largest one with which the rank's slots
- * suffice.
+ * experts of such a rank get the same keep limit: the largest one for which the rank has enough
+ * slots.
  *
  * A binary search finds the limits of all ranks at the same time, between limit_fits[rank] and
  * limit_fails[rank]. For a rank within its capacity, the two are equal from the start. */
@@ -295,9 +292,9 @@ static void record_fates(planner *p, int64_t token, const choices *c)
     }
 }
 
-/* Like place_token(), but for a token of another rank. Replaces the id of each choice that goes
- * to `rank` (this rank) by its slot, and all other ids by -1. Increments next[] for all
- * experts, so that later choices get the correct positions. */
+/* Places a token of another rank: replaces the id of each choice that goes to `rank` (this
+ * rank) by its slot, and all other ids by -1. Increments next[] for all experts, so that later
+ * choices get the correct positions. */
 static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {

@@ -5,7 +5,8 @@
 
 #include "plan/plan.h"
 
-/* Removes the logical experts without a replica on a member from the set `has`. */
+/* Sets the bits of `has` for the logical experts that have a replica on a member, and clears
+ * all other bits. */
 static void find_on_members(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint64_t *has)
 {
@@ -40,13 +41,15 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a circular list, so that the choices of the
- * logical expert go to its replicas one after the other. Leaves out experts that are replicas
- * of no logical expert, and experts on vacant seats. Sets turn[logical] to the replica for the
- * next choice of `logical`, or to -1 if it has none, and after[expert] to the replica that
- * follows `expert` in its list. Returns whether each logical expert has a replica. Both arrays
- * are parts of the planner's workspace that are not in use yet. The function is compiled for each
- * value of has_absent, so that the usual case makes no test for each expert. */
+/* Links the replicas of each logical expert in a circular list, so that its choices go to the
+ * replicas one after the other. Leaves out experts that are replicas of no logical expert, and
+ * experts on vacant seats. Sets turn[logical] to the replica for the next choice, or to -1 if
+ * there is none, and after[expert] to the next replica in the list. Returns whether each
+ * logical expert has a replica. Both arrays are parts of the planner's workspace that are not
+ * in use yet.
+ *
+ * The function is compiled for each value of has_absent, so that the usual case tests nothing
+ * for each expert. */
 static inline __attribute__((always_inline)) bool link_replicas(const planner *p, int32_t *turn,
                                                                 int32_t *after, bool has_absent)
 {
@@ -117,8 +120,8 @@ void planner_add_logical_load(const planner *p, int32_t *logical_load)
 }
 
 /* Sets p->expert_quota (plan.h). Choice number n of a logical expert with r replicas goes to
- * its replica number n % r. The logical expert keeps only its first `capacity` choices. So
- * replica number i keeps (capacity + r - 1 - i) / r of them. */
+ * replica number n % r. The logical expert keeps its first `capacity` choices, so replica
+ * number i keeps (capacity + r - 1 - i) / r of them. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;
