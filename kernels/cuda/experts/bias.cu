@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradients of the experts' biases: out[e] is the sum of weight * row over the rows of expert e
- * that hold a token.
+/* The gradients of the experts' biases: out[e] is the sum of weight * row over the rows of
+ * expert e that hold a token.
  *
  *   rows  [slots, n]    input
  *   out   [experts, n]  output: overwritten, or added to
@@ -9,8 +9,7 @@
  *   warp  every WARPS-th row of the expert's slab; its lanes add two columns each
  *   the first 64 threads   add the sums of the warps in a fixed order, one column each
  *
- * The kernel accesses only memory of this rank. It reads slabs that an earlier kernel on the stream
- * has written (experts/slabs.cu), so no fence is needed. */
+ * An earlier kernel on the stream has written the slabs, so no fence is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -20,9 +19,8 @@
 /* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds this warp's share of the rows of an expert's slab, each times its weight, to sum: rows
- * `warp`, warp + WARPS, warp + 2 WARPS, ... Each lane adds two columns: `column` to sum[0] and
- * column + 32 to sum[1]. */
+/* Adds rows `warp`, warp + WARPS, ... of an expert's slab, each times its weight, to sum. Each
+ * lane adds column `column` to sum[0] and column + 32 to sum[1]. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])
@@ -49,9 +47,6 @@ static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const s
     }
 }
 
-/* Computes the gradients of the biases: for each expert the weighted sum of its rows. A CTA
- * computes 64 columns of one expert, and adds the sums of its warps in a fixed order, so that
- * every run gives the same bits. */
 static __global__ void __launch_bounds__(THREADS)
     bias_kernel(const __grid_constant__ p2p_bias_job job)
 {

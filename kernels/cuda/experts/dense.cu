@@ -1,23 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Small kernels of a layer's dense part: the gate, the shared expert and the losses. They
- * access only memory of this rank. experts/grouped.h describes their arguments.
+/* Small kernels of a layer's dense part: the gate, the shared expert and the losses.
+ * experts/grouped.h describes their arguments.
  *
  *   rows_kernel       to = from, or to += from           one thread per number
  *   trees_kernel      values [2, n] -> two sums          one warp
  *   losses_kernel     balance loss, z-loss -> their sum  one thread
  *   incoming_kernel   gradients of the two losses        one thread
  *
- * The kernels of experts/grouped_plain.cu and experts/grouped_hopper.cu compute the matrix
- * products of the dense part. In these products all rows form one slab, as if there were only
- * one expert. */
+ * The matrix products of the dense part are in experts/grouped.h; all rows form one slab. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Computes to += from or, if job.replace is 1, to = from. If `from` is NULL, zeros are used in
- * its place. Each thread computes one element at a time. */
+/* Computes to += from or, with job.replace, to = from. `from` is zeros if it is NULL. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
@@ -30,9 +27,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Adds the n numbers (a power of two) of each row of values [2, n] in a binary tree, and writes
- * the two sums to values[0] and values[1]. One warp works on both rows as one array of 2 * n
- * numbers. At each level of the tree, lane i adds the pairs with numbers i, i + 32, and so on.
- */
+ * the sums to values[0] and values[1]. One warp works on both rows as one array. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {
@@ -43,8 +38,6 @@ static __global__ void trees_kernel(float *values, int64_t n)
     if (threadIdx.x == 0) values[1] = values[n];
 }
 
-/* Writes the two losses and their sum to the caller's addresses that are not NULL. Only thread
- * 0 works. */
 static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job job)
 {
     if (threadIdx.x != 0) return;
@@ -54,9 +47,6 @@ static __global__ void losses_kernel(const __grid_constant__ p2p_sum_losses_job 
     if (job.to_second) *job.to_second = second;
 }
 
-/* Writes the gradients of the balance loss and of the z-loss to job.to: each is the sum of the
- * caller's gradient of that loss and of the caller's gradient of both losses' sum. Only thread
- * 0 works. */
 static __global__ void incoming_kernel(const __grid_constant__ p2p_loss_gradients_job job)
 {
     if (threadIdx.x != 0) return;

@@ -1,15 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels for two parts of a layer that each rank computes for its own tokens without dispatch.
- * These are the gate of the shared expert, and the zero-experts, whose output is their input.
- * The header src/rules/layer_tokens.h describes the arrays.
+/* Kernels for two parts of a layer that each rank computes for its own tokens without dispatch:
+ * the gate of the shared expert, and the zero-experts, whose output is their input.
+ * experts/dense_tokens.h describes the kernels, src/rules/layer_tokens.h the arrays.
  *
  *   sent_kernel           ids for dispatch                       one thread per choice
  *   shared_gate_kernel    weight of the shared expert            one warp per token
  *   shared_slope_kernel   gradient through the sigmoid           one thread per token
  *   zero_weights_kernel   gradient of the zero-experts' weights  one warp per token
- *   finish_kernel         sum of the parts of an output row      one warp per token
- *
- * The kernels access only memory of this rank, so none of them waits for a peer. */
+ *   finish_kernel         sum of the parts of an output row      one warp per token */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/dense_tokens.h"
@@ -26,7 +24,6 @@ template <class T> static __device__ __forceinline__ T add_lanes(T x)
     return x;
 }
 
-/* Returns the number of the first token on which this warp works. */
 static __device__ __forceinline__ int64_t first_token()
 {
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
@@ -38,16 +35,13 @@ static __device__ __forceinline__ int64_t token_step()
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns true if element `choice` of topk_idx is the id of a zero-expert (an expert whose
- * output is its input): num_experts to num_columns - 1. The caller's own ids may be larger,
- * which the plan reports as an error. */
+/* Returns true if a choice is a zero-expert. The plan reports larger ids as errors. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
-/* Returns, on every lane, the sum of the weights of a token's choices that are zero-experts
- * (whose output is their input). */
+/* Returns the sum of the weights of a token's zero-experts, on every lane. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -57,8 +51,6 @@ static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64
     return add_lanes(w);
 }
 
-/* Copies topk_idx to choices [num_tokens, top_k], with -1 in place of each zero-expert (an
- * expert whose output is its input), to which dispatch then sends no rows. */
 static __global__ void __launch_bounds__(THREADS)
     sent_kernel(const __grid_constant__ layer_tokens t, int32_t *choices)
 {
@@ -67,8 +59,7 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
- * sigmoid(dot(x, w_shared_gate)). Adds in float64, as the CPU code does. */
+/* Adds in float64, as the CPU code does. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -83,8 +74,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Multiplies d_shared_weights [num_tokens], the gradient of the sigmoid's value s, by s * (1 -
- * s), in place, which gives the gradient of the sigmoid's argument. */
+/* Multiplies the gradient of the sigmoid's value s by the sigmoid's slope s * (1 - s). */
 static __global__ void __launch_bounds__(THREADS)
     shared_slope_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -96,9 +86,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Writes the gradient of the weight of each choice that is a zero-expert to d_weights:
- * dot(d_out, x) of the token, because the zero-expert's output is weight * x. The other
- * elements stay unchanged. */
+/* The output of a zero-expert is weight * x, so the gradient of the weight is dot(d_out, x). */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -127,19 +115,16 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row, and stores the sum to rows.to. In backward, adds
- * the parts of the gradient row instead. t.d_out is NULL in forward. zero_weight is the sum of
- * the token's weights of zero-experts.
+/* Adds the parts of each token's output row or, in backward, of its gradient row, and stores
+ * the sum to rows.to. zero_weight is the sum of the token's weights of zero-experts.
  *   forward   out = rows.a (from combine) + zero_weight * x + rows.b (from the shared expert)
- *   backward  d_x = rows.a + zero_weight * d_out + rows.b + d_shared_weights * w_shared_gate
- * Each lane loads and stores vectors of V numbers. */
+ *   backward  d_x = rows.a + zero_weight * d_out + rows.b + d_shared_weights * w_shared_gate */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     finish_kernel(const __grid_constant__ layer_tokens t,
                   const __grid_constant__ layer_rows rows)
 {
-    /* the row that a zero-expert passes through: x in forward, its gradient d_out in backward
-     */
+    /* the row that a zero-expert copies: x or, in backward, its gradient d_out */
     const void *const through = t.d_out ? t.d_out : t.x;
     for (int64_t token = first_token(); token < t.num_tokens; token += token_step()) {
         const float w = zero_weight(t, token);
@@ -161,8 +146,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch, at most 8 * sms, for `units` tokens or choices, of
- * which a CTA processes `each` at a time. */
+/* Returns the number of CTAs for `units` tokens or choices, `each` per CTA. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

@@ -31,16 +31,14 @@ cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t
  * gradient rows instead. layer_rows (src/rules/layer_tokens.h) has the formulas. */
 cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
                               cudaStream_t stream);
-/* Loads the kernels on the current device. Called at open, so that no later launch has to load
- * them. */
+/* Loads the kernels on the current device at open, so that no later launch has to load them. */
 cudaError_t p2p_load_dense_tokens(void);
 
 /* Arguments of p2p_launch_fits(), which checks that a plan fits its layer. */
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan; /* the plan to check */
-    /* Output: two arrays [num_local], which become zero if the plan does not fit the layer, so
-     * that later kernels process no rows. */
+    /* outputs [num_local]: set to zero if the plan does not fit, so no rows are processed */
     int32_t *expert_rows, *expert_tokens;
     /* number of experts per rank for which the layer's memory has space */
     int32_t num_local;

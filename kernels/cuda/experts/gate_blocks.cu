@@ -1,18 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels for the gradients of the gate's weights, if they are computed for several blocks of
- * tokens (moe/moe.h) with the same launches. A grouped product (experts/grouped.h) computes one
- * gradient for each block, or for each slice of a block. For this product, a block or slice is
- * like a slab, the rows of one expert. The kernels in this file run before and after this
- * product:
+/* Kernels for the gradients of the gate's weights in calls with several blocks of tokens
+ * (moe/moe.h). One grouped product (experts/grouped.h) computes a gradient for each block, or
+ * for each slice of a block, which takes the place of a slab. These kernels run before and
+ * after it:
  *
  *   blocks_kernel  -> tiles of all tokens, slabs of blocks and slices    one CTA
  *   leaves_kernel  sums of all slices and components -> gradient [rows, columns]
  *                                                                        one thread per number
  *
- * leaves_kernel adds the gradients of the blocks in a binary tree, whose leaves are the blocks.
- * It adds the terms of one block in the same order as slices_kernel and fold_kernel. So the
- * result has the same bits as if each block had a call of its own, and the results of these
- * calls were added in the tree. */
+ * leaves_kernel adds the terms of one block in the same order as slices_kernel and fold_kernel,
+ * and then the blocks in a binary tree. So the result has the same bits as calls with one block
+ * each, whose results are added in the tree. */
 #include "cuda/common/launch.cuh"
 #include "cuda/experts/grouped.h"
 
@@ -25,8 +23,7 @@ static __device__ __forceinline__ int64_t begin_of(const gate_blocks &b, int64_t
     return ((b.first + index) * b.units / b.total - b.first * b.units / b.total) * b.unit;
 }
 
-/* The kernel: writes where the tokens of each block and of each slice are (their slabs), and
- * the tiles of all tokens. */
+/* Writes the slabs of the blocks and of their slices, and the tiles of all tokens. */
 static __global__ void __launch_bounds__(THREADS)
     blocks_kernel(const __grid_constant__ p2p_gate_blocks_job job)
 {
@@ -53,10 +50,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The kernel. Each leaf of the tree is the gradient of one block of tokens. Adds the terms of
- * each leaf in order, and then the leaves in a binary tree: the sum x[b + distance] to the sum
- * x[b], with a `distance` that doubles from level to level. A thread can load the terms of all
- * leaves at the same time, because they do not depend on each other. */
+/* Adds the terms of each leaf (one block) in order, then the leaves in a binary tree: x[b +
+ * distance] to x[b], for distances 1, 2, 4 and so on. Loads the terms of all leaves at once. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

@@ -23,15 +23,13 @@
 #include "rules/gate_layout.h"
 #include "rules/rule.h"
 
-/* the kernels without tensor cores (experts/grouped_plain.cu) add this many terms of a sum per
- * step */
+/* terms that the kernels without tensor cores add per step (experts/grouped_plain.cu) */
 #define EXPERTS_PLAIN_STEP 16
 /* largest number of rows of the kernel for few rows (experts/grouped_few.cu) */
 #define EXPERTS_FEW_ROWS 128
 
 /* Returns the number of terms of a slice in the kernels without tensor cores: a multiple of
- * EXPERTS_PLAIN_STEP. The last slices can be shorter or empty. `depth`: number of terms of the
- * whole sum. */
+ * EXPERTS_PLAIN_STEP. `depth`: terms of the whole sum. The last slices may be short or empty. */
 RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 {
     const int64_t cut = slices * EXPERTS_PLAIN_STEP;
@@ -42,15 +40,12 @@ RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 extern "C" {
 #endif
 
-/* Describes where the experts' slabs of rows are, and how they are cut into tiles. For each
- * call of the library, p2p_launch_slabs() computes `tiles` and `slabs` once. All later kernels
- * of that call read them. */
+/* The slabs of the experts' rows, and their tiles. p2p_launch_slabs() computes `tiles` and
+ * `slabs` once for each call of the library. */
 typedef struct p2p_slabs {
-    /* [num_experts]: number of rows of each expert's slab, passed by the caller. NULL: there is
-     * one expert, which has all rows of the buffer */
+    /* [num_experts]: rows of each slab. NULL: one expert has all rows of the buffer */
     const int32_t *expert_rows;
-    /* [num_experts]: how many rows of each expert's slab hold a token; the others are padding.
-     * NULL: all rows hold a token */
+    /* [num_experts]: rows of each slab that hold a token, not padding. NULL: all rows */
     const int32_t *expert_tokens;
     int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
     /* [most_tiles]: the tiles; each has up to EXPERTS_TILE_ROWS rows of one slab */
@@ -61,69 +56,58 @@ typedef struct p2p_slabs {
     int32_t most_tiles;  /* upper bound of *num_tiles; the host knows only this bound */
 } p2p_slabs;
 
-/* Arguments of a matrix product over slabs. `pass` selects one of the three products that
- * epic_gemm_pass defines. Comments call these products FORWARD (y), INPUT (the gradient of x)
- * and WEIGHT (the gradient of the weights). FORWARD and INPUT products read matrix b with the
- * shape [experts, k, n]. There is one exception: FORWARD products of e4m3 matrices read
- * [experts, n, k], because the tensor cores read e4m3 only if the summed dimension (k) is
- * contiguous. WEIGHT products do not support e4m3. */
+/* Arguments of a matrix product over slabs. `pass` (epic_gemm_pass) selects FORWARD (y), INPUT
+ * (the gradient of x) or WEIGHT (the gradient of the weights). FORWARD and INPUT read matrix b
+ * as [experts, k, n], but FORWARD of e4m3 reads [experts, n, k]: the tensor cores read e4m3
+ * only if the summed dimension (k) is contiguous. WEIGHT does not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
     const void *b; /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
-    /* Only in FORWARD: bias [experts, n], added to the rows that hold a token. NULL: no
-     * bias. */
+    /* FORWARD: bias [experts, n], added to the rows that hold a token. NULL: none */
     const void *bias;
-    /* [slots]: for each row, a factor by which the bias is multiplied before it is added to the
-     * row; NULL: 1 */
+    /* [slots]: factor of the bias in each row. NULL: 1 */
     const float *bias_weights;
-    /* only if row_type is EPIC_E4M3: [slots, blocks], the scales of matrix a, one for each 128
-     * numbers of a row */
+    /* row_type EPIC_E4M3: [slots, blocks], scales of a, one for each 128 numbers of a row */
     const float *a_scales;
-    /* only if row_type is EPIC_E4M3: [experts, blocks, blocks], the scales of matrix b, one for
-     * each 128 x 128 numbers */
+    /* row_type EPIC_E4M3: [experts, blocks, blocks], scales of b, for 128 x 128 numbers each */
     const float *b_scales;
-    /* Only in INPUT: an array with the shape and type of out, which is added to the result.
-     * NULL: nothing is added. */
+    /* INPUT: an array with the shape and type of out that is added to the result. NULL: none */
     const void *addend;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
     uint32_t row_type; /* epic_type of x and d_x */
     uint32_t y_type;   /* epic_type of y and d_y; 0: the same type as row_type */
-    /* epic_type of matrix b (in FORWARD and INPUT) and of bias. It may be EPIC_E4M3 only if
-     * row_type is EPIC_E4M3, and in this case bias has y_type. */
+    /* epic_type of matrix b (in FORWARD and INPUT) and of bias. EPIC_E4M3 only if row_type is
+     * EPIC_E4M3; the bias then has y_type. */
     uint32_t weight_type;
-    /* Only in WEIGHT: epic_type of out. In FORWARD, out has y_type. In INPUT, out has row_type
-     * or, if row_type is EPIC_E4M3, y_type. */
+    /* WEIGHT: epic_type of out. In FORWARD out has y_type. In INPUT it has row_type or, if
+     * row_type is EPIC_E4M3, y_type. */
     uint32_t out_type;
     /* Only in WEIGHT and INPUT. 1: add the result to out; 0: overwrite out. */
     int32_t accumulate;
-    /* Only in FORWARD and INPUT. 1: rows of `out` without a token may keep their contents, because
-     * no kernel reads them. 0: they become zero. */
+    /* FORWARD, INPUT. 0: rows of `out` without a token become zero. 1: they need not. */
     int32_t leave_padding;
     int32_t sms; /* largest number of CTAs to launch */
-    /* The tiles of `out` form rows and columns. The kernel computes them in groups of this many
-     * rows of tiles. Within a group it goes from one column of tiles to the next, so that the
-     * tiles of a column read the same part of matrix b from the L2 cache. Kernels with clusters
-     * of two CTAs count pairs of rows of tiles. 0: the launcher chooses the number. */
+    /* The kernel computes the tiles of `out` in groups of this many rows of tiles, and within a
+     * group column by column, so that the tiles of a column read the same part of matrix b from
+     * the L2 cache. Clusters of two CTAs count pairs of rows. 0: the launcher chooses the
+     * number. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
-    /* If above 1: each sum along the summed dimension is divided into this many slices (parts),
-     * which different CTAs compute. Allowed only for products with one slab that fills all
-     * slots. p2p_launch_plain_gemm() adds the sums of the slices, and
-     * p2p_launch_hopper_slices() does not add them. p2p_launch_hopper_gemm() does not support
-     * slices. */
+    /* Above 1: each sum is divided into this many slices, which different CTAs compute. Only
+     * for products with one slab that fills all slots. p2p_launch_plain_gemm() adds the sums of
+     * the slices. p2p_launch_hopper_slices() leaves this to its caller.
+     * p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
-    /* only with slices: memory for the sum of each slice, [slices, rows of out, columns of
-     * out] */
+    /* with slices: [slices, rows of out, columns of out], the sum of each slice */
     float *slice_sums;
 } p2p_gemm;
 
-/* Returns the arguments of an INPUT product that computes the same sums as the e4m3 product `g`.
- * Launchers call it, because for e4m3 the kernels are compiled only with the pass INPUT. For a
- * FORWARD product, the function sets the pass to INPUT and swaps k and n. This is enough,
- * because FORWARD products of e4m3 have matrix b in the layout of an INPUT product. */
+/* Returns an INPUT product that computes the same sums as the e4m3 product `g`, because the
+ * kernels for e4m3 are compiled only for INPUT. FORWARD becomes INPUT by swapping k and n,
+ * because FORWARD of e4m3 reads matrix b in the layout of INPUT. */
 RULE p2p_gemm p2p_as_input(p2p_gemm g)
 {
     const int64_t k = g.k;
@@ -140,7 +124,7 @@ RULE p2p_gemm p2p_as_input(p2p_gemm g)
 typedef struct p2p_activation_job {
     p2p_slabs slabs;
     epic_experts experts; /* the caller's description of the experts, with defaults filled in */
-    /* [slots, width]: result of the first product, without the input weight and the bias */
+    /* [slots, width]: result of the first product, before the input weight and the bias */
     const void *gate_up;
     const void *bias; /* [experts, width]; NULL: none */
     /* [slots]: weight of the choice in each slot; NULL with EPIC_WEIGHT_LATE */
@@ -148,28 +132,26 @@ typedef struct p2p_activation_job {
     /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; on
      * return the activations themselves. */
     void *activations;
-    /* Forward: output [slots, blocks of 128 numbers]. Not NULL: the activations are stored as
-     * e4m3 numbers, and their scales here. NULL: the activations are stored in row_type. */
+    /* Forward: output [slots, blocks of 128 numbers], the scales of activations in e4m3. NULL:
+     * the activations have row_type. */
     float *scales;
     /* backward: output [slots, width], gradient of the first product's result */
     void *d_gate_up;
     /* backward: [slots, hidden], gradient of the experts' output. Used only with
-     * EPIC_WEIGHT_EARLY and b_down: dot(d_y, b_down) is a part of the gradient of
-     * slot_weights. */
+     * EPIC_WEIGHT_EARLY and b_down: dot(d_y, b_down) is a part of d_slot_weights. */
     const void *d_y;
     /* backward: [experts, hidden], bias of the second product; NULL: none */
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: all rows start and end at multiples of 16 bytes */
-    /* Only in backward with EPIC_WEIGHT_INPUT. 1: the kernel multiplies each row of d_gate_up
-     * by the weight of the slot. 0: it does not. */
+    /* backward with EPIC_WEIGHT_INPUT. 1: multiply rows of d_gate_up by the slots' weights */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
 } p2p_activation_job;
 
-/* Arguments of p2p_launch_bias(), which computes the gradient of a bias. out[e] is the sum of
- * weight * row over those rows of expert e that hold a token. */
+/* Arguments of p2p_launch_bias(), which computes the gradient of a bias: out[e] is the sum of
+ * weight * row over the rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type: the rows to add */
@@ -182,14 +164,12 @@ typedef struct p2p_bias_job {
 } p2p_bias_job;
 
 /* Arguments of p2p_launch_scale(), which multiplies rows by weights, or adds a weighted bias,
- * in place. It runs after a matrix product that the caller supplied (epic_experts.gemm),
- * because such a product applies neither weights nor biases. */
+ * in place. It follows a matrix product of the caller (epic_experts.gemm). */
 typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
     const float *weights; /* [slots]; NULL: all weights are 1 */
-    /* [experts, n] of weight_type. Not NULL: the job is rows += weight * bias. NULL: the job is
-     * rows *= weight. */
+    /* [experts, n] of weight_type: rows += weight * bias. NULL: rows *= weight */
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
@@ -197,8 +177,7 @@ typedef struct p2p_scale_job {
     int32_t pad;
 } p2p_scale_job;
 
-/* Arguments of p2p_launch_quantize(), which quantizes the rows that hold a token to e4m3, with
- * one scale for each 128 numbers of a row. */
+/* Arguments of p2p_launch_quantize(), which quantizes the rows that hold a token to e4m3. */
 typedef struct p2p_quantize_job {
     p2p_slabs slabs;
     const void *rows; /* [slots, n] of row_type */
@@ -209,11 +188,9 @@ typedef struct p2p_quantize_job {
     int32_t sms;
 } p2p_quantize_job;
 
-/* The jobs below are for the kernels of experts/dense.cu, which compute the dense part of a
- * layer: gate, shared expert and losses. */
+/* The jobs below are for experts/dense.cu: the gate, the shared expert and the losses. */
 
-/* Arguments of p2p_launch_rows(), which adds the array `from` to the array `to`, or copies
- * it. */
+/* Arguments of p2p_launch_rows(), which adds the array `from` to `to`, or copies it. */
 typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: an array of zeros */
@@ -224,76 +201,65 @@ typedef struct p2p_rows_job {
 
 /* Arguments of p2p_launch_losses(), which copies the balance loss (`first`) and the z-loss
  * (`second`) to to_first and to_second, and stores their sum to `sum`. Each pointer is to one
- * float. An input that is NULL counts as 0; an output that is NULL is not written. */
+ * float. An input of NULL counts as 0; an output of NULL is not written. */
 typedef struct p2p_sum_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
 } p2p_sum_losses_job;
 
-/* Arguments of p2p_launch_incoming(), which computes the gradients of the two losses of a
- * layer: to = {all + balance, all + z}. `all` is the caller's gradient of the sum of the
- * losses; `balance` and `z` are the caller's gradients of each loss alone. */
+/* Arguments of p2p_launch_incoming(), which computes the gradients of a layer's two losses: to
+ * = {all + balance, all + z}, from the caller's gradients of the sum and of each loss. */
 typedef struct p2p_loss_gradients_job {
     const float *all, *balance, *z; /* NULL counts as 1 for `all`, as 0 for `balance` and `z` */
     float *to;                      /* output [2]: the two gradients */
 } p2p_loss_gradients_job;
 
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
- * (experts/grouped_components.cu). With these functions, float32 matrices can be multiplied on
- * bf16 tensor cores. p2p_launch_split() splits each float32 number into three bf16 numbers, its
- * components, whose sum is the float32 number. A matrix product of the components computes
- * GATE_COMPONENTS sums for each result, and p2p_launch_fold() adds these sums. If the product
- * has slices, p2p_launch_fold_slices() adds the sums of all slices. */
+ * (experts/grouped_components.cu), with which bf16 tensor cores multiply float32 matrices.
+ * The comments call them split, fold and fold_slices. split writes each number as the sum of three bf16 numbers, its components. The product of the
+ * components computes GATE_COMPONENTS sums for each result. fold adds these sums, and
+ * fold_slices those of all slices of the product. */
 typedef struct p2p_components_job {
-    /* Input. p2p_launch_split(): the numbers, float32 [rows, columns]. p2p_launch_fold(): the
-     * sums of the product, float32 [rows, GATE_COMPONENTS, columns]. p2p_launch_fold_slices():
-     * the sums of all slices, float32 [slices, rows, GATE_COMPONENTS, columns]. */
+    /* Input, float32. split: the numbers [rows, columns]. fold: the sums of the product [rows,
+     * GATE_COMPONENTS, columns]. fold_slices: [slices, rows, GATE_COMPONENTS, columns]. */
     const float *from;
-    /* Output. For p2p_launch_split(): the components, bf16 [rows, places, columns]. For
-     * p2p_launch_fold() and p2p_launch_fold_slices(): the results, float32 [rows, columns]. */
+    /* Output. split: bf16 [rows, places, columns]. Others: float32 [rows, columns]. */
     void *to;
-    /* [columns], added to each row of the result; NULL: nothing is added. p2p_launch_split()
-     * does not use it. */
+    /* [columns], added to each row of the result; NULL: none. Not used by split. */
     const float *bias;
     int64_t rows, columns;
-    /* How many components are stored for each number, at as many positions (only
-     * p2p_launch_split()). The same component may be stored several times. */
+    /* split: number of components stored for each number; one may be stored several times */
     int32_t places;
-    /* Which component is stored at each position (only p2p_launch_split()). Bits 2 * i and 2 *
-     * i + 1 are the number of the component at position i. 0 is the high component, 1 the
-     * middle one, 2 the low one. */
+    /* split: the component at position i, in bits 2 * i and 2 * i + 1. 0 is the high component,
+     * 1 the middle one, 2 the low one. */
     uint32_t order;
-    /* only p2p_launch_fold(): 1: add the result to `to`; 0: overwrite `to` */
+    /* fold: 1: add the result to `to`; 0: overwrite `to` */
     int32_t accumulate;
     int32_t sms;
 } p2p_components_job;
 
-/* Launch the kernels that p2p_components_job describes. p2p_launch_fold_slices() overwrites
- * `to`. Its number of columns must be a multiple of 4, and `from` and `to` must be aligned to
- * 16 bytes. */
+/* Launch the kernels of p2p_components_job. For p2p_launch_fold_slices(), which overwrites
+ * `to`, columns must be a multiple of 4, and `from` and `to` aligned to 16 bytes. */
 cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold_slices(const p2p_components_job *job, int32_t slices,
                                    cudaStream_t stream);
 cudaError_t p2p_load_components(void);
 
-/* Arguments of p2p_launch_gate_blocks(), which writes the slabs of a call of gate_backward that
- * has several blocks of tokens. */
+/* Arguments of p2p_launch_gate_blocks(), which writes the slabs of several blocks of tokens. */
 typedef struct p2p_gate_blocks_job {
     p2p_slabs all;     /* output: one slab with all tokens, and its tiles */
     slab_range *slabs; /* output [blocks.count]: the tokens of each block */
-    /* output [blocks.count, slices]: the tokens of each slice of a block. A block is cut into
-     * slices in the same way as p2p_gemm.slices cuts a sum. */
+    /* output [blocks.count, slices]: the tokens of each slice (p2p_gemm) of a block */
     slab_range *cuts;
     gate_blocks blocks;
     int32_t slices;
     int32_t pad;
 } p2p_gate_blocks_job;
 
-/* Arguments of p2p_launch_leaves(), which adds arrays in two steps. First it adds the `terms`
- * arrays of each of up to GATE_BLOCKS leaves. Then it adds the sums of the leaves in a binary
- * tree. Element [row, column] of term t of a leaf is at from[leaf * leaf_stride + t *
- * term_stride + row * row_stride + column]. */
+/* Arguments of p2p_launch_leaves(), which adds the `terms` arrays of each of up to GATE_BLOCKS
+ * leaves, and then the leaves in a binary tree. Element [row, column] of term t of a leaf is at
+ * from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
 typedef struct p2p_leaves_job {
     const float *from;
     float *to; /* [rows, columns]: the sum */
@@ -321,31 +287,27 @@ cudaError_t p2p_load_dense(void);
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
 /* Launch a matrix product. p2p_launch_gemm() uses tensor cores if p2p_gemm_is_slow() returns
- * NULL, else plain loops. p2p_launch_plain_gemm() always uses plain loops, and
- * p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
+ * NULL, else plain loops. The other two always use plain loops or Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows: for FORWARD products of at
- * most EXPERTS_FEW_ROWS rows with float32 weights and slices, if it is faster. This kernel does
- * not read job->slabs.slabs and job->slabs.tiles. */
+/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows: for FORWARD products of
+ * at most EXPERTS_FEW_ROWS rows with float32 weights and slices, if it is faster. This kernel
+ * does not read job->slabs.slabs and job->slabs.tiles. */
 bool p2p_gemm_has_few_rows(const p2p_gemm *job);
 /* Launches the kernel for few rows. It writes the sums of the slices to job->slice_sums. */
 cudaError_t p2p_launch_few_rows(const p2p_gemm *job, cudaStream_t stream);
 
-/* Launches a FORWARD product of bf16 matrices that p2p_gemm_is_slow() supports, with float32
- * results, on Hopper's tensor cores. Each sum is cut into job->slices slices of
- * gate_slice_terms() terms. Writes the sums of the slices to job->slice_sums, where the caller
- * must add them. Does not use job->out. */
+/* Launches a FORWARD product of bf16 matrices with float32 results and slices of
+ * gate_slice_terms() terms, on Hopper's tensor cores. p2p_gemm_is_slow() must support it.
+ * Writes the sums of the slices to job->slice_sums, and does not use job->out. */
 cudaError_t p2p_launch_hopper_slices(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns NULL if this GPU's tensor cores support the product. Otherwise returns the reason in
- * a few words. */
+/* Returns NULL if this GPU's tensor cores support the product, otherwise a short reason. */
 const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
-/* Returns 1 if this build contains tensor-core kernels for GPUs of the given compute
- * capability. */
+/* Returns 1 if this build contains tensor-core kernels for GPUs of the compute capability. */
 int p2p_gemm_is_built(int major, int minor);
 
 /* Launchers of the kernels in experts/rows.cu. */
@@ -356,8 +318,7 @@ cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 /* Launcher of the kernel in experts/bias.cu. */
 cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 
-/* Load the kernels on the current device. Called at open, so that no later launch has to load
- * them. */
+/* Load the kernels on the current device at open, so that no later launch has to load them. */
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
 cudaError_t p2p_load_bias(void);

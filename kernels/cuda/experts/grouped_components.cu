@@ -1,15 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of float32 matrices on tensor cores that multiply bf16. split_kernel splits a
  * float32 number x into three bf16 numbers, its components: high = bf16(x), middle = bf16(x -
- * high), and low = bf16(x - high - middle). The three components together have all 24
- * significant bits of x.
+ * high), and low = bf16(x - high - middle). Together they have all 24 significant bits of x.
  *
- * If only one of the two matrices is float32, the high, middle and low components of a row
- * become separate columns. One matrix product then computes three sums for each result, and
- * fold_kernel adds the three. If both matrices are float32, the components of both are stored
- * one after the other along the k dimension, which becomes GATE_PAIRS times as long. One matrix
- * product then adds the products of GATE_PAIRS pairs of components. The other pairs are too
- * small to change the result.
+ * If only one matrix is float32, the components of a row become separate columns. One matrix
+ * product computes three sums for each result, which fold_kernel adds. If both matrices are
+ * float32, the components of both follow one another along the k dimension, which becomes
+ * GATE_PAIRS times as long. One matrix product adds the products of GATE_PAIRS pairs of
+ * components. The other pairs are too small to change the result.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
@@ -23,8 +21,7 @@
 
 #define THREADS 256
 
-/* Splits each float32 number into its three components (high, middle, low), and stores
- * job.places of them in the order of job.order. */
+/* Stores job.places components of each number, in the order of job.order. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_components_job job)
 {
@@ -45,8 +42,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the three sums of each result: first the sum of the low components, then those of the
- * middle and of the high components. Then adds the bias. */
+/* Adds the sums of the low, middle and high components in this order, and then the bias. */
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_components_job job)
 {
@@ -64,8 +60,7 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 /* Adds the slices of the low components of each result in order, then those of the middle and
- * of the high components, and then the bias. The order of the additions depends on `slices`
- * only. */
+ * of the high components, and then the bias. The order depends on `slices` only. */
 static __global__ void __launch_bounds__(THREADS)
     fold_slices_kernel(const __grid_constant__ p2p_components_job job, int slices)
 {
@@ -79,8 +74,7 @@ static __global__ void __launch_bounds__(THREADS)
         for (int p = GATE_COMPONENTS - 1; p >= 0; p--) {
 #pragma unroll
             for (int s = 0; s < GATE_SLICES; s++) {
-                /* Always GATE_SLICES iterations, so that the compiler can unroll the loop and
-                 * start many loads at once. */
+                /* always GATE_SLICES iterations, so that the loop is unrolled */
                 const float4 more =
                     s < slices ? sums[s * slice + p * fours] : make_float4(0, 0, 0, 0);
                 x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;
@@ -94,14 +88,13 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch for `count` threads, at most 8 CTAs per SM. */
+/* Returns the number of CTAs for `count` threads, at most 8 per SM. */
 static int ctas_for(const p2p_components_job *job, int64_t count)
 {
     const int64_t ctas = (count + THREADS - 1) / THREADS;
     return (int)(ctas < 8 * (int64_t)job->sms ? ctas : 8 * (int64_t)job->sms);
 }
 
-/* Returns the number of CTAs to launch with one thread for each number of the result. */
 static int ctas_of(const p2p_components_job *job)
 {
     return ctas_for(job, job->rows * job->columns);

@@ -4,12 +4,11 @@
  *
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
- * plain_kernel (experts/grouped_plain.cu) multiplies tiles of 128 rows, in steps of
- * EXPERTS_PLAIN_STEP terms. With few rows most of a tile is empty. Here a CTA computes one slice
- * of the sums of ROWS rows and COLUMNS columns. A thread computes one column of ROWS_EACH rows,
- * and loads BATCH weights of its column before it uses the first of them. It adds the terms of a
- * slice in the same order as plain_kernel, and slices_kernel adds the slices. So a row has the
- * same bits whichever kernel computes it. No kernel of another rank reads the results. */
+ * The tiles of plain_kernel (experts/grouped_plain.cu) have 128 rows, and with few rows they
+ * are mostly empty. Here a CTA computes one slice of the sums of ROWS rows and COLUMNS columns.
+ * A thread computes one column of ROWS_EACH rows, and loads BATCH weights of its column before
+ * it uses the first one. It adds the terms of a slice in the order of plain_kernel, and
+ * slices_kernel adds the slices. So a row has the same bits whichever kernel computes it. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -29,7 +28,7 @@ static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, i
 }
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
- * rows. `weights`: the column's weights, which are `stride` numbers apart. */
+ * rows. `weights`: the column's weights, `stride` numbers apart. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,
@@ -48,8 +47,7 @@ static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
     }
 }
 
-/* The kernel: each CTA computes one slice of the sums of ROWS rows and COLUMNS columns. CTAs with
- * the same slice and columns are next to each other, so that the L2 cache holds their weights. */
+/* CTAs with the same slice and columns are neighbors, so that they share weights in the L2. */
 static __global__ void __launch_bounds__(THREADS)
     few_rows_kernel(const __grid_constant__ p2p_gemm g)
 {

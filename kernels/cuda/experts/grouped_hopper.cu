@@ -8,14 +8,13 @@
  *   p2p_load_hopper_gemm    loads all instances when a context is opened
  *
  * A tensor map describes a matrix to the hardware that copies boxes of it (TMA). The driver's
- * function cuTensorMapEncodeTiled makes tensor maps. Builds for other GPUs than Hopper compile
- * the kernels with empty bodies. */
+ * function cuTensorMapEncodeTiled makes it. Builds for other GPUs have empty kernels. */
 #pragma nv_diag_suppress 177
 
 #include "cuda/experts/grouped.h"
 
-/* The emulator of the tests has no tensor cores. Without nvcc, only the functions at the end of
- * this file are compiled, which report that the kernels are missing. */
+/* Without nvcc, for example in the emulator, only the functions at the end of this file are
+ * compiled, which report that the kernels are missing. */
 #if defined(__NVCC__)
 
 #include "cuda/experts/grouped_hopper.cuh"
@@ -29,8 +28,8 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
 /* the driver's cuTensorMapEncodeTiled; NULL if the kernels cannot be used on this GPU */
 static encode_function encode;
 
-/* A matrix in device memory, or `count` matrices of the same shape one after the other. A
- * tensor copy (TMA) moves a box of the matrix: `lines` rows x 128 bytes. */
+/* `count` matrices of the same shape, one after the other. A tensor copy (TMA) moves a box:
+ * `lines` rows x 128 bytes. */
 struct Matrix {
     const void *data;
     /* count: 0 means one matrix, with a tensor map of two dimensions */
@@ -39,7 +38,6 @@ struct Matrix {
     int lines;
 };
 
-/* Sets *map to the tensor map of matrix m. Returns an error if the driver rejects it. */
 static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
 {
     const cuuint64_t element = m.type == EPIC_F32 ? 4 : m.type == EPIC_E4M3 ? 1 : 2;
@@ -59,7 +57,6 @@ static cudaError_t make_map(CUtensorMap *map, const Matrix &m)
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-/* Returns true if the product has slices, so that p2p_launch_hopper_slices() must launch it. */
 static bool has_slices(const p2p_gemm *g)
 {
     return g->pass == EPIC_GEMM_FORWARD && g->slices > 1;
@@ -93,7 +90,6 @@ static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
     return error == cudaSuccess ? make_map(&maps->out_few, out_few) : error;
 }
 
-/* Returns the kernel's arguments for a product. */
 static Job job_of(const p2p_gemm *g)
 {
     Job job = {};
@@ -126,8 +122,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs to launch: at most g->sms, at most one for each tile that the
- * product can have, and a multiple of `pair`, the number of CTAs in a cluster (1 or 2). */
+/* Returns the number of CTAs to launch: at most g->sms, at most one for each possible tile, and
+ * a multiple of `pair`, the number of CTAs in a cluster (1 or 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down =
@@ -139,7 +135,6 @@ static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
     return (int)(work < most ? work : most) * pair;
 }
 
-/* Makes the tensor maps and launches one instance of the kernel, in clusters of CTAS CTAs. */
 template <class T, class Out, int PASS, int CTAS>
 static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -161,8 +156,7 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product, with the pass EPIC_GEMM_INPUT, because the kernel is compiled only
- * for that: p2p_as_input() makes an INPUT product of a FORWARD product. */
+/* Launches an e4m3 product, as INPUT (p2p_as_input()). */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -174,8 +168,8 @@ template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cuda
 template <class T> static constexpr bool IS_BF16 = false;
 template <> constexpr bool IS_BF16<__nv_bfloat16> = true;
 
-/* Launches a product of two matrices of the 16-bit type T. For FORWARD products with float32
- * results, the kernel is compiled only with T = bf16. */
+/* Launches a product of matrices of the 16-bit type T. FORWARD products with float32 results
+ * are compiled only for bf16. */
 template <class T, int CTAS>
 static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 {
@@ -191,9 +185,8 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
     return launch_hopper<T, T, EPIC_GEMM_WEIGHT, CTAS>(g, stream);
 }
 
-/* Chooses and launches the kernel instance for a product. INPUT products of bf16 that also add
- * g->addend or the old values of out use the instance without clusters, because only this one
- * contains the addition. */
+/* INPUT products of bf16 that also add g->addend or the old values of out run without clusters,
+ * because only that instance contains the addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -209,7 +202,6 @@ extern "C" cudaError_t p2p_launch_hopper_slices(const p2p_gemm *g, cudaStream_t 
     return launch_hopper<__nv_bfloat16, float, PASS_SLICES, 2>(g, stream);
 }
 
-/* Returns whether an address is a multiple of 16 bytes. */
 static bool is_16_byte_aligned(const void *p)
 {
     return (uintptr_t)p % 16 == 0;
@@ -248,8 +240,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 }
 
 /* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
- * false if the build has no code of it for this GPU: the instance is then an empty function,
- * which has 0 bytes of static shared memory. */
+ * false if the build has no code of it for this GPU. The instance is then empty, with 0 bytes
+ * of static shared memory. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;
@@ -262,7 +254,6 @@ template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper
     return error;
 }
 
-/* Loads the kernel instances for e4m3. */
 template <int CTAS> static cudaError_t load_e4m3(bool *good)
 {
     cudaError_t error = load_hopper<E4m3, __nv_bfloat16, EPIC_GEMM_INPUT, CTAS>(good);
@@ -270,7 +261,6 @@ template <int CTAS> static cudaError_t load_e4m3(bool *good)
                                 : error;
 }
 
-/* Loads the kernel instances for matrices of the 16-bit type T. */
 template <class T, int CTAS> static cudaError_t load_typed(bool *good)
 {
     cudaError_t error = load_hopper<T, T, EPIC_GEMM_FORWARD, CTAS>(good);
@@ -281,8 +271,8 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
-/* Returns the address of the driver's cuTensorMapEncodeTiled, or NULL if the driver does not
- * have it. The CUDA runtime looks it up, because EPIC does not link with libcuda. */
+/* Returns the driver's cuTensorMapEncodeTiled, or NULL if the driver does not have it. The CUDA
+ * runtime looks it up, because EPIC does not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

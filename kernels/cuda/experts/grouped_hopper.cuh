@@ -43,10 +43,9 @@
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* Reports to the producer thread that this warpgroup no longer reads a stage (buffer) of the
- * ring: arrives at the stage's barrier `empty`, with clusters also at that of the other CTA,
- * whose producer writes into this stage too. Called after the warpgroup's wgmma have read the
- * stage. */
+/* Releases a stage of the ring to the producer: arrives at the barrier `empty` and, with
+ * clusters, also at that of the other CTA, whose producer writes into this stage too. Called
+ * after the warpgroup's wgmma have read the stage. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const SharedLayout &at, int stage,
                                                      int thread)
@@ -59,10 +58,9 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
     }
 }
 
-/* Zeroes lines `first` to 63 of both matrices in a stage. Only in the pass WEIGHT, where each
- * line belongs to one slot: these slots hold no tokens of the slab, so they must add nothing to
- * the sums. Each of the two consumer warpgroups (`warpgroup` is 0 or 1) zeroes half of the
- * columns. `stage`: shared-memory address of the stage. */
+/* Zeroes lines `first` to 63 of both matrices in a stage, in the pass WEIGHT, where these lines
+ * are slots without tokens of the slab. They must add nothing to the sums. Each consumer zeroes
+ * half of the columns. `stage`: shared-memory address of the stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int warpgroup,
                                                   int thread)
 {
@@ -79,17 +77,17 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
     named_barrier_sync(BARRIER_BOTH, CONSUMERS);
 }
 
-/* Returns x, which must be equal in all lanes of a warp. The vote shows ptxas that it is, so that
- * a branch on x leaves the wgmma descriptors in uniform registers. Otherwise ptxas computes them
- * again before each wgmma, which made products of many tokens 4 to 6 % slower. */
+/* Returns x, which must be equal in all lanes of a warp. The vote shows this to ptxas, so that
+ * a branch on x leaves the wgmma descriptors in uniform registers. Otherwise ptxas computes
+ * them again before each wgmma, which made products of many tokens 4 to 6 % slower. */
 static __device__ __forceinline__ bool uniform_in_warp(bool x)
 {
     return __any_sync(0xffffffffu, x);
 }
 
-/* Called instead of multiply_tile() if none of this warpgroup's 64 rows holds a token: waits for
- * each stage of the tile and releases it. Only the first warp does so. The others wait for it at
- * the barrier in store_tile(), so that no warp falls behind by a whole round of the ring. */
+/* Takes the place of multiply_tile() if none of this warpgroup's 64 rows holds a token: waits
+ * for each stage of the tile and releases it. Only the first warp does so. The others wait at
+ * the barrier in store_tile(), so that no warp falls a whole round of the ring behind. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
                                                  Stage &s, int thread)
@@ -104,16 +102,14 @@ static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayo
 }
 
 /* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Issues the wgmma of each
- * stage before it waits for those of the previous stage, which it then releases, so that the
- * tensor cores stay busy. */
+ * stage before it waits for those of the previous one, so that the tensor cores stay busy. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
                                                      const SharedLayout &at, Stage &s,
                                                      int warpgroup, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* distance in shared memory between two blocks of 16 numbers along the summed dimension, in
-     * units of 16 bytes */
+    /* distance of two blocks of 16 numbers of the summed dimension, in units of 16 bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -141,8 +137,7 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
         }
         s.next_stage();
     }
-    /* Every path must contain this wait. Otherwise ptxas makes the wgmma run one after the
-     * other (warning C7518). */
+    /* Every path must wait here. Otherwise ptxas runs the wgmma one after the other (C7518). */
     wait_wgmma<0>();
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
@@ -160,8 +155,7 @@ struct Lane {
     }
 };
 
-/* Returns numbers i and i + 1 of an array as float32. The last argument selects the array's
- * type. */
+/* Returns numbers i and i + 1 of an array, whose type the last argument selects, as float32. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -172,8 +166,7 @@ static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __hal
     return __half22float2(*(const __half2 *)((const __half *)p + i));
 }
 
-/* Rounds two numbers to 16 bits and packs them into a 32-bit word, x in the low half. The last
- * argument selects the type. */
+/* Rounds two numbers to the 16-bit type of the last argument, and packs them, x first. */
 static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
@@ -186,8 +179,7 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
     return *(const uint32_t *)&pair;
 }
 
-/* Adds the expert's bias to each row of the results. If job.bias_weights is set, the bias is
- * first multiplied by the row's weight. */
+/* Adds the expert's bias, times the row's weight if job.bias_weights is set, to each row. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Tile &w,
                                                 int warpgroup, const Lane &lane)
@@ -210,10 +202,9 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of the array `from` to the results in registers, before they are rounded. Each
- * thread adds numbers of two rows of `from`: `row` and row + 8. `num_rows`: number of rows of
- * `from` that may be read, counted from `row`. Not for float32 results, which add_box() adds in
- * memory. */
+/* Adds rows of `from` to the results before they are rounded. Each thread adds numbers of the
+ * rows `row` and row + 8, if they are below num_rows. Not for float32 results, which add_box()
+ * adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
@@ -234,9 +225,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds to the results, before they are rounded, the rows of job.addend, if it is set, and the
- * old values of out, if job.accumulate is set. In the pass WEIGHT, callers check job.accumulate
- * themselves. */
+/* Adds job.addend, if it is set, and with job.accumulate the old values of out, before the
+ * results are rounded. In WEIGHT, the callers check job.accumulate. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void
 add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, const Lane &lane)
@@ -251,8 +241,7 @@ add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, cons
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Sets the results of rows without a token to zero. `tokens`: number of rows with a token,
- * counted from this warpgroup's first row. */
+/* Zeroes the rows without a token. `tokens`: number of this warpgroup's rows with a token. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -265,9 +254,8 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
 }
 
 /* Writes box q of this warpgroup's results (0 is the leftmost one) to shared memory for a
- * tensor copy. A box has 64 rows and 64 columns of 16-bit numbers, or 32 columns of float32. It
- * has the 128-byte swizzle of tensor copies: 16-byte vector v of line r is stored at position v
- * ^ r % 8. */
+ * tensor copy: 64 rows of 64 columns (float32: 32). With the 128-byte swizzle of tensor copies,
+ * 16-byte vector v of line r is at position v ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -292,8 +280,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        /* Lines `high` and lane.row use the same `vector` (position after the swizzle), because
-         * high % 8 == lane.row % 8. */
+        /* The swizzle is the same for both lines, because high % 8 == lane.row % 8. */
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
@@ -301,10 +288,9 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box from shared memory to out by ordinary stores, because
- * a tensor copy of a box that reaches past the end of the slab would overwrite the next slab.
- * `line_bytes`: bytes of a row of out. `vectors`: number of 16-byte vectors of a line that are
- * inside out. */
+/* Copies the first `rows` lines of a box to out by ordinary stores, because a tensor copy that
+ * reaches past the end of the slab would overwrite the next slab. `line_bytes`: bytes of a row
+ * of out. `vectors`: 16-byte vectors of a line that are inside out. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -319,26 +305,23 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
-/* Returns the first row of a tile in out. */
 template <int PASS> static __device__ __forceinline__ int out_row(const Job &job, const Tile &w)
 {
     return PASS == PASS_SLICES ? w.expert * (int)job.lines + w.row : w.row;
 }
 
 /* Rounds the results of a tile to type Out and stores them, one box of 64 rows after the other.
- * If not all rows of a box are stored, tensor copies store boxes of FEW_LINES rows or, if
- * FEW_LINES does not divide the number of rows, store_lines() stores them. The warpgroup has two
- * boxes in shared memory: while a tensor copy reads one of them, it writes the other. */
+ * If not all rows of a box are stored, uses boxes of FEW_LINES rows or, if FEW_LINES does not
+ * divide the number of rows, store_lines(). The warpgroup writes one box in shared memory while
+ * a tensor copy reads the other. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
                                                   int warpgroup, int thread)
 {
-    /* WIDE: number of columns of a box (the part of a tile that one tensor copy stores). COUNT:
-     * number of boxes next to each other in the tile. */
+    /* WIDE: columns of a box. COUNT: number of boxes next to each other in the tile. */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    /* number of rows that belong to the expert's slab, counted from this warpgroup's first
-     * row */
+    /* rows of the slab, from this warpgroup's first row on */
     const int rows = w.rows - warpgroup * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {
@@ -372,23 +355,19 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* The scales that one thread needs for an e4m3 tile. It has results in two rows of the tile:
- * `first` is the upper one, and `second` is 8 rows below. Index 0 of the arrays is the left 128
- * columns of the tile, and index 1 the right ones. Each block of 128 numbers along the summed
- * dimension has its own scales. Four lanes have results in the same two rows, and share the
- * loads: lane i of the four loads the scales of blocks i, i + 4, and so on, four blocks before
- * they are used. */
+/* The scales that a thread needs for an e4m3 tile. It has results in two rows: `first`, and
+ * `second`, 8 rows below. Index 0 of the arrays is the left 128 columns of the tile, index 1
+ * the right ones. Each block of 128 numbers along the summed dimension has its own scales. Four
+ * lanes have results in the same rows and share the loads: lane i loads the scales of blocks i,
+ * i + 4, and so on, four blocks before they are used. */
 struct Scales {
-    /* first, second: the scales of the thread's two rows of matrix a; NULL for a row without a
-     * token. b: the scales of matrix b for the left 128 columns. */
+    /* scales of the two rows of matrix a (NULL: no token), and of b for the left 128 columns */
     const float *first, *second, *b;
-    /* steps: number of blocks of 128 numbers along the summed dimension. right: distance, in
-     * floats, from the scales of the left columns to those of the right columns in b. */
+    /* steps: blocks along the summed dimension. right: distance in b from the scales of the
+     * left columns to those of the right ones. */
     int steps, right;
     float next_first, next_second, next_b[2];
-    /* Products of a scale of matrix a and one of matrix b, for the four blocks in use.
-     * use_next_blocks() computes them from next_first, next_second and next_b, which are loaded
-     * four blocks earlier. */
+    /* products of the scales of a and b for the four blocks in use */
     float now_first[2], now_second[2];
 
     __device__ __forceinline__ Scales(const Job &job, const Tile &w, const Lane &lane,
@@ -404,8 +383,7 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
-    /* Starts to load the scales of block number `step` along the summed dimension. If this
-     * block does not exist, the scales are 0. */
+    /* Starts to load the scales of block number `step`, or 0 if there is no such block. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_first = next_second = next_b[0] = next_b[1] = 0;
@@ -416,9 +394,8 @@ struct Scales {
         next_b[1] = __ldg(b + right + step);
     }
     /* Called before every fourth block, when the four lanes have loaded the scales of the next
-     * four blocks, one block per lane. Multiplies this lane's scales of matrix a by those of
-     * matrix b, which gives the products for these blocks. Then starts to load the scales of
-     * the four blocks after them, of which this lane loads block number `step`. */
+     * four blocks. Multiplies this lane's scales of a by those of b, and starts to load the
+     * scales of block number `step`, which is among the four blocks after them. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -432,9 +409,9 @@ struct Scales {
 
 /* Computes this warpgroup's 64 rows of a tile from e4m3 numbers. The tensor cores keep fewer
  * bits of a sum than float32 has, so they add only the 128 products of one block. Each thread
- * multiplies its sums of the block by the block's scale, and adds them to d in float32. These
- * additions take a quarter as many clock cycles as the products. They overlap with the copies,
- * but not with the products of this warpgroup. */
+ * multiplies its sums by the scale of the block and adds them to d. This takes a quarter as
+ * many clock cycles as the products, and overlaps with the copies, but not with the products of
+ * this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Tile &w, const SharedLayout &at,
@@ -464,8 +441,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
             commit_wgmma();
             float scale[2] = {__shfl_sync(0xffffffffu, scales.now_first[h], k % 4, 4),
                               __shfl_sync(0xffffffffu, scales.now_second[h], k % 4, 4)};
-            /* forces the compiler to place the shuffles before the wait, so that they run while
-             * the wgmma runs */
+            /* keeps the shuffles before the wait, so that they run while the wgmma runs */
             keep_in_registers(scale);
             if (h == 1 && k + 1 < w.steps) barrier_wait(at.full + 8 * s.index, s.parity);
             wait_wgmma<0>();
@@ -477,8 +453,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* Main loop of a consumer warpgroup. For each tile of the CTA, computes and stores 64 rows: the
- * first 64 (warpgroup 0) or the last 64 (warpgroup 1). */
+/* Computes and stores 64 rows of each tile of the CTA: the first or the last (warpgroup 1). */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void
 run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpgroup, int rank)
@@ -513,17 +488,15 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* The kernel, described at the top of this file. T: type of the matrices a and b. Out: type of
- * the result. PASS: an epic_gemm_pass, or PASS_SLICES. CTAS: number of CTAs in a cluster. The
- * body is compiled only for sm_90a. */
+/* The kernel. T: type of matrices a and b. Out: type of the result. PASS: an epic_gemm_pass, or
+ * PASS_SLICES. CTAS: number of CTAs in a cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* Static shared memory, by which load_hopper() notices that this body was compiled, which
-     * it is only for sm_90a. */
+    /* load_hopper() notices by this static shared memory that the body was compiled. */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     SharedLayout at;
@@ -534,8 +507,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(at.full + 8 * i, 1);
-            /* arrivals per phase: one from each of the two consumer warpgroups of each CTA of
-             * the cluster */
+            /* both consumer warpgroups of each CTA of the cluster arrive in each phase */
             barrier_init(at.empty + 8 * i, 2 * CTAS);
         }
         barrier_init_done();
@@ -547,13 +519,13 @@ static __global__ void __launch_bounds__(THREADS, 1)
         if (threadIdx.x == 0) run_producer<T, PASS, CTAS>(maps, job, at, rank);
     } else {
         grow_registers<232>();
-        /* The shuffle shows ptxas that `warpgroup` is equal in all lanes of a warp, so that the
-         * wgmma descriptors stay in uniform registers. This makes e4m3 products faster. */
+        /* The shuffle shows ptxas that `warpgroup` is equal in all lanes, so that the wgmma
+         * descriptors stay in uniform registers. This makes e4m3 products faster. */
         const int warpgroup = __shfl_sync(0xffffffffu, group - 1, 0);
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }
     __syncwarp();
-    /* Wait for the other CTA before exit, because it may still copy into this CTA's memory. */
+    /* The other CTA may still copy into this CTA's memory. */
     if (CTAS == 2) cluster_sync();
 #endif
 }

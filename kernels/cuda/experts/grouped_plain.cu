@@ -33,39 +33,33 @@
 #define THREADS 128
 #define SLICES_AT_ONCE 8 /* slices_kernel loads this many partial sums before it adds them */
 #define THREAD_TILE 8    /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
-/* unused floats after each row in shared memory, so that the threads' accesses have no bank
- * conflicts */
+/* unused floats after each row in shared memory, which avoid bank conflicts */
 #define ROW_PADDING 4
-/* number of groups of four numbers that each thread loads from matrix a per step */
+/* groups of four numbers that each thread loads from matrix a per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* number of groups of four numbers that each thread loads from matrix b per step */
+/* groups of four numbers that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* The work of a CTA at a time: one tile of out or, if sums are cut into slices, one slice of
- * each sum of the tile. */
+/* The work of a CTA at a time: one tile of out or one slice of the sums of a tile. */
 struct TileSlice {
-    /* In FORWARD and INPUT: the tile's first row, in matrices a and out. In WEIGHT: the first
-     * row of the expert's slab, in matrices a and b. */
+    /* first row of the tile, in a and out. WEIGHT: first row of the slab, in a and b. */
     int64_t row;
     int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
-    /* expert: local expert of the tile. depth: number of terms of a whole sum (all its slices
-     * together). columns: number of columns of out. */
+    /* local expert of the tile, terms of a whole sum (all its slices), columns of out */
     int64_t expert, depth, columns;
     int64_t begin, end; /* the slice consists of terms begin to end - 1 of each sum */
-    /* rows: number of rows of the tile that are stored. tokens: number of these rows that hold
-     * a token; only they are computed. */
+    /* rows of the tile that are stored, and how many of them hold a token and are computed */
     int rows, tokens;
 };
 
-/* Returns the number of slices into which each sum is cut; 1 if it is not cut. */
 static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
 {
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Finds out which tile and which slice have number `index`. The numbers go first through the
- * slices of a tile, then through the tiles of a row of tiles, then through the rows. */
+/* Finds tile slice number `index`. The numbers go first through the slices of a tile, then
+ * through the tiles of a row of tiles, then through the rows. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -99,8 +93,7 @@ static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
     return p;
 }
 
-/* Returns how many tile slices the product has: the number of tiles times the number of slices
- * of each sum. */
+/* Returns the number of tiles times the number of slices. */
 template <int PASS> static __device__ int64_t num_tile_slices(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -109,14 +102,13 @@ template <int PASS> static __device__ int64_t num_tile_slices(const p2p_gemm &g)
     return lines * ((columns + BN - 1) / BN) * slices_of(g);
 }
 
-/* Returns the epic_type of y and d_y. */
 static __device__ uint32_t y_type(const p2p_gemm &g)
 {
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Loads four e4m3 numbers from index `at` of array p, and returns them multiplied by *scale.
- * Only the first `num_valid` of them are inside the matrix; the others are returned as 0. */
+/* Returns e4m3 numbers at, ..., at + 3 of array p, times *scale. Those from num_valid on are
+ * outside of the matrix and returned as 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at,
                                                         int num_valid, const float *scale)
 {
@@ -128,8 +120,8 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        num_valid > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns four numbers from index `at` of array p, which has type `type`. Only the first
- * `num_valid` of them are inside the matrix; the others are returned as 0. */
+/* Returns numbers at, ..., at + 3 of array p of type `type`. Those from num_valid on are
+ * outside of the matrix and returned as 0. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int num_valid)
 {
@@ -152,8 +144,7 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `num_valid` numbers of x, at most four, from index `at` of array p, which
- * has type `type`. */
+/* Stores the first `num_valid` numbers of x, at most four, from index `at` of p on. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int num_valid, const float *x)
 {
@@ -171,9 +162,8 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four numbers to a matrix [BK][PITCH] in shared memory. TRANSPOSED: into a column,
- * elements [s][line] to [s + 3][line]. Otherwise into a row, elements [s][line] to [s][line +
- * 3]. */
+/* Writes four numbers to a matrix [BK][PITCH] in shared memory, from element [s][line] on: down
+ * a column (TRANSPOSED) or along a row. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -187,8 +177,7 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns the number of blocks of 128 numbers into which `numbers` numbers are divided, rounded
- * up. Each block has one scale. */
+/* Returns the number of scales of `numbers` numbers: one for each 128, rounded up. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -200,9 +189,8 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* In one step, a CTA copies a tile of matrix a and a tile of matrix b to shared memory. This is
- * the part of them that one thread copies. The thread first loads it into registers, and later
- * stores it to shared memory. A_TRANSPOSED and B_TRANSPOSED are true if the summed dimension is
+/* The numbers of matrices a and b that one thread copies to shared memory in one step. It first
+ * loads them into registers. A_TRANSPOSED and B_TRANSPOSED are true if the summed dimension is
  * contiguous in the caller's matrix. */
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
@@ -210,10 +198,9 @@ template <int PASS, bool SCALED> struct StepTiles {
     static constexpr int A_PITCH = BM + ROW_PADDING, B_PITCH = BN + ROW_PADDING;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* A thread copies a tile in groups of four numbers. These two functions return where in the
-     * tile its n-th group is. step_in_tile() returns the group's first index along the summed
-     * dimension. line_in_tile() returns its first row of matrix a or its first column of matrix
-     * b. `lines`: number of rows or columns of the tile. */
+    /* Return the place in the tile of this thread's n-th group of four numbers: its first index
+     * along the summed dimension, and its row of matrix a or column of matrix b. `lines`:
+     * number of rows or columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -224,8 +211,8 @@ template <int PASS, bool SCALED> struct StepTiles {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's numbers of one step into registers. `first`: the step's first index
-     * along the summed dimension. */
+    /* Loads this thread's numbers of the step that begins at index `first` of the summed
+     * dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const TileSlice &p,
                                               int64_t first)
     {
@@ -264,8 +251,7 @@ template <int PASS, bool SCALED> struct StepTiles {
                 b[n] = load_four(g.b, b_type, at, num_valid);
         }
     }
-    /* Writes the loaded numbers to shared memory at `to`: first the tile of a, then that of
-     * b. */
+    /* Writes the loaded numbers to shared memory at `to`: the tile of a, then the tile of b. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -280,19 +266,15 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* A thread computes 8 rows of the tile: two blocks of four adjacent rows, which are
- * `block_distance` rows apart. Returns the index in the tile of the thread's row i. `first`:
- * row of the thread in the grid that the CTA's threads form over the tile. `block_distance`:
- * half of the number of rows of the tile. The function is also called for columns: with the
- * thread's column in that grid, and half of the number of columns. */
+/* Returns the row in the tile of a thread's row i. A thread computes two blocks of four
+ * adjacent rows, which are `block_distance` (half of the tile's rows) apart. `first`: row of
+ * the thread in the grid that the threads form over the tile. Also called for columns. */
 static __device__ __forceinline__ int thread_line(int first, int i, int block_distance)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
 }
 
-/* Reads a thread's eight numbers of one row of shared memory, at the positions that
- * thread_line() returns. `from`: address of the first number. `block_distance`: see
- * thread_line(). */
+/* Reads a thread's eight numbers of one row of shared memory, as thread_line() places them. */
 static __device__ __forceinline__ void load_eight(const float *from, int block_distance,
                                                   float (&x)[THREAD_TILE])
 {
@@ -301,10 +283,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int block_d
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Stores four results x to row m of the tile, from column `column` of out on. If the row has no
- * token, the results are zeros. Otherwise the function first adds the bias and the numbers of
- * g.addend, if they are set. With g.accumulate, it adds the old values of out to the results of
- * every row. */
+/* Stores four results x to row m of the tile, from column `column` of out on. A row without a
+ * token gets zeros. Otherwise the bias and g.addend are added, if they are set. With
+ * g.accumulate, the old values of out are added to every row. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)
@@ -333,15 +314,13 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileS
     store_numbers_at(g.out, type, at, num_valid, x);
 }
 
-/* Returns the number of rows of out. Called only if sums are cut into slices; such products
- * have one slab. */
+/* Returns the number of rows of out, for sums in slices, which have one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
 }
 
-/* Stores four partial sums x of one slice to g.slice_sums [slices, rows of out, columns of
- * out], where slices_kernel reads them. `m`, `column`: as in store_four(). */
+/* Stores four partial sums of one slice to g.slice_sums. `m`, `column`: as in store_four(). */
 template <int PASS>
 static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, const TileSlice &p,
                                                           int64_t slice, int m, int64_t column,
@@ -353,9 +332,8 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
         store_numbers_at(g.slice_sums, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* The kernel: computes all tile slices. Each CTA computes every gridDim.x-th one. Shared memory
- * has two buffers: while the CTA multiplies one step from one buffer, it writes the next step
- * to the other. */
+/* Computes every gridDim.x-th tile slice. Shared memory has two buffers: the CTA multiplies one
+ * step from one buffer, and writes the next step to the other. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -406,8 +384,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The kernel that runs after plain_kernel or few_rows_kernel if sums are cut into slices: adds the
- * partial sums in order, and stores the results. A thread adds four numbers of out at a time. */
+/* Adds the partial sums of all slices in order, and stores the results, four numbers per
+ * thread. Runs after plain_kernel or few_rows_kernel. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
@@ -439,9 +417,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch. The host does not know how many rows the slabs have. So
- * it launches one CTA for each tile slice that the product can have, but at most four CTAs per
- * SM. */
+/* Returns the number of CTAs to launch: one for each tile slice that the product can have, but
+ * at most four per SM. The host does not know how many rows the slabs have. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
@@ -454,8 +431,7 @@ static int ctas_of(const p2p_gemm *g)
     return (int)(num_slices < most ? num_slices : most);
 }
 
-/* Launches plain_kernel for one pass, or few_rows_kernel. If sums are cut into slices, also
- * launches slices_kernel. */
+/* Launches the kernels for one pass. */
 template <int PASS, bool SCALED>
 static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {

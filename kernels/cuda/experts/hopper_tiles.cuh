@@ -2,10 +2,9 @@
 /* Tiles and producer of the matrix products on Hopper's tensor cores.
  * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
  *
- * The producer thread copies parts of matrices a and b to shared memory, and the consumers (two
- * warpgroups) multiply them. Shared memory has a ring of STAGES *stages*; each stage has one
- * part of each matrix. A *tile* is BM x BN numbers of the result `out`. A *slab* is the rows of
- * one expert. The template argument PASS selects one of three products (epic_gemm_pass). The
+ * The producer thread copies parts of matrices a and b to shared memory, a ring of STAGES
+ * *stages* with one part of each matrix. A *tile* is BM x BN numbers of the result `out`. A
+ * *slab* is the rows of one expert. PASS selects one of three products (epic_gemm_pass). The
  * *summed dimension* is K of a GEMM:
  *
  *   product   result                                       summed dimension
@@ -13,10 +12,10 @@
  *   INPUT     gradient of the input                        n
  *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
- * PASS_SLICES is FORWARD with one slab and one matrix b, in which each sum is cut into slices
- * of equal length. In the code, slices take the place of experts: job.num_experts is their
- * number, and `out` is [slices, slots, n]. Each row of tiles is computed once for each slice.
- * The last slice may extend past the end of k. There, tensor copies read zeros.
+ * PASS_SLICES is FORWARD with one slab, in which each sum is cut into slices of equal length.
+ * In the code, slices take the place of experts: job.num_experts is their number, and `out` is
+ * [slices, slots, n]. The last slice may extend past the end of k, where tensor copies read
+ * zeros.
  *
  *   find_tile      rows, columns and expert of tile number t
  *   Stage          position in the ring of stages, with the parity of its barriers
@@ -33,8 +32,7 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* number of 16-bit numbers along the summed dimension in a stage (buffer of the ring); of e4m3
- * numbers a stage holds 128 */
+/* 16-bit numbers along the summed dimension in a stage; e4m3 has 128 */
 #define BK 64
 #define STAGES 4
 /* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
@@ -42,8 +40,7 @@
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-/* rows of the smaller boxes in which parts of tiles are copied; a multiple of 8, because the
- * swizzle repeats after 8 rows */
+/* rows of the smaller boxes for parts of tiles; the swizzle repeats after 8 rows */
 #define FEW_LINES 16
 /* space for two boxes of results per consumer warpgroup */
 #define STORE_BYTES (2 * GROUP_BYTES)
@@ -52,40 +49,35 @@
 #define CONSUMERS 256
 
 /* Numbers of the CTA's named barriers. __syncthreads() uses number 0. */
-/* BARRIER_OWN + warpgroup: barrier of one of the two consumer warpgroups (warpgroup is 0 or
- * 1) */
+/* barrier of consumer warpgroup 0; that of warpgroup 1 is the next one */
 #define BARRIER_OWN 1
 /* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3
 
-/* Value of PASS for a FORWARD product whose sums are cut into slices (see the top of this
- * file). */
+/* value of PASS for FORWARD with sums that are cut into slices (see above) */
 #define PASS_SLICES 3
 static_assert(PASS_SLICES > EPIC_GEMM_WEIGHT, "PASS_SLICES is another value than each pass");
 
-/* An e4m3 number. As template argument T it selects the code for e4m3 matrices, which have
- * scales. */
+/* An e4m3 number. As template argument T it selects the code for matrices with scales. */
 struct E4m3 {
     uint8_t bits;
 };
 
-/* Tensor maps, which describe the three matrices to the hardware that does the tensor copies
- * (TMA). */
+/* Tensor maps, which describe the three matrices to the hardware of tensor copies (TMA). */
 struct Maps {
     CUtensorMap a, b, out;
     /* the same matrices as a and out in boxes of FEW_LINES rows; not in WEIGHT */
     CUtensorMap a_few, out_few;
 };
 
-/* Arguments of the kernel, set by job_of(). p2p_gemm and p2p_slabs (experts/grouped.h) explain
- * the fields that have no comment here. */
+/* Arguments of the kernel. p2p_gemm and p2p_slabs (experts/grouped.h) explain other fields. */
 struct Job {
     slab_range *slabs;
     slab_tile *tiles;
     const int32_t *num_tiles;
     const void *bias;
     const float *bias_weights;
-    /* only for e4m3 matrices: the scales of matrices a and b (p2p_gemm in experts/grouped.h) */
+    /* e4m3: the scales of matrices a and b */
     const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
@@ -95,12 +87,9 @@ struct Job {
     int tiles_down;     /* only in WEIGHT: number of rows of tiles of out[expert] */
     /* number of tiles next to each other in one row of tiles of out */
     int tiles_across;
-    /* Not in WEIGHT: number of stages that a tile needs. Each stage adds BK (e4m3:
-     * 128) products to every sum of the tile. */
+    /* not in WEIGHT: stages of a tile; each adds BK (e4m3: 128) products to every sum */
     int steps;
-    /* The tiles of out are computed in groups of this many rows of tiles (with clusters: pairs
-     * of rows). Within a group the kernel goes from one column of tiles to the next, so that
-     * the tiles of a column read the same part of matrix b from the L2 cache. */
+    /* number of rows of tiles (with clusters: pairs of rows) in a group (p2p_gemm.group) */
     int group;
     int accumulate;
     int leave_padding;
@@ -108,32 +97,26 @@ struct Job {
 
 /* One tile of the result matrix `out`. find_tile() fills in this struct. */
 struct Tile {
-    /* In FORWARD and INPUT: the tile's first row in matrices a and out. In WEIGHT: its first
-     * row in out[expert]. In PASS_SLICES: its first row in matrix a and in out[slice]. */
+    /* FORWARD, INPUT: first row in matrices a and out. WEIGHT: first row in out[expert].
+     * PASS_SLICES: first row in matrix a and in out[slice]. */
     int row;
-    /* column: the tile's first column in out; expert: local expert of the tile (in PASS_SLICES:
-     * the slice); steps: number of stages that the tile needs */
+    /* first column in out, local expert (PASS_SLICES: slice), number of stages */
     int column, expert, steps;
-    /* In WEIGHT: first row (slot) of the expert's slab. In PASS_SLICES: first term of the
-     * slice. Otherwise 0. */
+    /* WEIGHT: first slot of the slab. PASS_SLICES: first term of the slice. Otherwise 0. */
     int first;
-    /* In FORWARD and INPUT: number of rows of the tile that hold a token. In WEIGHT: number of
-     * rows of the whole slab that hold a token. */
+    /* rows of the tile (WEIGHT: of the slab) that hold a token */
     int tokens;
-    /* only in FORWARD and INPUT: number of rows of the tile that are stored: those with a token
-     * and, unless job.leave_padding is set, the padding */
+    /* FORWARD, INPUT: rows of the tile that are stored (rows_to_store()) */
     int rows;
-    /* false: this CTA does not store the tile. Either the other CTA of the cluster stores this
-     * tile, and only needs the copies and arrivals of this CTA. Or the results are added to out
-     * (job.accumulate) and the expert has no token. */
+    /* false: this CTA does not store the tile. The other CTA of the cluster stores it, or the
+     * results are added to out (job.accumulate) and the expert has no token. */
     bool store;
-    /* true: both CTAs of the cluster need the same part of matrix b, so each copies one half to
-     * both */
+    /* true: both CTAs of the cluster need the same part of b; each copies one half to both */
     bool share;
 };
 
-/* Returns the number of rows of a tile that are stored. With job.leave_padding they are the rows
- * with a token, rounded up to whole boxes if the slab has so many rows. */
+/* Returns the number of rows of a tile to store: all, including the padding, or with
+ * job.leave_padding those with a token, rounded up to whole boxes if the slab has as many. */
 static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_tile &tile)
 {
     const int whole_boxes = (tile.tokens + FEW_LINES - 1) / FEW_LINES * FEW_LINES;
@@ -141,14 +124,12 @@ static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_t
 }
 
 /* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
- * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles; not used in WEIGHT
- * products. Returns false if t is past the last tile.
+ * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles, not in WEIGHT.
+ * Returns false if t is past the last tile.
  *
- * Tiles are numbered group by group, and within a group column by column, which keeps the part
- * of matrix b that is in use in the L2 cache. A group is job.group rows of tiles (with
- * clusters: pairs of rows). In WEIGHT products, all tiles of one expert come before those of
- * the next expert. In PASS_SLICES, the rows of tiles of slice 0 come first, then those of slice
- * 1, and so on. */
+ * Tiles are numbered group by group (job.group), and column by column within a group, which
+ * keeps the part of matrix b that is in use in the L2 cache. In WEIGHT, all tiles of one expert
+ * come before those of the next one, and in PASS_SLICES all rows of tiles of one slice. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -170,8 +151,7 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     const int pair = turn * job.group + rest % in_turn;
     w.column = rest / in_turn * BN;
     int line = pair * CTAS + rank;
-    /* If the number of rows of tiles is odd, the second CTA of the last pair computes the row
-     * of the first one again, but does not store it. */
+    /* If the number of rows of tiles is odd, the last pair has only one tile to store. */
     w.store = line < down;
     if (!w.store) line = down - 1;
     w.share = CTAS == 2;
@@ -207,9 +187,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* The position of a thread in the ring of stages (buffers). index: number of the stage. parity:
- * 0 or 1, the parity of the phase for which the thread waits at the stage's barriers. It
- * changes each time the thread comes back to stage 0. */
+/* The position of a thread in the ring of stages. `parity` is the parity of the phase for which
+ * the thread waits at the barriers of stage `index`. It changes each time the thread comes back
+ * to stage 0. */
 struct Stage {
     int index, parity;
 
@@ -227,19 +207,17 @@ struct Stage {
     }
 };
 
-/* Addresses in shared memory. stages: the ring of stages. stores: the boxes for results. full,
- * empty: the two barriers of each stage. */
+/* Shared-memory addresses of the ring, the boxes for results, and the stages' barriers. */
 struct SharedLayout {
     uint32_t stages, stores, full, empty;
 };
 
 /* ---------------------------------------------------------------------------- producer ---- */
 
-/* Starts to copy the part of matrix a that one stage needs, to shared memory address `to`.
- * `step`: the part's first index along the summed dimension. The barrier `full` counts the
- * bytes that arrive. FEW: copies only rows with a token, in boxes of FEW_LINES rows. The other
- * rows of the stage keep old numbers. They change only results of rows without a token, which
- * become zero or are not stored. */
+/* Starts to copy the part of matrix a for one stage to shared memory. `step`: the part's first
+ * index along the summed dimension. The barrier `full` counts the bytes. FEW: copies only rows
+ * with a token, in boxes of FEW_LINES rows. The other rows keep old numbers, which change only
+ * results of rows without a token. */
 template <int PASS, bool FEW>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
@@ -256,10 +234,9 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts to copy the part of matrix b for one stage to shared memory address `to`. `step`: the
- * part's first index along the summed dimension. With `share`, this CTA, number `rank` in the
- * cluster, copies only half of the part, but to both CTAs. The barrier `full` counts the bytes.
- */
+/* Starts to copy the part of matrix b for one stage. `step`: as in load_a(). With `share`, CTA
+ * `rank` of the cluster copies only half of the part, but to both CTAs. The barrier `full`
+ * counts the bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step, bool share, int rank)
@@ -279,9 +256,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Copies the parts of matrices a and b that a tile needs into the ring, one stage after the
- * other. Before the thread fills a stage, it waits until the consumers have released it. FEW: as
- * in load_a(). */
+/* Copies the parts of matrices a and b that a tile needs into the ring. Fills a stage when the
+ * consumers have released it. FEW: as in load_a(). */
 template <class T, int PASS, bool FEW>
 static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedLayout &at,
                                                  const Tile &w, Stage &s, int rank)
@@ -300,9 +276,9 @@ static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedL
     }
 }
 
-/* Main loop of the producer thread. If most experts have only one row of tiles, the kernel mostly
- * waits for memory. Then only the rows with a token are copied of tiles that are at most half
- * full. */
+/* Main loop of the producer thread. If most experts have only one row of tiles, the kernel
+ * mostly waits for memory. Then it copies only the rows with a token of tiles that are at most
+ * half full. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

@@ -1,28 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks on the device that a plan fits its layer: no rank owns more than job.num_local
- * experts. The host cannot check this when it enqueues the call, because it depends on
- * rank_of_expert in device memory.
+ * experts. The host cannot check this, because rank_of_expert is in device memory.
  *
  *   plan                        in, out: the header; on failure, result and checksum change
  *   expert_rows, expert_tokens  out [num_local]: zeros on failure, else unchanged
  *
- *   thread 0 of one CTA  compares the header with the layer. On failure, stores the header and the
- *                        zeros, then reports the fault to the host
- *   other threads        nothing
+ * Only thread 0 works. All ranks get the same result, because num_local in the header of the
+ * plan is the largest number of experts of any rank. After a failure, later operations with
+ * this plan move no rows, and epic_check() returns the error.
  *
- * All ranks get the same result, because num_local in the plan's header, the largest number of
- * experts that one rank owns, is equal on all ranks. After a failure, later operations with this
- * plan move no rows, and epic_check() returns the error.
- *
- * Memory order: the thread accesses only memory of this rank and the host's memory for reports.
- * The kernel that made the plan and the kernels that read it run before and after this one on
- * the same stream, so no fence is needed. */
+ * The kernels that make and read the plan run on the same stream, so no fence is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns true if the plan does not fit the layer, with the fault and the numbers for its error
- * sentence in `notice`. `h`: header of the plan. */
+/* Returns true if the plan does not fit the layer. Then `notice` is the fault, with the numbers
+ * of its error sentence. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {
@@ -33,8 +26,6 @@ static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_hea
     return true;
 }
 
-/* The kernel. If the plan does not fit the layer, sets the result in its header to an error,
- * computes the header's checksum again, and reports the fault to the host. */
 static __global__ void fits_kernel(const __grid_constant__ p2p_fits_job job)
 {
     const p2p_self &self = job.self;

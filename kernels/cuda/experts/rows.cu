@@ -1,10 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels that run between the two matrix products of the experts.
- *
- *     gate_up      [slots, width]  result of the first product, before input weight and bias
- *     activations  [slots, inner]  forward: output. Backward: on entry the gradient of the
- *                                  activations, on return the activations themselves
- *     d_gate_up    [slots, width]  backward: output
+/* Kernels that run between the two matrix products of the experts (p2p_activation_job in
+ * experts/grouped.h).
  *
  *   activation_kernel            gate_up -> activations
  *   quantized_activation_kernel  gate_up -> activations in e4m3, with scales
@@ -12,10 +8,9 @@
  *   activation_backward_kernel   gradient of activations -> d_gate_up, d_slot_weights
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
- * A warp works on one row. The kernels neither read nor write rows without a token, because
- * the matrix products do not read such rows. Only d_slot_weights gets zeros for them. Memory
- * bandwidth should limit the speed of these kernels, not arithmetic. So the activations that
- * most models use are compiled separately, without a branch for each element. */
+ * A warp works on one row. The kernels neither read nor write rows without a token, but
+ * d_slot_weights gets zeros for them. Memory bandwidth should limit their speed, so the usual
+ * activations are compiled separately, without a branch for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -35,17 +30,16 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* A slot (row of the receive buffer), its local expert, and how the weight of the slot is
- * used. */
+/* A slot (row of the receive buffer), its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
-    /* The slot's weight and 1, in one of two orders. `input` multiplies the result of the first
+    /* The slot's weight and 1, in one of two orders: `input` multiplies the result of the first
      * product, `early` the activation. */
     float input, early;
 };
 
-/* Divides the slots among the warps of the grid. Each warp calls f(slot, expert) for each of
- * its slots with a token, and padding(slot) for each of its padding slots, with all lanes. */
+/* Divides the slots among the warps of the grid. A warp calls f(slot, expert) for each of its
+ * slots with a token, and padding(slot) for each padding slot, with all lanes. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -62,8 +56,6 @@ static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padd
     }
 }
 
-/* Returns the Slot of slot number `slot`. The weight of the slot is `input` with
- * EPIC_WEIGHT_INPUT, otherwise `early`. */
 static __device__ __forceinline__ Slot slot_of(const p2p_activation_job &job, int64_t slot,
                                                int64_t expert)
 {
@@ -78,8 +70,8 @@ template <int V> struct Pair {
 };
 
 /* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has all gate columns
- * and then all up columns or, with job.experts.interleaved, gate and up columns in turn.
- * Without a gate, a row has one set of columns, which becomes `gate`. */
+ * and then all up columns, or both in turn with job.experts.interleaved. Without a gate, its
+ * columns become `gate`. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -109,7 +101,6 @@ static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &jo
     return p;
 }
 
-/* Stores columns [i, i + V) of the gradients of gate and up to row `slot` of d_gate_up. */
 template <class T, int V>
 static __device__ __forceinline__ void store_pair(const p2p_activation_job &job, int64_t slot,
                                                   int64_t i, const Pair<V> &p)
@@ -136,8 +127,7 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert to p, for columns [i, i + V). Loads vectors where
- * possible. */
+/* Adds the bias of the slot's expert to columns [i, i + V) of p. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -163,8 +153,8 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns gate and up times the input weight, plus the bias: the values to which the activation
- * function is applied. `raw`: gate and up, from load_pair(). */
+/* Returns the arguments of the activation function: raw gate and up (load_pair()) times the
+ * input weight, plus the bias. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -180,9 +170,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Forward: computes the activations of all slots. Each warp has few loads in flight, because
- * the compiler does not move a load before a store that may write the same memory. So the
- * launch bounds require several CTAs on each SM, which hide the latency of loads. */
+/* Computes the activations of all slots. Each warp has few loads in flight, because the
+ * compiler moves no load before a store that may write the same memory. So the launch bounds
+ * require several CTAs on each SM, which hide the latency of loads. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -209,8 +199,8 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         [](int64_t) {});
 }
 
-/* Returns the largest |x| in a block of 128 numbers, as float32 bits, on all of the LANES
- * adjacent lanes that call it together with N numbers of the block each. */
+/* Returns the bits of the largest |x| in a block of 128 numbers to the LANES adjacent lanes
+ * that call it with N numbers each. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -221,9 +211,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N numbers of a row of n columns, from column `base` on, to the row `to`, and
- * their scales to the row `scales`. Each lane passes N of these numbers in x: adjacent columns
- * if V > 1, else columns 32 apart. Called by a whole warp. */
+/* Quantizes 32 * N numbers of a row of n columns, from column `base` on, to the rows `to` and
+ * `scales`. Each lane passes N of them in x: adjacent columns if V > 1, else columns 32 apart.
+ * Called by a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -246,8 +236,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* Like activation_kernel, but stores e4m3 with one scale for each 128 numbers. A lane handles
- * one vector of V numbers at a time or, if V is 1, four numbers 32 columns apart. */
+/* Computes activations and stores them in e4m3, with one scale for each 128 numbers. A lane
+ * handles one vector of V numbers at a time or, if V is 1, four numbers 32 columns apart. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -282,7 +272,6 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Quantizes the rows that hold a token to e4m3, with one scale for each 128 numbers. */
 template <class T, int V>
 static __global__ void __launch_bounds__(THREADS)
     quantize_kernel(const __grid_constant__ p2p_quantize_job job)
@@ -310,8 +299,8 @@ static __global__ void __launch_bounds__(THREADS)
         [](int64_t) {});
 }
 
-/* Backward for one slot: computes its activations and d_gate_up. Returns this lane's part of
- * the gradient of the slot's weight: the sum over its columns. */
+/* Computes the activations and d_gate_up of one slot. Returns this lane's part of the gradient
+ * of the slot's weight. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ float backward_row(const p2p_activation_job &job,
                                                      const Slot &s)
@@ -346,8 +335,8 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
     return dot;
 }
 
-/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY, it is a
- * part of the gradient of the slot's weight, which then multiplies the bias b_down too. */
+/* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY the slot's
+ * weight multiplies b_down, so this is a part of the gradient of the weight. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -372,8 +361,7 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Backward: computes the activations and d_gate_up of all slots. If job.d_slot_weights is set,
- * also computes the gradients of the slots' weights, which are 0 for padding slots. */
+/* Computes the activations and d_gate_up of all slots and, if wanted, d_slot_weights. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -396,8 +384,6 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
 
 /* ------------------------------------------------------------------------------- scale ---- */
 
-/* Multiplies rows by their weights or, if job.bias is set, adds weight * bias to them, in
- * place. */
 static __global__ void __launch_bounds__(THREADS)
     scale_kernel(const __grid_constant__ p2p_scale_job job)
 {
@@ -419,8 +405,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch: enough for one warp per slot that may hold a token, but
- * at most CTAS_OF_SM CTAs per SM. */
+/* Returns the number of CTAs to launch: one warp per slot that may hold a token, but at most
+ * CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -428,8 +414,6 @@ static int ctas_of(const p2p_slabs *slabs, int sms)
     return (int)(wanted < most ? wanted : most);
 }
 
-/* Launches the backward kernel or, in forward, the kernel with or without quantization
- * (job->scales). */
 template <class T, int V, int ACTIVATION>
 static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
                                cudaStream_t stream)
@@ -440,9 +424,8 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Chooses and launches an instance of the kernel: for vectors or for single numbers, and for a
- * certain activation. For float32 rows the activation is ANY_ACTIVATION, whose functions have
- * full precision. */
+/* Launches the instance for vectors or single numbers, and for the activation. float32 rows use
+ * ANY_ACTIVATION, whose functions have full precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

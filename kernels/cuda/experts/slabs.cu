@@ -1,17 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes where the slabs and tiles of the local experts are, from the numbers of rows and
- * tokens. A slab is the rows of one expert in the receive buffer. A tile is up to
- * EXPERTS_TILE_ROWS rows of one slab. The experts' kernels that run later on the stream read
- * the results.
+/* Computes the slabs and tiles of the local experts (experts/grouped.h) from the numbers of
+ * rows and tokens, for the later kernels on the stream.
  *
  *     in   expert_rows, expert_tokens  [num_experts]
  *     out  slabs  [num_experts]        first row and number of tokens of each slab
  *     out  tiles  [num_tiles]          the slabs, cut after every EXPERTS_TILE_ROWS rows
  *
- * The kernel runs as one CTA. Each thread works on one expert, and a prefix sum over the
- * threads gives the expert's first row and first tile. The caller's counts can be wrong. So the
- * kernel ignores rows past num_slots. Otherwise a later kernel could access memory outside of
- * the buffers. */
+ * One CTA runs, with one expert per thread. A prefix sum over the threads gives the expert's
+ * first row and first tile. The caller's counts can be wrong, so rows past num_slots are
+ * ignored. Otherwise a later kernel could access memory outside of the buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/experts/grouped.h"
@@ -44,8 +41,7 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* The kernel: computes slabs and tiles. Each iteration handles THREADS experts, one per thread.
- * first_row and first_tile are those of the first of these experts. */
+/* Each iteration handles THREADS experts, from first_row and first_tile on. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

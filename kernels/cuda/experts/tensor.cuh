@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Hopper's PTX instructions for experts/grouped_hopper.cuh: mbarriers, tensor copies (TMA) and
- * wgmma. They exist only on sm_90a. Addresses of shared memory have 32 bits. A "box" is the
- * part of a matrix that one tensor copy moves.
+ * wgmma, only on sm_90a. Addresses of shared memory have 32 bits. A "box" is the part of a
+ * matrix that one tensor copy moves.
  *
  *   barrier_*          mbarrier in shared memory: counts arrivals and bytes of tensor copies
  *   load_box*          global -> shared memory; a barrier counts the copied bytes
@@ -18,14 +18,13 @@
 
 /* -------------------------------------------------------------------------- barriers ---- */
 
-/* Initializes a barrier. Each phase of the barrier completes after `arrivals` arrivals. */
+/* Initializes a barrier whose phases complete after `arrivals` arrivals. */
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives once at the barrier. Its current phase then completes only after tensor copies have
- * written `bytes` more bytes. */
+/* Arrives at the barrier. Its phase also waits for `bytes` bytes of tensor copies. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -52,9 +51,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrives once at the barrier with the same offset in CTA `cta` of the cluster. The arrival
- * only reports that wgmma has read a part of shared memory, so it needs no memory order. A
- * .release.cluster would be slow. */
+/* Arrives at the same barrier of CTA `cta` of the cluster. Needs no memory order, because it
+ * only reports that wgmma has read shared memory. A .release.cluster would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -66,8 +64,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
                  : "memory");
 }
 
-/* Makes barriers that this thread has initialized visible to the other CTAs of the cluster and
- * to tensor copies. */
+/* Makes initialized barriers visible to the other CTAs of the cluster and to tensor copies. */
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -95,8 +92,7 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* grow_registers() raises the number of registers of each thread of the warpgroup to N;
- * shrink_registers() lowers it. Called by all threads of the warpgroup. */
+/* Change the number of registers of a thread to N. Called by all threads of the warpgroup. */
 template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -130,7 +126,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
 }
 
 /* Starts the tensor copy of a box to the same shared address in both CTAs of the cluster. In
- * each CTA, the barrier at the same offset counts the bytes that arrive there. */
+ * each CTA, the barrier at the same offset counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
 {
@@ -140,8 +136,8 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Start the tensor copy of a box from shared memory to a matrix in global memory. store_box()
- * overwrites the old values of the matrix; add_box() adds the box to them. */
+/* Start the tensor copy of a box from shared memory to a matrix in global memory, which it
+ * overwrites (store_box()) or to which it is added (add_box()). */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
 {
@@ -160,15 +156,14 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Closes a group of box stores. It contains the stores that this thread has started since the
- * last call. wait_boxes_read() and wait_boxes() wait for groups. */
+/* Closes a group of the box stores that this thread has started since the last call. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's box stores, except those of the newest PENDING groups, have read
- * their data from shared memory, which may then be overwritten. */
+/* Waits until all groups of box stores except the newest PENDING ones have read shared memory,
+ * which may then be overwritten. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -202,8 +197,8 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
 }
 
 /* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane L passes the
- * address of row L % 8 of matrix L / 8 in `to`, and two numbers of each of the four matrices in
- * a, b, c and d. Called by a whole warp. */
+ * address of row L % 8 of matrix L / 8, and two numbers of each of the four matrices in a, b, c
+ * and d. Called by a whole warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -223,8 +218,7 @@ __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leadin
 }
 
 /* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma()
- * closes a group of wgmma instructions. wait_wgmma() waits until at most PENDING groups are
- * incomplete. */
+ * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are incomplete. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -240,8 +234,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Operands of inline assembly: 8, 64 or 128 registers, from d[i] on. They contain the sums that
- * wgmma computes. */
+/* Operands of inline assembly: 8, 64 or 128 registers with sums of wgmma, from d[i] on. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -251,8 +244,7 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
 /* One wgmma: d [64, 256] += a [64, 16] * b [16, 256], or d = a * b if `add` is 0. TRANSPOSE_A
- * (TRANSPOSE_B) is 1 if the dimension of 16, over which the product sums, is not contiguous in
- * matrix a (matrix b). */
+ * (TRANSPOSE_B) is 1 if the summed dimension is not contiguous in matrix a (b). */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
@@ -289,7 +281,7 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
 }
 
 /* One wgmma of e4m3: d [64, 128] += a [64, 32] * b [32, 128], or d = a * b if `add` is 0. The
- * dimension over which the product sums (32) must be contiguous in both matrices. */
+ * summed dimension must be contiguous in both matrices. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
     asm volatile(
