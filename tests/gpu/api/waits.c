@@ -68,12 +68,11 @@ static void launch_operation(seat *s, uint32_t operation)
                                        .out = {s->tokens, num_tokens, ROW},
                                        .type = EPIC_BF16};
     const epic_allreduce_sum_args sum = {.call = call, .data = s->sums, .count = 100};
-    const epic_result result = operation == EPIC_OP_PLAN       ? epic_plan(s->ctx, &plan)
-                               : operation == EPIC_OP_DISPATCH ? epic_plan_dispatch(
-                                                                     s->ctx, &plan, &dispatch)
-                               : operation == EPIC_OP_COMBINE
-                                   ? epic_combine(s->ctx, &combine)
-                                   : epic_allreduce_sum(s->ctx, &sum);
+    const epic_result result =
+        operation == EPIC_OP_PLAN       ? epic_plan(s->ctx, &plan)
+        : operation == EPIC_OP_DISPATCH ? epic_plan_dispatch(s->ctx, &plan, &dispatch)
+        : operation == EPIC_OP_COMBINE  ? epic_combine(s->ctx, &combine)
+                                        : epic_allreduce_sum(s->ctx, &sum);
     must_succeed(result == EPIC_OK, epic_operation_name(operation), s->ctx);
 }
 
@@ -115,8 +114,7 @@ static void check_times(const seat *s, uint32_t operation, epic_wait_info *sums)
     epic_wait_info out[MAX_RANKS];
     must_succeed(!epic_waits(s->ctx, operation, out, num_ranks), "epic_waits", NULL);
     for (int q = 0; q < num_ranks; q++) {
-        const int good = out[q].num_operations == ROUNDS &&
-                         out[q].alone_ns <= out[q].wait_ns &&
+        const int good = out[q].num_operations == ROUNDS && out[q].alone_ns <= out[q].wait_ns &&
                          (q != s->rank || out[q].wait_ns == 0);
         if (!good)
             fprintf(stderr, "%s, rank %d, %llu operations: %llu ns for rank %d, %llu alone\n",
