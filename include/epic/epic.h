@@ -1925,7 +1925,7 @@ typedef struct epic_wait_info {
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if epic_open got no memory for the times.
  * Threads: local.
  * CUDA:    copies from the device and waits for that, but not for kernels; may also fail with
- *          EPIC_EDEVICE.  Waiting kernels count their time about every 15 microseconds, so waits
+ *          EPIC_EDEVICE.  Waiting kernels count their time about every 25 microseconds, so waits
  *          that are shorter do not count.  The time in which this process was suspended counts.
  *          epic_plan_dispatch is one operation, EPIC_OP_DISPATCH. */
 static inline epic_result epic_waits(const epic_context *ctx, uint32_t operation,
