@@ -80,9 +80,11 @@ epic_result shared_layout_of(const epic_config *config, shared_layout *out)
     l.slot_bytes = (int64_t)(sizeof(shared_op_slot) + (size_t)n * sizeof(shared_peer_counters));
     l.staging_bytes = n > 1 ? l.broadcast_ring_bytes + (n - 1) * l.peer_ring_bytes : 0;
     l.slots_at = sizeof(shared_rank_state);
-    l.staging_at = round_up(l.slots_at + l.num_slots * l.slot_bytes, PAGE);
-    l.block_bytes = round_up(l.staging_at + l.num_slots * l.staging_bytes, PAGE);
-    l.segment_bytes = round_up(sizeof(shared_segment_header), PAGE) + n * l.block_bytes;
+    l.states_at = round_up(sizeof(shared_segment_header), PAGE);
+    l.state_bytes = round_up(l.slots_at + l.num_slots * l.slot_bytes, PAGE);
+    l.rings_at = l.states_at + n * l.state_bytes;
+    l.rings_bytes = round_up(l.num_slots * l.staging_bytes, PAGE);
+    l.segment_bytes = l.rings_at + n * l.rings_bytes;
     *out = l;
     return EPIC_OK;
 }

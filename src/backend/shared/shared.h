@@ -167,8 +167,7 @@ bool shared_close_windows(epic_group *group);
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;
-    return (shared_rank_state *)(group->segment + l->segment_bytes -
-                                 (l->num_ranks - rank) * l->block_bytes);
+    return (shared_rank_state *)(group->segment + l->states_at + rank * l->state_bytes);
 }
 
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
@@ -182,7 +181,7 @@ static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int ran
 static inline char *shared_broadcast_ring(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
-    return (char *)shared_rank_state_of(group, rank) + l->staging_at + slot * l->staging_bytes;
+    return group->segment + l->rings_at + rank * l->rings_bytes + slot * l->staging_bytes;
 }
 
 /* Returns the ring of a rank's op slot that only rank `to` reads. */
