@@ -14,7 +14,7 @@
 #include "members/members.h"
 
 #define MS 1000000
-#define TICK_MS 5 /* how often to look for ranks that are gone */
+#define MAX_TICK_MS 50 /* longest wait for a message, after which deadlines are checked */
 /* If a wait for messages takes this much longer than its limit, the process was suspended. */
 #define SLACK_NS (100 * MS)
 
@@ -211,6 +211,7 @@ static void decide_members(epic_context *ctx)
 {
     struct context_decision *d = ctx->decision;
     members *m = &d->machine;
+    const int64_t patience_ms = m->call.patience_ns / MS, tick = 1 + patience_ms / 8;
     uint32_t ms = 0;
     while (is_running(m)) {
         members_message message;
@@ -222,7 +223,7 @@ static void decide_members(epic_context *ctx)
             ms = 0;
         } else {
             if (is_running(m)) members_tick(m, running_ns(d));
-            ms = TICK_MS;
+            ms = (uint32_t)(tick < MAX_TICK_MS ? tick : MAX_TICK_MS);
         }
     }
 }

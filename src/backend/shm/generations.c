@@ -50,8 +50,8 @@ struct shm_generations {
     char *prepared;        /* the prepared memory */
     seat_set drained;      /* dead ranks whose messages have all been received */
     int num_polls, cursor; /* entries of `polls`, and the first one that is not handled yet */
-    int *ranks;            /* [2 * num_ranks] the rank of each entry of `polls` */
-    struct pollfd polls[]; /* [2 * num_ranks] connections and pidfds of ranks */
+    int *ranks;            /* [num_ranks] the rank of each entry of `polls` */
+    struct pollfd polls[]; /* [num_ranks] connections */
 };
 
 static shm_generations *generations_of(const epic_group *group)
@@ -62,7 +62,7 @@ static shm_generations *generations_of(const epic_group *group)
 
 epic_result shm_generations_new(shm_generations **out, int num_ranks)
 {
-    const size_t count = 2 * (size_t)num_ranks;
+    const size_t count = (size_t)num_ranks;
     shm_generations *g = calloc(1, sizeof *g + count * sizeof *g->polls);
     if (g) g->ranks = calloc(count, sizeof *g->ranks);
     *out = g;
@@ -208,16 +208,8 @@ static bool receive_from(epic_group *group, int from, void *message, size_t byte
     }
 }
 
-/* Adds a descriptor to those to poll. */
-static void add_poll(shm_generations *g, int rank, int fd, short events)
-{
-    if (fd < 0) return;
-    g->ranks[g->num_polls] = rank;
-    g->polls[g->num_polls++] = (struct pollfd){.fd = fd, .events = events};
-}
-
-/* Lists the connections and processes of all ranks from which messages may arrive. Ranks that are
- * not members may send some, too: they do not know yet that the others have gone on. */
+/* Lists the connections to all ranks from which messages may arrive. Ranks that are not members may
+ * send some, too: they do not know yet that the others have gone on. */
 static void list_polls(const epic_group *group)
 {
     const shm_connections *c = group->backend_data;
@@ -225,8 +217,9 @@ static void list_polls(const epic_group *group)
     g->num_polls = g->cursor = 0;
     for (int r = 0; r < c->num_ranks; r++) {
         if (r == c->rank || seat_set_has(&g->drained, r)) continue;
-        add_poll(g, r, c->sockets[r], POLLIN | POLLRDHUP);
-        add_poll(g, r, c->processes[r], POLLIN);
+        g->ranks[g->num_polls] = r;
+        g->polls[g->num_polls++] =
+            (struct pollfd){.fd = c->sockets[r], .events = POLLIN | POLLRDHUP};
     }
 }
 
@@ -255,9 +248,12 @@ static bool shm_receive(epic_group *group, int *from, void *message, size_t byte
     return receive_reported(group, from, message, bytes);
 }
 
+/* Makes no system call: shm_receive() has found closed connections, and the watchers of all ranks
+ * publish the ends of processes whose connections a forked child keeps open. */
 static bool shm_is_gone(epic_group *group, int seat)
 {
-    return connections_is_dead(group->backend_data, seat);
+    const shm_connections *c = group->backend_data;
+    return load_relaxed(&c->dead[seat]) || shared_is_known_gone(group, seat);
 }
 
 const epic_regroup_transport shm_regroup = {.send = shm_send,
