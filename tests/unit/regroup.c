@@ -2,6 +2,8 @@
 /* Tests epic_regroup and epic_members: after ranks have closed their contexts or are lost, after a
  * planned leave, with the members of an authority, and without any change. */
 #include <pthread.h>
+#include <signal.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -12,7 +14,8 @@
 #include "epic/epic.h"
 #include "run.h"
 
-#define COUNT 3000 /* more floats than fit into an op header */
+#define COUNT 3000        /* more floats than fit into an op header */
+#define PATIENCE_MS 20000 /* of a call that passes none */
 
 static const char *backend; /* of all groups that are opened now */
 
@@ -21,7 +24,7 @@ static epic_context *open_context(const epic_bootstrap *bootstrap)
     const epic_config config = {.max_tokens = 8,
                                 .max_row_bytes = 64,
                                 .max_in_flight = 2,
-                                .timeout_ms = 20000,
+                                .timeout_ms = PATIENCE_MS,
                                 .backend = backend};
     epic_context *ctx;
     CHECK_SAY(epic_open(&ctx, bootstrap, &config) == EPIC_OK, "%s", epic_error(NULL));
@@ -337,6 +340,27 @@ static void few_descriptors(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+/* Rank 1 of six dies, and a child that it has forked keeps its connections open. The others do
+ * not wait for the child. `self` is memory that all ranks share. */
+static void forked_before_death(const epic_bootstrap *bootstrap, void *self)
+{
+    _Atomic pid_t *child = self;
+    epic_context *ctx = open_context(bootstrap);
+    if (bootstrap->rank == 1) {
+        const pid_t pid = fork();
+        if (pid == 0) pause();
+        *child = pid;
+        _exit(0);
+    }
+    check_broken(ctx, "rank 1, whose process ended");
+    const uint64_t begin = run_now_ns();
+    check_regroup(ctx, 61, 1);
+    CHECK(run_now_ns() - begin < PATIENCE_MS / 2 * 1000000ull);
+    check_sum(ctx, 61);
+    if (bootstrap->rank == 0) kill(*child, SIGKILL);
+    epic_close(ctx);
+}
+
 /* Each rank dies or leaves after a random number of calls. All others make the next generation if
  * a call fails, and after every third sum of a generation. */
 static void storm(const epic_bootstrap *bootstrap, void *self)
@@ -410,7 +434,12 @@ static void run_backend(const char *name)
     run_group(4, authority, NULL);
     run_group(2, old_plan, NULL);
     run_group(2, in_flight, NULL);
-    if (strcmp(name, "shm") == 0) run_group(3, few_descriptors, NULL);
+    if (strcmp(name, "shm") == 0) {
+        void *child = run_share(sizeof(pid_t));
+        run_group(3, few_descriptors, NULL);
+        run_group(6, forked_before_death, child);
+        run_unshare(child, sizeof(pid_t));
+    }
     for (uint64_t seed = 1; seed <= (uint64_t)run_scaled(40); seed++)
         run_group(16, storm, &(uint64_t){run_mix(run_seed(), seed)});
     run_group(1, refused, (void *)(uintptr_t)name);
