@@ -23,6 +23,18 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
+/* Returns the time in which a rank sends the words of a plan to all ranks of other hosts: first its
+ * announcement and its counts of choices, then a record of 8 bytes for each choice. The proxy thread
+ * joins the records for a rank to one put. */
+static double plan_us(const constants *k, const shape *s, const routing *r)
+{
+    const double peers = s->ranks - s->ranks_per_host;
+    const double experts = r->experts > s->ranks ? (double)r->experts : s->ranks;
+    const double words = 4 + experts + (double)s->tokens * r->top_k;
+    const double net = transfer_us(peers, 8 * words, k->nic), thread = 3 * peers * k->put_us;
+    return peers > 0 ? 2 * k->net_us + (net > thread ? net : thread) : 0;
+}
+
 /* Computes the times of one operation. The time of the rows (rows_us) is the sum of three
  * times: the time of a launch, the time until the pipeline is full, and the longest of the
  * times of network, proxy thread, NVLink and memory. These four work at the same time. */
@@ -37,7 +49,7 @@ cost compute_cost(const constants *k, const traffic *t, const shape *s, const ro
     const double fill =
         hosts > 1 ? transfer_us(net < LAG_ROWS ? net : LAG_ROWS, row, k->nic) : 0;
     cost c = {.net_mb = net * row / 1e6, .limit = "launch"};
-    c.plan_us = hosts == 1 ? 0 : k->net_us + transfer_us(tokens * away, 2.0 * r->top_k, k->nic);
+    c.plan_us = plan_us(k, s, r);
     raise_rows_us(&c, transfer_us(net, row, k->nic), "net");
     raise_rows_us(&c, t->puts.most * k->put_us, "thread");
     raise_rows_us(&c, transfer_us(inside, row, k->nvlink), "nvlink");
