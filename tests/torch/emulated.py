@@ -19,9 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "gpu"), str(HERE.parent / "jax")]
 
 import torch
+import vllm_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epic.torch
@@ -31,6 +33,7 @@ from epic.torch.ops import argument_names
 from epic.torch.scaled import expand_scales, quantize_rows, quantize_weight
 from parts import (
     FORMS,
+    HIDDEN,
     LAYER,
     SIZES,
     UNEVEN,
@@ -480,6 +483,18 @@ def case_invariant(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     )
     report = epic.torch.check_invariance(epic.torch.MoE(on_gpu, options, dtype=torch.bfloat16))
     assert report.is_invariant and len(report.batches) == 5, report
+
+
+def case_vllm(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
+    """Check the exchange of epic.vllm, with idle ranks and in e4m3; without graphs."""
+    for hidden, quant, limit in ((HIDDEN, None, 1e-5), (128, vllm_cases.E4M3, 0.08)):
+        layer = vllm_cases.make_exchange(on_gpu, hidden, torch.float32)
+        assert layer.is_static
+        for seed, sizes in enumerate([(4, 4), (6, 1), (1, 1), (4, 4)]):
+            step = vllm_cases.Step(layer, sizes, hidden, torch.float32)
+            step.draw(seed)
+            step.run(quant)
+            step.check(limit)
 
 
 CASES = {n.removeprefix("case_"): f for n, f in list(globals().items()) if n[:5] == "case_"}

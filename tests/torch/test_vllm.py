@@ -4,10 +4,12 @@
 The stubs have the names that epic.vllm uses, and nothing else. tests/vllm tests it in vLLM itself.
 """
 
+import atexit
 import importlib
 import inspect
 import logging
 import os
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +169,107 @@ def test_capacity(world: World) -> None:
     world.run(check_capacity)
 
 
+def check_static(rank: int, case: str) -> None:
+    """Run the exchange as on GPUs: all shapes follow from the numbers of tokens alone.
+
+    case: "plain", "idle" or "e4m3" (rows and scales of 1x128 blocks).
+    """
+    hidden = 256 if case == "e4m3" else HIDDEN
+    context = SimpleNamespace(dp_metadata=None)
+    install_stubs(TpGroup(rank, 1), context)
+    exchange, workers = import_fresh()
+    moe = moe_config(EXPERTS, TOP_K, hidden)
+    opened = workers.open_workers(moe, 60000)
+    layer = exchange.EpicPrepareAndFinalize(moe, opened)
+    layer.is_static = True
+    quant = SimpleNamespace(quant_dtype=torch.float8_e4m3fn, block_shape=[128, 128])
+    own = range(rank * moe.num_local_experts, (rank + 1) * moe.num_local_experts)
+    for step, sizes in enumerate(IDLE if case == "idle" else PADDED):
+        across = torch.tensor(sizes, dtype=torch.int32)
+        context.dp_metadata = SimpleNamespace(num_tokens_across_dp_cpu=across)
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        x = torch.randn(sizes[rank], hidden, generator=draw)
+        weights, ids = torch.rand(sizes[rank], EXPERTS, generator=draw).topk(TOP_K)
+        form = quant if case == "e4m3" else None
+        rows, scales, counts, chosen, slot_weights = layer.prepare(
+            x, weights, ids.to(torch.int32), EXPERTS, None, False, form
+        )
+        capacity = min(TOP_K, moe.num_local_experts) * sum(sizes)
+        assert rows.shape == (capacity, hidden) and chosen.shape == slot_weights.shape
+        # The slots of the own experts come first, in their order; all others are of another rank.
+        landed = int(counts.sum())
+        wanted = torch.repeat_interleave(torch.tensor(own, dtype=torch.int32), counts)
+        assert chosen.shape == (capacity, 1) and chosen.dtype == torch.int32
+        assert torch.equal(chosen[:landed, 0], wanted)
+        assert all(0 <= e < EXPERTS and e not in own for e in chosen[landed:, 0].tolist())
+        values = rows.double()
+        if case == "e4m3":
+            assert rows.dtype == torch.float8_e4m3fn and scales.shape == (capacity, 2)
+            values = rows.double() * scales.double().repeat_interleave(128, dim=1)
+        done = (values * scale_of(chosen) * slot_weights.double()).to(x.dtype)
+        done[landed:] = torch.nan  # no result of these rows may reach a token
+        output = torch.empty_like(x)
+        layer.finalize(output, done, slot_weights, chosen, False, NoOp())
+        wanted = x.double() * (scale_of(ids) * weights.double()).sum(1, keepdim=True)
+        limit = 0.07 if case == "e4m3" else 1e-6
+        assert (output.double() - wanted).abs().max() <= limit * wanted.abs().max()
+    if case == "e4m3":
+        for dtype, blocks in ((torch.float8_e4m3fn, None), (torch.int8, [128, 128])):
+            form = SimpleNamespace(quant_dtype=dtype, block_shape=blocks)
+            with pytest.raises(epic.torch.EpicUnsupportedError, match="must not be quantized"):
+                layer.prepare(x, weights, ids.to(torch.int32), EXPERTS, None, False, form)
+        # Experts that quantize the rows themselves get them as they are, with zeros at the end.
+        rows, scales, counts, _, _ = layer.prepare(
+            x, weights, ids.to(torch.int32), EXPERTS, None, False, form, True
+        )
+        assert scales is None and rows.dtype == x.dtype
+        assert not rows[int(counts.sum()) :].any()
+    opened.group.close()
+    workers.OPEN.clear()
+    remove_stubs()
+
+
+@pytest.mark.parametrize("case", ["plain", "idle", "e4m3"])
+def test_static(world: World, case: str) -> None:
+    """Check the form of the exchange for GPUs, on CPUs: shapes, experts, numbers, e4m3 rows."""
+    world.run(check_static, case)
+
+
+def check_watch(rank: int) -> None:
+    """Let the last rank end its group, and check that the thread of the others ends the worker."""
+    install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None))
+    workers: Any = import_fresh()[1]
+    ranks = dist.get_world_size()
+    opened = workers.open_workers(moe_config(ranks, 1, HIDDEN, max_tokens=4), 60000)
+    workers.WATCH_SECONDS = 0.01
+    ended: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
+    opened.start_watching()
+    time.sleep(0.1)
+    assert not ended and opened.thread.is_alive()
+    dist.barrier()
+    if rank == ranks - 1:
+        opened.stop_watching()
+        opened.group.abort("the test ends this rank")
+    else:
+        opened.thread.join(30)
+        assert not opened.thread.is_alive()
+    end = time.monotonic() + 30
+    while rank < ranks - 1 and not ended and time.monotonic() < end:
+        time.sleep(0.01)  # the handler runs in this thread
+    assert len(ended) == (rank < ranks - 1)
+    signal.signal(signal.SIGTERM, before)
+    atexit.unregister(opened.stop_watching)
+    opened.group.close()
+    workers.OPEN.clear()
+    remove_stubs()
+
+
+def test_watch(world: World) -> None:
+    """Check that a failure ends a worker whose calls do not report it, as on GPUs."""
+    world.run(check_watch)
+
+
 def check_form(rank: int) -> None:
     """Compare the class with vLLM's abstract class: methods, arguments and defaults."""
     install_stubs(TpGroup(rank, 1), SimpleNamespace(dp_metadata=None))
@@ -316,9 +419,9 @@ def test_refusals(where: str, value: Any, text: str) -> None:
         check_supported(config, moe, experts, True)
 
 
-def test_refuses_gpus() -> None:
-    """Check that other platforms than the CPU are refused."""
-    with pytest.raises(epic.torch.EpicUnsupportedError, match="must run on CPUs"):
+def test_refuses_platforms() -> None:
+    """Check that platforms other than the CPU and CUDA are refused."""
+    with pytest.raises(epic.torch.EpicUnsupportedError, match="neither the CPU nor CUDA"):
         check_supported(*configurations(), False)
 
 

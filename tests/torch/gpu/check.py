@@ -30,13 +30,14 @@ import host_cases
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import vllm_cases
 from gpu_cases import LIMIT_MS
 
 import epic.torch
 from parts import SIZES
 from ports import free_port
 
-CASES = {**gpu_cases.CASES, **host_cases.CASES, **framework_cases.CASES}
+CASES = {**gpu_cases.CASES, **host_cases.CASES, **framework_cases.CASES, **vllm_cases.CASES}
 # Cases that do not work with some kinds of ranks. Dynamo does not support threads that trace at the
 # same time. Times are meaningless if ranks run in turn, and the profiler does not support this
 # either.
@@ -188,7 +189,7 @@ def main() -> int:
     faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)
     try:
         if how == "deaths":
-            wrong = host_cases.deaths(ranks)
+            wrong = host_cases.deaths(ranks) or vllm_cases.deaths(ranks)
         else:
             names = [n for n in names or CASES if n not in left_out(how, ranks)]
             run = in_threads if how == "threads" else partial(in_processes, how)

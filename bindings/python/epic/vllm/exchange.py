@@ -10,7 +10,30 @@ from vllm.distributed import get_tp_group
 from vllm.forward_context import get_forward_context
 
 import epic.torch
+from epic.errors import EpicUnsupportedError
 from epic.vllm.workers import Workers
+
+
+def sends_e4m3(config: Any, deferred: bool) -> bool:
+    """Return whether a GPU must send the rows in e4m3, because the experts need them so.
+
+    Args:
+        config: The FusedMoEQuantConfig of the layer, or None.
+        deferred: Whether the experts quantize the rows themselves.
+
+    Raises:
+        EpicUnsupportedError: The experts need rows in another form.
+    """
+    dtype = None if config is None or deferred else config.quant_dtype
+    if dtype is None:
+        return False
+    if dtype != torch.float8_e4m3fn or list(config.block_shape or ()) != [128, 128]:
+        raise EpicUnsupportedError(
+            f"the rows of the experts have quant_dtype {dtype} and block_shape "
+            f"{config.block_shape}: must not be quantized, or be e4m3 with block_shape [128, 128]; "
+            "use another quantization"
+        )
+    return True
 
 
 class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
@@ -19,6 +42,11 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
     prepare() returns the received rows sorted by expert, one row for each choice of an expert of
     this rank. vLLM's experts see them as tokens that have chosen one expert, with local numbers of
     the experts.
+
+    On GPUs the host must not wait for the number of received rows, and a CUDA graph needs equal
+    shapes in each replay. So there the rows are as many as can ever arrive, and those that have not
+    arrived have the number of an expert of another rank, which vLLM's experts skip. All numbers of
+    experts are global there.
 
     If tensor parallelism has given all its ranks the same tokens, each rank sends an equal part of
     them, and finalize() gathers the results.
@@ -37,6 +65,8 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         self.num_parts = get_tp_group().world_size if self.sp_size == 1 else 1
         self.part = get_tp_group().rank_in_group if self.num_parts > 1 else 0
         self.slots_per_token = min(moe.experts_per_token, moe.num_local_experts)
+        self.is_static = workers.group.on_gpu  # whether all shapes are static
+        self.first_expert = workers.group.rank * moe.num_local_experts
         self.local_experts = torch.arange(moe.num_local_experts, dtype=torch.int32)
         self.plan: Any = None
         self.num_tokens = 0  # tokens of the last prepare(), before this rank took its part
@@ -79,6 +109,43 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         begin = min(self.num_tokens, self.part * size)
         return slice(begin, min(self.num_tokens, begin + size))
 
+    def send(
+        self,
+        topk_ids: Tensor,
+        tokens: Tensor,
+        weights: Tensor,
+        capacity: int,
+        quant_config: Any,
+        deferred: bool,
+    ) -> tuple[Any, Tensor, Tensor | None, Tensor]:
+        """Plan and dispatch; return the plan, the rows, their scales or None, and their weights."""
+        group, scales = self.workers.group, None
+        if self.is_static and sends_e4m3(quant_config, deferred):
+            plan = epic.torch.plan(group, self.layer, topk_ids, capacity=capacity)
+            rows, scales, slot_weights = epic.torch.dispatch_quantized(plan, tokens, weights)
+        else:
+            # Experts that quantize all rows with one scale must not find numbers that are too
+            # large after the rows that have arrived.
+            zero_tail = self.is_static and deferred
+            plan, rows, slot_weights = epic.torch.plan_dispatch(
+                group, self.layer, topk_ids, tokens, weights, capacity=capacity, zero_tail=zero_tail
+            )
+        assert slot_weights is not None  # because weights have been passed
+        return plan, rows, scales, slot_weights
+
+    def static_experts(self, counts: Tensor, capacity: int) -> Tensor:
+        """Return the global expert of each slot; of another rank if the slot has no row.
+
+        Args:
+            counts: Numbers of rows by local expert.
+            capacity: Number of slots.
+        """
+        ends = counts.cumsum(0, dtype=torch.int32)
+        slots = torch.arange(capacity, dtype=torch.int32, device=counts.device)
+        # Slots after the last row get the number after the last local expert.
+        local = torch.searchsorted(ends, slots, right=True, out_int32=True)
+        return (local + self.first_expert) % self.layer.num_experts
+
     def prepare(
         self,
         a1: Tensor,
@@ -89,7 +156,7 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
         apply_router_weight_on_input: bool,
         quant_config: Any,
         defer_input_quant: bool = False,
-    ) -> tuple[Tensor, None, Any, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Any, Tensor, Tensor]:
         """Send the tokens to the ranks of their experts.
 
         Args:
@@ -99,12 +166,14 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             num_experts: Number of experts of all ranks.
             expert_map: Not used: the plan finds the rank of an expert.
             apply_router_weight_on_input: Whether to multiply the tokens by their weights.
-            quant_config: Not used: the experts quantize the rows.
-            defer_input_quant: Not used.
+            quant_config: On GPUs, the form of the rows that the experts need. On CPUs the experts
+                quantize the rows.
+            defer_input_quant: Whether the experts quantize the rows on GPUs, too.
 
         Returns:
-            [R, H] received rows, None, the numbers of rows by expert, [R, 1] local numbers of
-            experts, and [R, 1] weights.
+            [R, H] received rows, [R, H / 128] scales of e4m3 rows or None, the numbers of rows by
+            expert, [R, 1] numbers of experts, and [R, 1] weights. The experts have local numbers on
+            CPUs and global numbers on GPUs.
         """
         self.num_tokens = a1.shape[0]
         if self.num_parts > 1:
@@ -114,20 +183,19 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
             a1 = a1 * topk_weights.to(a1.dtype)
         capacity = max(1, self.slots_per_token * self.count_tokens())  # 0 means EXACT
         with self.workers.named_in_errors():
-            plan, rows, weights = epic.torch.plan_dispatch(
-                self.workers.group,
-                self.layer,
-                topk_ids,
-                a1.contiguous(),
-                topk_weights.float(),
-                capacity=capacity,
-                zero_tail=False,
-            )
-        assert weights is not None  # because it has been passed
+            plan, rows, scales, weights = self.send(
+                topk_ids, a1.contiguous(), topk_weights.float(), capacity, quant_config,
+                defer_input_quant,
+            )  # fmt: skip
+        counts = plan.expert_rows
+        if self.is_static:
+            self.plan = plan
+            experts = self.static_experts(counts, capacity)
+            metadata = mk.ExpertTokensMetadata(counts, None)
+            return rows, scales, metadata, experts[:, None], weights[:, None]
         landed = int(plan.demand)
         # The experts see only the slots that hold rows, and combine() takes no other.
         self.plan = plan._replace(capacity=landed)
-        counts = plan.expert_rows
         experts = torch.repeat_interleave(self.local_experts, counts, output_size=landed)
         metadata = mk.ExpertTokensMetadata(counts, counts)
         return rows[:landed], None, metadata, experts[:, None], weights[:landed, None]
@@ -164,7 +232,8 @@ class EpicPrepareAndFinalize(mk.FusedMoEPrepareAndFinalizeModular):
                 output.copy_(epic.torch.combine(plan, rows))
             else:
                 epic.torch.combine(plan, rows, out=output)
-            self.workers.report_slow_rank()
+            if not self.is_static:  # on GPUs a thread does so, because graphs run no Python code
+                self.workers.report_slow_rank()
 
     def gather_parts(self, own: Tensor) -> Tensor:
         """Gather the [T, H] results of all ranks of the TP group from their parts."""

