@@ -5,18 +5,17 @@
  *   out  d_logits           [num_tokens, columns]    router_backward_kernel, one warp per token
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
- * The kernels do not read the weights that router forward has written, but compute the weights
- * again from the logits. They load all logits of a token only if the weights come from a
- * softmax over all experts (needs_full_softmax()). Otherwise they load only the logits of the
- * chosen experts. Lane number L handles choices L and L + 32 of a token; in arrays they have
- * index j = 0 and 1 (struct Chosen). */
+ * The kernels compute the weights again from the logits: from all logits of a token if the
+ * weights come from a softmax over all experts (needs_full_softmax()), otherwise from those of
+ * the chosen experts. Lane number L handles choices L and L + 32 of a token, at index j = 0 and
+ * 1 (struct Chosen). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
 #define MOST_WARPS 4
 
-/* Computes the parts and the divisor of a token's choices (struct Shares) again, as forward
- * did. s [columns]: the softmax over all columns. If it is NULL, loads the logits of the chosen
+/* Computes the parts and the divisor of a token's choices (struct Shares) as forward did. s
+ * [columns]: the softmax over all columns. If it is NULL, loads the logits of the chosen
  * experts into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
@@ -39,8 +38,7 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
 }
 
 /* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
- * `scale`: the scale of the router. share_backward() of the host code (src/router) has this
- * formula. */
+ * `scale`: the scale of the router. share_backward() in src/router explains the formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -56,10 +54,9 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Adds the gradient of the numbers from which the parts (struct Shares) were computed, the
- * scores or logits of the chosen experts, to row d [columns] in shared memory. g: the gradient
- * of the parts. z: logits of the chosen experts. Adds one choice after the other, because two
- * choices of a token may have the same expert. */
+/* Adds the gradient of the scores or logits of the chosen experts to row d [columns] in shared
+ * memory. g: gradient of the parts (struct Shares). z: logits of the chosen experts. Adds one
+ * choice after the other, because two choices of a token may have the same expert. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -80,9 +77,8 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
-/* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores or, if
- * weights come from logits, of the logits. s [columns]: the softmax over all columns; NULL if
- * needs_full_softmax() is false. */
+/* Writes the gradient of all logits of a token. d [columns]: gradient of the scores or, if
+ * weights come from logits, of the logits. s [columns]: softmax over all columns, or NULL. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -104,7 +100,6 @@ __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &jo
         });
 }
 
-/* Returns the choices of a token from topk_idx. An id that is too large becomes -1. */
 __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job &job,
                                                   int64_t token)
 {
@@ -117,15 +112,13 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
-/* Returns true if the weights are computed from a softmax over all experts. Then the kernels
- * need all logits of a token. */
+/* Returns true if the weights come from a softmax over all experts, which needs all logits. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
-/* The kernel that computes d_logits. Each warp works on one token. d and s are this warp's rows
- * in shared memory. */
+/* d and s are this warp's rows in shared memory. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -158,20 +151,19 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-/* largest number of warps of a CTA; they divide the tokens among themselves */
+/* most warps of a CTA, which divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* Returns the term of choice number `place` (token * top_k + k) in the gradient of its expert's
- * scale (scale_of_expert), on all lanes: the gradient of the choice's weight times the weight
- * that the choice has without this scale. `s`: this warp's row in shared memory. */
+/* Returns on all lanes the term of choice number `place` (token * top_k + k) in the gradient of
+ * its expert's scale: the gradient of the choice's weight times the weight without this scale.
+ * `s`: this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    /* wait until all lanes have read the row of the previous token, which is overwritten
-     * next */
+    /* all lanes must have read the row of the previous token, which is overwritten next */
     __syncwarp();
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
@@ -187,10 +179,9 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     return (double)job.d_weights[place] * (double)weight;
 }
 
-/* The kernel that computes d_scale_of_expert. A CTA works on one expert, and each of its warps
- * on a part of the tokens. A warp searches its tokens for choices of this expert, and computes
- * only their weights again, which takes little time. Thread 0 adds the sums of the warps in a
- * fixed order. */
+/* A CTA works on one expert, and each of its warps on a part of the tokens. A warp searches its
+ * tokens for choices of this expert, and computes only their weights. Thread 0 adds the sums of
+ * the warps in a fixed order, so that the bits do not change. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {
@@ -220,7 +211,6 @@ __global__ void __launch_bounds__(SCALE_WARPS *WARP)
 
 /* -------------------------------------------------------------------- launching ---- */
 
-/* Launches router_scale_kernel, which computes the gradient of scale_of_expert. */
 static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns), warps = router_warps(words, SCALE_WARPS);
@@ -229,8 +219,7 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
                          *job);
 }
 
-/* Launches the instance of router_backward_kernel for rows of V columns per lane. V = 0: the
- * instance for any number of columns. */
+/* Launches the instance for rows of V columns per lane, or of any number of columns (V = 0). */
 template <int V>
 static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {

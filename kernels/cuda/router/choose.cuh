@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses the experts of a token: the ids with the k largest selection values (score or logit
- * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value.
+ * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value. An
+ * id is a column of the logits: the number of an expert or zero-expert.
  *
  *   key          a selection value, mapped to an unsigned number in the same order; 0 equals -0
  *   IdOwnership  which lane owns which ids. Each lane has consecutive ids, in the order of
  *                lanes
  *   Owned        the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
- * One warp works on one token. It repeats k times: find the largest key of all lanes, and the
- * first lane that has this key. This lane owns the lowest id with the key, and removes the key
- * from its keys. If the router has groups of experts, the warp first computes the score of each
- * group, and keeps only the ids of the topk_groups groups with the largest scores. An id is a
- * column of the logits: the number of an expert or zero-expert. */
+ * One warp works on one token. It repeats k times: find the largest key of all lanes, and
+ * remove it from the first lane that has it, which owns the lowest id with this key. If the
+ * router has groups of experts, the warp first computes the score of each group, and keeps only
+ * the ids of the topk_groups groups with the largest scores. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
@@ -22,11 +22,10 @@
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
 
-/* A selection value is the number by which experts are compared. key_of() maps it to its key,
- * an unsigned number in the same order, and value_of_key() maps it back. */
+/* Convert a selection value to its key, and a key to its selection value. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
-    /* Adding 0 changes -0 to 0, so that 0 and -0 get the same key. */
+    /* adding 0 changes -0 to 0 */
     const uint32_t bits = __float_as_uint(x + 0.0f);
     const uint32_t key = bits ^ ((uint32_t)((int32_t)bits >> 31) | 0x80000000u);
     return x != x ? KEY_NAN : key;
@@ -38,19 +37,16 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of the expert ids [first, first + count), which one lane owns: in V registers,
- * sorted, the largest first. */
+/* The keys of expert ids [first, first + count) of a lane, in V registers, in falling order. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
 
-    /* Returns the largest key that is left, or KEY_NONE if no key is left. */
     __device__ __forceinline__ uint32_t top_key() const
     {
         return key[0];
     }
-    /* Sorts the keys with a bitonic network. The compiler knows all its indices, so the keys
-     * stay in registers. */
+    /* Sorts with a bitonic network of constant indices, so that the keys stay in registers. */
     __device__ __forceinline__ void sort_keys()
     {
 #pragma unroll
@@ -66,8 +62,7 @@ template <int V> struct Owned {
                     key[j] = i & size ? high : low;
                 }
     }
-    /* Makes this lane the owner of the ids [first_id, first_id + num_ids), and reads their keys
-     * from `keys` in shared memory. num_ids is at most V. */
+    /* Makes this lane the owner of ids [first_id, first_id + num_ids), at most V. */
     __device__ __forceinline__ void read_keys(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
@@ -77,9 +72,8 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort_keys();
     }
-    /* Sets the keys of all ids of this lane to `value`: in registers and, unless it is
-     * KEY_NONE, in shared memory (`keys`), where choose_by_lanes() later compares them to find
-     * ids. */
+    /* Sets the keys of all ids of this lane to `value`, also in `keys` in shared memory unless
+     * it is KEY_NONE, because choose_by_lanes() compares the keys there to find ids. */
     __device__ __forceinline__ void set_keys(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -95,27 +89,24 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of the expert ids [first, first + count), which one lane owns, for any number of
- * ids. They stay in shared memory, unsorted. `best` is the current key, the largest one that is
- * left, and first + position is its id. drop_largest() goes on to the next smaller key. Equal
- * keys come in ascending order of ids. */
+/* The keys of any number of expert ids [first, first + count) of one lane, unsorted in shared
+ * memory. `best` is the current key, the largest one that is left, and first + position is its
+ * id. Equal keys come in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
     const uint32_t *keys;
 
-    /* Returns the largest key that is left, or KEY_NONE if no key is left. */
     __device__ uint32_t top_key() const
     {
         return best;
     }
-    /* Returns the id of the key that top_key() returns. */
     __device__ int current_id() const
     {
         return first + position;
     }
-    /* Makes the next smaller key after `last` the current one. Of the keys that equal `last`,
-     * those at positions after last_position come first. */
+    /* Makes the next smaller key after `last` the current one. Keys that equal `last`, at
+     * positions after last_position, come first. */
     __device__ void find_next(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -135,15 +126,13 @@ template <> struct Owned<0> {
         position = 0;
         find_next(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value` in `to`. The id of the current key is
-     * then the first one. */
+    /* Sets the keys of all ids of this lane to `value`. The first id becomes current. */
     __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find_next(0xffffffffu, -1);
     }
-    /* Removes this lane's largest key if `mine` is true. The next smaller key becomes the
-     * current one. */
+    /* Removes this lane's largest key if `mine` is true, and makes the next one current. */
     __device__ void drop_largest(bool mine)
     {
         if (mine) find_next(best, position);
@@ -164,19 +153,16 @@ struct IdOwnership {
     {
         return 1 << lane_bits;
     }
-    /* Returns the number of the group of experts to which this lane's ids belong. */
     __device__ __forceinline__ int group_of_lane() const
     {
         return lane_id() >> lane_bits;
     }
-    /* Returns the number of this lane among the lanes of its group. */
     __device__ __forceinline__ int lane_of_group() const
     {
         return lane_id() & (lanes_per_group() - 1);
     }
 };
 
-/* Decides which lane owns which expert ids, for a router with `columns` ids. */
 static inline IdOwnership id_ownership(const epic_router &r, int columns)
 {
     IdOwnership d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -208,9 +194,8 @@ __device__ __forceinline__ int best_lane(uint32_t top)
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group of experts: the sum of the m largest selection values
- * in the group, added from the largest to the smallest. `own`: a copy of the keys of this lane,
- * from which the function removes keys. Called by all lanes. */
+/* Returns the score of this lane's group of experts: the sum of the m largest selection values,
+ * added from the largest to the smallest. Removes keys from `own`. Called by all lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
@@ -229,8 +214,8 @@ __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own,
     return score;
 }
 
-/* Returns true if this lane's group is one of the topk_groups groups with the largest scores.
- * `score`: the score of this lane's group. Called by all lanes. */
+/* Returns true if `score`, the score of this lane's group, is among the topk_groups largest
+ * ones. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group_of_lane() < d.groups;
@@ -245,9 +230,8 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
 }
 
 /* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
- * groups. Each lane computes the scores of its groups, which add m selection values each
- * (score_group()), and writes their keys to group_keys. The keys of ids in all other groups
- * become `others`. Called by a whole warp. */
+ * groups. Each lane computes the scores of its groups, sums of m selection values, and writes
+ * their keys to group_keys. Ids in other groups get the key `others`. Called by a warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -276,10 +260,9 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
             keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. With groups of experts, also selects the groups
- * with the largest scores. The keys of ids in other groups become KEY_NONE, so that they cannot
- * be chosen or, if router_others_out() returns false, KEY_ZERO, like a selection value of 0.
- * on_logits: the keys come from logits, not from scores. */
+/* Reads the keys of this lane's ids into `own`. With groups of experts, also selects groups.
+ * The keys of ids in other groups become KEY_NONE or, if router_others_out() returns false,
+ * KEY_ZERO. on_logits: the keys come from logits, not from scores. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwnership &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -303,8 +286,8 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwne
     __syncwarp();
 }
 
-/* Chooses k experts for a token, if keys are in shared memory (V is 0). Finds the lane with the
- * largest key k times: the id of this key is the next choice, and the key is removed. */
+/* Chooses k experts for a token with keys in shared memory (V is 0): k times, finds the lane
+ * with the largest key, chooses the key's id and removes the key. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -319,10 +302,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Chooses k experts for a token, if keys are in registers. The registers contain no ids, so the
- * warp first finds the k largest keys, and for each the lane that owns it. Then all lanes find
- * ids at the same time: lane i compares key number i with the keys of all ids of the key's
- * owner. If an owner has equal keys, the lower id comes first. */
+/* Chooses k experts for a token with keys in registers, without ids. So the warp first finds
+ * the k largest keys and their owners. Then lane i compares key number i with the keys of all
+ * ids of its owner. If an owner has equal keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -339,8 +321,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* number of earlier choices of this token with the key and the owner of this lane's choice
-     */
+    /* earlier choices of this token with the same key and the same owner */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
@@ -352,8 +333,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
 }
 
 /* Chooses top_k experts for a token by its keys [columns] in shared memory. group_keys: shared
- * memory for one key per group, used only if there are more than 32 groups. on_logits: see
- * read_own_keys(). Called by a whole warp. */
+ * memory for one key per group, if there are more than 32. on_logits: see read_own_keys().
+ * Called by a whole warp. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const IdOwnership &d,
                                                     uint32_t *keys, uint32_t *group_keys,

@@ -7,10 +7,10 @@
  *   loss_kernel<BACKWARD>   logits, d_loss -> d_logits [num_tokens, columns]
  *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
- * In loss_kernel, one warp works on one *run*: a number of consecutive tokens (rules/rule.h).
- * How tokens are divided into runs depends only on the number of tokens. So the order in which
- * losses are added does not depend on the GPU. For the balance loss by sequences, each CTA
- * counts the choices in every sequence that has tokens in one of its runs. */
+ * One warp works on one *run* of consecutive tokens (rules/rule.h). Only the number of tokens
+ * decides how tokens are divided into runs, so the order of the additions does not depend on
+ * the GPU. For the balance loss by sequences, each CTA counts the choices in every sequence
+ * that has tokens in one of its runs. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 #include "rules/device_layout.h"
@@ -38,11 +38,10 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns one token's term of the balance loss, the sum over the experts of
- * probability * load. BACKWARD: writes the gradient of the token's logits. `load`
- * [num_experts]: number of choices of each expert. `factor` (BACKWARD only): gradient of the
- * loss, times factor_of(). p [columns]: shared memory of the warp, which gets the
- * probabilities. */
+/* FORWARD: returns one token's term of the balance loss, the sum of probability * load over the
+ * experts. BACKWARD: writes the gradient of the token's logits. `load` [num_experts]: choices
+ * of each expert. `factor` (BACKWARD): gradient of the loss, times factor_of(). p [columns]:
+ * output in shared memory, the probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -67,7 +66,7 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
-/* FORWARD: returns one token's term of the z-loss: the square of the logsumexp of its logits.
+/* FORWARD: returns one token's term of the z-loss, the square of the logsumexp of its logits.
  * BACKWARD: writes the gradient of the token's logits. `factor`: as in balance_term(). p
  * [columns]: shared memory of the warp. */
 template <Pass PASS>
@@ -85,7 +84,7 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     return 0;
 }
 
-/* Counts the choices of each expert in the sequence that begins with token `first`, into counts
+/* Counts the choices of each expert in the sequence that begins with token `first`, in counts
  * [columns] in shared memory. Called by all threads of the CTA. */
 __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
                                                int64_t first)
@@ -114,8 +113,8 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor of the sum over the tokens: job.factor, with job.plan divided once or
- * twice (job.num_divisions) by the number of tokens of all ranks, which the plan records. */
+/* Returns the factor of the sum over the tokens: job.factor, with job.plan divided
+ * job.num_divisions times by the number of tokens of all ranks, which the plan records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -129,8 +128,7 @@ static __device__ double factor_of(const p2p_loss_job &job)
 
 /* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
  * of the tokens' logits. Each warp works on one run. For the balance loss by sequences, the
- * warps of a CTA go through the sequences that overlap their runs, and work on one sequence at
- * a time together. Z: true for the z-loss, false for the balance loss. */
+ * warps of a CTA work on one sequence at a time together. Z: z-loss, otherwise balance loss. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -150,8 +148,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* All threads of the CTA must run this loop equally often, because count_sequence() has
-     * barriers. */
+    /* every thread of the CTA runs it equally often, because count_sequence() has barriers */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);
@@ -165,8 +162,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-/* The kernel that adds the sums of all runs in a binary tree, and writes the loss. The grid has
- * one CTA. */
+/* One CTA adds the sums of all runs in a binary tree, and writes the loss. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
@@ -183,13 +179,12 @@ __global__ void __launch_bounds__(ADDERS)
         *(float *)job.loss = (float)(factor_of(job) * runs[0]);
 }
 
-/* Launches loss_kernel with as many warps per CTA as shared memory allows, at most
- * MOST_WARPS. */
+/* Launches loss_kernel, with as many warps per CTA as shared memory and MOST_WARPS allow. */
 template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* how many warps' rows fit into shared memory next to the counts of one sequence */
+    /* warps whose rows fit into shared memory next to the counts of one sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
@@ -213,9 +208,8 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* The kernel that computes bias += rate * sign(mean load - load). The sign is that of the
- * integer total load - num_experts * load, which has no rounding errors. The grid has one CTA.
- */
+/* Computes bias += rate * sign(mean load - load), with the sign of the integer total load -
+ * num_experts * load, which has no rounding errors. The grid has one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

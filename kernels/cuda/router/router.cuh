@@ -1,15 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions for a warp that works on the logits of one token. All kernels of this folder call
- * them.
+/* Functions for a warp that works on the logits of one token, for the kernels of this folder.
  *
  *   column i       logit i of the token; it belongs to lane i % 32, and is stored in shared
  *                  memory at padded_index(i)
  *   template V     columns per lane, known to the compiler; 0: any number of columns
  *   template J     choices per lane: 1 if top_k is at most 32, else 2
  *
- * The results have the same bits as those of the CPU code (src/router). For this purpose, GPU
- * and CPU code use the same scalar functions, add in the same order, and are compiled without
- * fused multiply-add. */
+ * The results have the same bits as those of the CPU code (src/router): both use the same
+ * scalar functions, add in the same order, and are compiled without fused multiply-add. */
 #ifndef EPIC_ROUTER_CUH
 #define EPIC_ROUTER_CUH
 
@@ -34,8 +32,7 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-/* Largest number of bytes of shared memory that a CTA uses. Every GPU since sm_80 has at least
- * this much. */
+/* most bytes of shared memory that a CTA uses; every GPU since sm_80 has at least this many */
 #define SHARED_BYTES (96 << 10)
 
 __device__ __forceinline__ int lane_id()
@@ -43,29 +40,27 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns the index of column i in shared memory. There is one word of padding after every 32
- * words, so that lanes that read 8 consecutive words have no bank conflicts. */
+/* Returns the index of column i in shared memory. A word of padding follows every 32 words, so
+ * that lanes that read 8 consecutive words have no bank conflicts. */
 __host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
 }
 
-/* Returns how many words of shared memory a row of `columns` columns needs: rounded up to a
- * multiple of 32 columns, and with the padding of padded_index(). */
+/* Returns how many words a row needs: whole multiples of 32 columns, with padding. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Returns how many words of shared memory a row needs: a row of V columns per lane or, if V is
- * 0, of `columns` columns. */
+/* Returns row_words() of V columns per lane or, if V is 0, of `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
-/* Calls f(i) for each of this lane's columns i in [first, end), in ascending order. first must
- * be a multiple of 32. */
+/* Calls f(i) for each of this lane's columns i in [first, end), in ascending order. first is a
+ * multiple of 32. */
 template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
 {
     if (V > 0) {
@@ -80,9 +75,9 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also for its columns
- * from `end` to 32 * V - 1, which saves a comparison per column. The row does not have these
- * columns, but shared memory has words for them. */
+/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also for columns
+ * from `end` on, up to 32 * V - 1, which saves a comparison per column. Shared memory has words
+ * for them. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -93,8 +88,8 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
     }
 }
 
-/* Returns the sum of x over the lanes of the warp, on every lane. Adds lanes at distances 16,
- * 8, 4, 2 and 1, in this order, as the CPU code does. */
+/* Returns the sum of x over the lanes of the warp, on every lane. Adds at distances 16, 8, 4, 2
+ * and 1, in this order, as the CPU code does. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -104,8 +99,7 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
 }
 
 /* Returns the sum of f(i) over all columns, on every lane. Adds in the order of the CPU code:
- * blocks of SUM_BLOCK columns one after the other. Within a block, each lane adds its columns,
- * and add_lanes() adds the sums of the lanes. */
+ * block after block of SUM_BLOCK columns, in each the columns of a lane, then the lanes. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -120,7 +114,7 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
 
 /* ------------------------------------------------------------------------- elements ---- */
 
-/* Returns *p, a float32 or 16-bit number, as float32. */
+/* Returns *p as float32. */
 __device__ __forceinline__ float load_element(const float *p)
 {
     return *p;
@@ -136,8 +130,7 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
-/* Load and store element i of an array whose type (F32, BF16 or F16) is known only at run time.
- */
+/* Load and store element i of an array whose type (F32, BF16 or F16) is known at run time. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -175,8 +168,7 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes the gradients d(i) of all logits i of a token, or adds them to the old values with
- * `accumulate`. */
+/* Writes the gradients d(i) of all logits of a token or, with `accumulate`, adds them. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -192,8 +184,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest of the numbers `mine` that lanes pass, without NaNs. Exception, as in the
- * CPU code: if `first`, the first value of the row, is NaN, the result is NaN. */
+/* Returns the largest of the lanes' `mine`, without NaNs. But if `first`, the first value of
+ * the row, is NaN, returns NaN, as the CPU code does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -202,13 +194,12 @@ __device__ __forceinline__ float largest_of(float mine, float first)
     return first != first ? first : mine;
 }
 
-/* Two numbers of a softmax: the largest logit, and the sum of exp(logit - largest). */
+/* The largest logit, and the sum of exp(logit - largest), of a softmax. */
 struct Softmax {
     float largest, sum;
 };
 
-/* Writes the softmax of row z to p, both in shared memory. p and z may be the same array,
- * because each lane reads and writes only its own columns. */
+/* Writes the softmax of row z to p, both in shared memory and perhaps the same array. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -225,16 +216,15 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Returns the score of one logit z. `score`: an EPIC_SCORE_* value, but not EPIC_SCORE_SOFTMAX,
- * for which a score depends on all logits. */
+/* Returns the score of one logit z. `score`: an EPIC_SCORE_* value except EPIC_SCORE_SOFTMAX,
+ * which depends on all logits. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* Writes the scores of all columns of row z to s, both in shared memory. s and z may be the
- * same array. */
+/* Writes the scores of row z to s, both in shared memory and perhaps the same array. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -254,27 +244,24 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k chosen experts of a token, distributed over the lanes of a warp. Lane number L has
- * choice L (index j = 0) and, if J is 2, also choice L + 32 (j = 1). */
+/* The k chosen experts of a token. Lane number L has choice L (index j = 0) and, if J is 2,
+ * also choice L + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
     int id[J]; /* expert id of choice lane + 32 * j; negative: no expert */
 
-    /* Returns true if this lane has a choice with index j, that is, if lane + 32 * j is less
-     * than k. */
     __device__ __forceinline__ bool has_choice(int j) const
     {
         return lane_id() + j * WARP < k;
     }
-    /* Returns true if this lane has a choice with index j, and the choice has an expert. */
     __device__ __forceinline__ bool has_expert(int j) const
     {
         return has_choice(j) && id[j] >= 0;
     }
 };
 
-/* Returns the sum of x over the token's choices, on every lane. x[j] belongs to choice lane +
- * 32 * j. Adds in ascending order of choices, as the CPU code does. */
+/* Returns the sum of x over the token's choices (struct Chosen), on every lane. Adds in
+ * ascending order of choices, as the CPU code does. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -285,8 +272,7 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the chosen experts, by the softmax over only these logits. Choices
- * without an expert get 0. */
+/* Replaces p, the logits of the chosen experts, by their softmax. No expert: 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -311,18 +297,16 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 }
 
 /* The numbers from which the weights of a token's choices are computed: weight = part / divisor
- * * scales of the router. parts[j] is the part of choice lane + 32 * j, and all choices have
- * one divisor. is_divisor_variable: the divisor depends on the parts, so backward also needs
- * its gradient. */
+ * * scales of the router. parts[j] is the part of choice lane + 32 * j. is_divisor_variable:
+ * the divisor depends on the parts, so backward also needs its gradient. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool is_divisor_variable;
 };
 
-/* Computes the parts and the divisor of a token, which the router's weight_rule and normalize
- * define. x has one number per choice: the expert's score if weight_rule is
- * EPIC_WEIGHT_OF_SCORE, else its logit. */
+/* Computes the parts and the divisor of a token by the router's weight_rule and normalize. x
+ * has one number per choice: the expert's score or logit, as weight_rule requires. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -350,8 +334,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns how many warps a CTA has if each warp needs `words` words of shared memory: as many
- * as fit into SHARED_BYTES, but at least 1 and at most `most`. */
+/* Returns the number of warps per CTA, at most `most`, if each needs `words` words of shared
+ * memory. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arguments ("jobs") and launchers of the kernels of the router and of its losses, for the host
+/* Arguments ("jobs") and launchers of the kernels of the router and its losses, for the host
  * code of src/backend/p2p. Plain C. A *column* is one logit of a token, for an expert or
- * zero-expert. All arrays are in device memory of this rank; no kernel accesses a peer's
- * memory. Every launcher enqueues on `stream` and returns the error of the launch. */
+ * zero-expert. All arrays are in device memory of this rank. Every launcher enqueues on
+ * `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -17,8 +17,7 @@
 extern "C" {
 #endif
 
-/* The arguments that all kernels of the router need: the logits [num_tokens, columns] and the
- * options. */
+/* The logits [num_tokens, columns] and the options of the router. */
 typedef struct p2p_router_rows {
     epic_router router; /* the caller's options, with defaults filled in */
     const void *logits;
@@ -30,29 +29,26 @@ typedef struct p2p_router_rows {
     uint32_t pad;
 } p2p_router_rows;
 
-/* Arguments of router forward, which chooses the experts of each token. epic_router_args
- * describes the arrays. */
+/* Arguments of router forward. epic_router_args describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
     /* [columns]: added to the scores when experts are chosen, but not to weights; NULL: none */
     const float *bias;
     /* [columns]: factor of each expert's weights; NULL: all are 1 */
     const float *scale_of_expert;
-    /* [num_tokens]. Not NULL: token t gets the experts in row token_ids[t] of the caller's
-     * `table` [table_rows, top_k]. If token_ids and topk_idx_in are NULL, the kernel chooses
-     * experts by their scores. */
+    /* [num_tokens]: token t gets the experts in row token_ids[t] of `table` [table_rows,
+     * top_k]. If token_ids and topk_idx_in are NULL, the kernel chooses experts by their
+     * scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
-    /* [num_tokens, top_k]. Not NULL: the caller has chosen the experts of each token, and
-     * token_ids is NULL. */
+    /* [num_tokens, top_k]: the caller has chosen these experts, and token_ids is NULL */
     const int32_t *topk_idx_in;
     int32_t *topk_idx; /* output [num_tokens, top_k]: the chosen experts */
     float *weights;    /* output [num_tokens, top_k]: weights of the choices */
     float *scores; /* output [num_tokens, columns]; NULL: the caller does not need the scores */
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: the kernel compares experts by their logits, because these have the order of the
-     * scores */
+    /* 1: compare experts by their logits, which have the order of the scores */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -72,23 +68,20 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* only for the balance loss over all tokens: [num_experts], number of choices of each
-     * expert */
+    /* balance loss over all tokens: [num_experts], number of choices of each expert */
     const int32_t *load;
-    /* only for the balance loss by sequences: [num_tokens, top_k], the ids of the chosen
-     * experts, which the kernel counts in each sequence */
+    /* balance loss by sequences: [num_tokens, top_k], the chosen experts */
     const int32_t *topk_idx;
     int64_t
         sequence_tokens; /* number of tokens of a sequence; 0: the loss is over all tokens */
     double factor;       /* the sum over the tokens is multiplied by this number */
-    /* a plan with the number of tokens of all ranks, by which the kernel divides `factor`;
-     * otherwise NULL */
+    /* plan with the number of tokens of all ranks, by which the kernel divides; or NULL */
     const void *plan;
-    /* how many times the kernel divides `factor` by the number of tokens: 1 or 2 */
+    /* how many times the kernel divides `factor`: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
     const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
-    /* [LOSS_RUNS], workspace: the sum of each run, a number of consecutive tokens */
+    /* [LOSS_RUNS], workspace: the sum of each run of consecutive tokens */
     double *runs;
     void *loss;                    /* forward: output [1] of loss_type */
     void *d_logits;                /* backward: output [num_tokens, columns] of grad_type */
@@ -98,8 +91,7 @@ typedef struct p2p_loss_job {
 } p2p_loss_job;
 
 /* Launch the kernels of the router and of the losses. p2p_launch_bias_update() lowers `bias`
- * [num_experts] of experts with more than the mean `load`, so that they are chosen less often,
- * and raises it for experts with less. */
+ * [num_experts] of experts with more than the mean `load`, and raises it for the others. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
@@ -107,8 +99,7 @@ cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t strea
 cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                    float rate, cudaStream_t stream);
 
-/* Load the kernels of router forward, router backward and the losses on the current device.
- * Called at open, so that no later launch has to load them. */
+/* Load the kernels on the current device at open, so that no later launch has to load them. */
 cudaError_t p2p_load_router(void);
 cudaError_t p2p_load_router_backward(void);
 cudaError_t p2p_load_loss(void);
