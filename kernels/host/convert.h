@@ -10,8 +10,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* The bits of infinity in float32. If the bits of a float32 without its sign are larger than
- * this number, it is a NaN. */
+/* bits of infinity in float32; larger ones, without the sign, are those of a NaN */
 #define INFINITY_BITS 0x7f800000u
 #define E4M3_MAX 448.0f
 #define E4M3_NAN 0x7fu

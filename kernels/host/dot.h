@@ -59,16 +59,14 @@ INLINE __m256 add_groups(const float *sums)
                          _mm256_shuffle_ps(two[0], two[1], 0xdd));
 }
 
-/* Adds the accumulators of a block in the defined order, and returns the sum. */
 INLINE float add_accumulators(const float *sums)
 {
     __m256 by_8[4];
     for (int i = 0; i < 4; i++) by_8[i] = add_groups(sums + i * 8 * GROUP);
-    /* Adds the sums of the 32 groups in five steps: group g and group g + 16, then the results
-     * g and g + 8, g and g + 4, g and g + 2, g and g + 1. add_groups() returns eight groups in
-     * the order 0, 2, 4, 6, 1, 3, 5, 7, so that the last three steps add neighbors: groups 0
-     * and 4 are in elements 0 and 2, groups 0 and 2 in elements 0 and 1, and groups 0 and 1 in
-     * elements 0 and 4. */
+    /* The five steps add the sums of 32 groups at distances 16, 8, 4, 2 and 1. add_groups()
+     * returns eight groups in the order 0, 2, 4, 6, 1, 3, 5, 7. So in the last three steps,
+     * groups 0 and 4 are in elements 0 and 2, groups 0 and 2 in elements 0 and 1, and groups 0
+     * and 1 in elements 0 and 4. */
     const __m256 eight =
         _mm256_add_ps(_mm256_add_ps(by_8[0], by_8[2]), _mm256_add_ps(by_8[1], by_8[3]));
     const __m256 four = _mm256_add_ps(eight, _mm256_permute_ps(eight, 0x4e));
@@ -79,10 +77,9 @@ INLINE float add_accumulators(const float *sums)
 #endif
 
 /* Returns the dot product of a full block (1024 elements) of rows `a` and `b`, from element
- * `at` on. Reads rows from front to back, for hardware prefetchers, and keeps the accumulators
- * in the first-level cache. The fence, which is no instruction, prevents the compiler from
- * reading the four quarters of the block at the same time. That is much slower for rows that
- * are not in a cache. */
+ * `at` on. Reads rows from front to back, for hardware prefetchers. The fence, which is no
+ * instruction, keeps the compiler from reading the four quarters of the block at the same time,
+ * which is much slower for rows that are not in a cache. */
 INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
 {
     float sums[ACCUMULATORS];
@@ -100,8 +97,8 @@ INLINE float dot_block(const void *a, const void *b, epic_type type, int64_t at)
     return add_accumulators(sums);
 }
 
-/* Converts `count` elements of a row, from element `at` on, to float32, and stores them at the
- * start of `block`. The block has more elements; sets these to `absent`. */
+/* Stores `count` elements of a row, from element `at` on, as float32 at the start of `block`,
+ * and `absent` in the rest of the block. */
 INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at, int64_t count,
                        float absent)
 {
@@ -111,8 +108,7 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 
-/* Returns the dot product of the last, short block of a row, which has `count` (fewer than
- * 1024) elements. */
+/* Returns the dot product of the last block of a row, of fewer than 1024 elements. */
 INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64_t at,
                              int64_t count)
 {
@@ -134,7 +130,6 @@ INLINE void dot_of(double *sum, bool first, const void *a, const void *b, epic_t
     *sum = total;
 }
 
-/* Returns element `at` of a row of float64. */
 static inline double load_f64(const void *row, int64_t at)
 {
     double x;
@@ -154,7 +149,7 @@ static inline double dot_block_f64(const void *a, const void *b, int64_t at, int
     return add_accumulators_f64(sums);
 }
 
-/* Like dot_of(), for rows of float64. */
+/* Adds the dot products of all blocks of float64 rows (dot_of()). */
 static void dot_f64(double *sum, bool first, const void *a, const void *b, int64_t n)
 {
     double total = first ? -0.0 : *sum;

@@ -28,13 +28,11 @@
 
 #include "kernels/kernels.h"
 
-/* Returns the number of bytes of an element. */
 INLINE int64_t bytes_of(epic_type type)
 {
     return type == EPIC_F64 ? 8 : type == EPIC_F32 ? 4 : 2;
 }
 
-/* Returns the address of element `at` of a row. */
 INLINE const char *element_at(const void *row, epic_type type, int64_t at)
 {
     return (const char *)row + at * bytes_of(type);

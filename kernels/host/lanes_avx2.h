@@ -60,8 +60,7 @@ INLINE void store_past_caches(void *to, lanes x)
     _mm256_stream_ps(to, x);
 }
 
-/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores the results (one byte per
- * lane). */
+/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores one byte per lane. */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);

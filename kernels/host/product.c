@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of float32 matrices, and bfloat16 matrices with few rows, in which the bits of an element depend only on its row of A and
- * its column of B. Libraries such as OpenBLAS do not promise this, because they may choose
- * another kernel if the number of rows is different. C [m, n] is op(A) [m, k] times op(B) [k,
- * n]. op() transposes its argument or returns it unchanged (host_product in kernels.h).
+/* Products of float32 matrices, and of bfloat16 matrices with few rows. The bits of an element
+ * depend only on its row of A and its column of B. Libraries such as OpenBLAS do not promise
+ * this, because they may choose another kernel if the number of rows is different. C [m, n] is
+ * op(A) [m, k] times op(B) [k, n] (host_product in kernels.h).
  *
  * The order of additions: an element of C is a sum over l from 0 to k - 1. This sum is divided
  * into chunks of HOST_PRODUCT_DEPTH terms. The sum of a chunk starts at +0 and adds its
  * products by fused multiply-adds, by ascending l. The sums of the chunks are added in
- * ascending order to the sum of the first chunk, or to C if `add` is set. If rows of A and
- * columns of B are extended with zeros, the sum has the same bits. There is one exception: a -0
- * that results from an underflow may become +0. Every variant of this file, every block size
- * and every processor computes the same bits.
+ * ascending order to the sum of the first chunk, or to C if `add` is set. Zeros that extend
+ * rows of A and columns of B do not change the bits, except that a -0 from an underflow may
+ * become +0. Every variant of this file, every block size and every processor computes the same
+ * bits.
  *
  * A bfloat16 number is converted to float32, without rounding, before it is multiplied.
  *
@@ -39,14 +39,13 @@
 #define FEW_VECTORS 2
 #endif
 #define PANEL (VECTORS * LANES)
-/* Number of columns of B that are packed (copied to contiguous memory) at a time. These are
- * several panels, because copying longer parts of a row of B is faster. */
+/* columns of B that are packed (copied to contiguous memory) at a time: several panels, because
+ * copying longer parts of a row of B is faster */
 #define GROUP_COLUMNS 64
 #define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
-/* Products with few rows (at most HOST_FEW_ROWS) read B in place. They add STEPS rows of B at a
- * time to sums of at most FEW_SUMS floats, which stay in the first-level cache. So the memory is
- * read in STEPS streams, each of which is contiguous. FEW_VECTORS vectors of each of these rows
- * are in registers at a time. */
+/* Products with at most HOST_FEW_ROWS rows read B in place: STEPS rows of B at a time, as STEPS
+ * contiguous streams, of which FEW_VECTORS vectors each are in registers at a time. The sums,
+ * at most FEW_SUMS floats, stay in the first-level cache. */
 #define FEW_SUMS (32 * HOST_PRODUCT_DEPTH)
 
 /* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
@@ -57,14 +56,12 @@ typedef struct part {
     bool adds; /* true: add to C; false: overwrite C */
 } part;
 
-/* Returns the address of element (row, l) of op(A), a float32 matrix. */
 INLINE const float *left_at(const host_product *p, int64_t row, int64_t l)
 {
     return (const float *)p->a + (p->transpose_a ? l * p->lda + row : row * p->lda + l);
 }
 
-/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS]. Fills the last tile
- * up with zeros. */
+/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS] filled with zeros. */
 static void pack_left(const part *t, float *out)
 {
     for (int64_t tile = 0; tile < t->rows; tile += TILE_ROWS, out += TILE_ROWS * t->depth) {
@@ -86,8 +83,7 @@ static void pack_left(const part *t, float *out)
     }
 }
 
-/* Transposes a square of LANES x LANES floats. from_row and to_row are the distances between
- * rows of `from` and of `to`, in floats. */
+/* Transposes a square of LANES x LANES floats. Rows are from_row and to_row floats apart. */
 INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64_t from_row)
 {
 #if LANES >= 8
@@ -100,8 +96,7 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
             s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
             s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
         }
-        /* Now r[i] contains columns i % 4 and i % 4 + 4 of rows 0 to 3 (i < 4) or of rows 4 to
-         * 7. */
+        /* r[i] contains columns i % 4 and i % 4 + 4 of rows 0 to 3 (i < 4) or 4 to 7 */
         for (int i = 0; i < 8; i++) {
             const __m256 a = s[i / 4 * 4 + i % 4 / 2], b = s[i / 4 * 4 + i % 4 / 2 + 2];
             r[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);
@@ -118,9 +113,8 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
 #endif
 }
 
-/* Copies columns [column, column + count) of a chunk of op(B) to out, as panels [depth, PANEL].
- * `count` is at most GROUP_COLUMNS. If the last panel has fewer than PANEL columns, fills it up
- * with zeros. */
+/* Copies columns [column, column + count) of a chunk of op(B), at most GROUP_COLUMNS, to out,
+ * as panels [depth, PANEL]. Fills the last panel up with zeros. */
 static void pack_right(const part *t, int64_t column, int64_t count, float *out)
 {
     const host_product *p = t->p;
@@ -148,17 +142,15 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
     }
 }
 
-/* Computes one tile (part) of C, at `c`. It is the product of a packed tile of op(A), `a`
- * [depth, TILE_ROWS], and of a packed panel of op(B), `b` [depth, PANEL]. ldc is the distance
- * between rows of `c`, in floats. Stores the first `stored` rows and the first `count` columns.
- * `adds`: see struct part. */
+/* Computes a tile of C, at `c`: the product of the packed tile `a` [depth, TILE_ROWS] of op(A)
+ * and the packed panel `b` [depth, PANEL] of op(B). Stores the first `stored` rows and `count`
+ * columns. ldc is the distance of rows of `c` in floats. `adds`: see struct part. */
 INLINE void multiply_tile(const float *a, const float *b, int64_t depth, float *c, int64_t ldc,
                           int64_t stored, int64_t count, bool adds)
 {
     enum { rows = TILE_ROWS, vectors = VECTORS };
     lanes sum[TILE_ROWS][VECTORS];
-    /* The tile of C is often not in the caches. Start to load it now, because the code after
-     * the loops writes it. */
+    /* The tile of C is often not in the caches. Start to load it before the loops. */
     for (int i = 0; i < rows && i < stored; i++)
         for (int v = 0; v < vectors && v * LANES < count; v++)
             __builtin_prefetch(c + i * ldc + v * LANES, 1);
@@ -185,8 +177,8 @@ INLINE void multiply_tile(const float *a, const float *b, int64_t depth, float *
         }
 }
 
-/* Multiplies the rows of a part, packed in `left`, by one packed panel of columns, `right`. The
- * panel has `count` columns, and its first one is `column`. */
+/* Multiplies the rows of a part, packed in `left`, by one packed panel `right`, which has
+ * `count` columns from `column` on. */
 static void multiply_panel(const part *t, const float *left, const float *right, int64_t column,
                            int64_t count)
 {
@@ -198,8 +190,8 @@ static void multiply_panel(const part *t, const float *left, const float *right,
     }
 }
 
-/* Multiplies the rows of a part by a group of packed panels, which have `count` columns in all.
- * `column`: first of these columns. */
+/* Multiplies the rows of a part by a group of packed panels, which have `count` columns in all,
+ * from `column` on. */
 static void multiply_group(const part *t, const float *left, const float *right, int64_t column,
                            int64_t count)
 {
@@ -225,8 +217,7 @@ static void copy_few_left(const part *t, float *out)
 }
 
 /* Adds to `vectors` vectors of the sums of each row the products with `steps` rows of B. `a`:
- * element of the first row of op(A) for the first row of B. `right` has the vectors of the rows
- * of B. */
+ * element of op(A)'s first row for the first row of B. `right`: vectors of the rows of B. */
 INLINE void add_products(const part *t, float *sums, int64_t sums_row, const float *a,
                          lanes right[STEPS][FEW_VECTORS], int steps, int vectors)
 {
@@ -242,7 +233,7 @@ INLINE void add_products(const part *t, float *sums, int64_t sums_row, const flo
 }
 
 /* Adds to the sums [rows, sums_row] the products with STEPS rows of B, which begin at `b`.
- * `count` is the number of columns, a multiple of FEW_VECTORS * LANES. */
+ * `count`: number of columns, a multiple of FEW_VECTORS * LANES. */
 INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const float *a,
                          const char *b, int64_t count, epic_type type)
 {
@@ -250,7 +241,7 @@ INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const flo
     for (int64_t j = 0; j < count; j += FEW_VECTORS * LANES) {
         lanes right[STEPS][FEW_VECTORS];
         for (int s = 0; s < STEPS; s++) {
-            /* the same columns of a row that the next call adds */
+            /* the columns of a row that the next call adds */
             __builtin_prefetch(b + (s + STEPS) * row_bytes + j * bytes_of(type));
             for (int v = 0; v < FEW_VECTORS; v++)
                 right[s][v] = load_lanes(b + s * row_bytes, type, j + v * LANES);
@@ -259,7 +250,7 @@ INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const flo
     }
 }
 
-/* Like add_few_rows(), but adds the products with one row of B, and accepts any `count`. */
+/* Adds the products with one row of B to `count` columns of the sums, any number. */
 INLINE void add_one_row(const part *t, float *sums, int64_t sums_row, const float *a,
                         const char *b, int64_t count, epic_type type)
 {
@@ -271,8 +262,8 @@ INLINE void add_one_row(const part *t, float *sums, int64_t sums_row, const floa
     }
 }
 
-/* Computes `count` columns of a chunk of C, from `column` on. `left` has the rows of op(A), and
- * `sums` is memory for [rows, sums_row] floats. */
+/* Computes `count` columns of a chunk of C, from `column` on. `left`: the rows of op(A).
+ * `sums`: memory for [rows, sums_row] floats. */
 INLINE void multiply_few_columns(const part *t, const float *left, float *sums,
                                  int64_t sums_row, int64_t column, int64_t count,
                                  epic_type type)
@@ -297,7 +288,7 @@ INLINE void multiply_few_columns(const part *t, const float *left, float *sums,
     }
 }
 
-/* Multiplies matrices of which A has at most HOST_FEW_ROWS rows. B has elements of `type`. */
+/* Multiplies matrices of which A has at most HOST_FEW_ROWS rows, and B has type `type`. */
 INLINE void multiply_few(const host_product *p, epic_type type)
 {
     float *const left = p->memory, *const sums = left + HOST_FEW_ROWS * HOST_PRODUCT_DEPTH;

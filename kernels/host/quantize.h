@@ -19,8 +19,8 @@
 #define E8M0_ONE 127
 #define E8M0_NAN 255
 
-/* Returns the bits of the largest |x| of a block of `block` elements. Compares them as
- * integers, which gives the order of the floats, with NaN as the largest. */
+/* Returns the bits of the largest |x| of a block. Compares bits, whose order is that of the
+ * floats, with NaN as the largest. */
 INLINE uint32_t largest_bits(const float *x, int block)
 {
     lanes max = lanes_of(0.0f);
@@ -54,9 +54,8 @@ INLINE float inverse_of_e8m0(int scale)
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
 }
 
-/* quantize_block_1x128(), quantize_block_1x32() and quantize_block() quantize one whole block
- * of a row. The block's first element has number `at` in the row. They store the bytes to q,
- * and the block's scale to the row `scales`. `block`: number of elements, 128 or 32. */
+/* Quantize one whole block of a row, `block` (128 or 32) elements from number `at` on. Store
+ * the bytes to q, and the block's scale to the row `scales`. */
 INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const float scale = scale_1x128(largest_bits(x, 128));
@@ -82,9 +81,9 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
         quantize_block_1x32(q, scales, at, x);
 }
 
-/* Quantizes w times the last block of a row, which has `count` elements. The missing elements
- * are 0, which does not change the scale. If w is infinite, their products are NaN, but then
- * the scale is NaN even without them, because no other product is finite. */
+/* Quantizes w times the last `count` elements of a row. The block is filled up with 0, which
+ * does not change its scale: w * 0 is NaN only if w is not finite, and then the scale is NaN
+ * anyway. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {

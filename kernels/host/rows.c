@@ -14,8 +14,7 @@
 
 #define STRIP (STRIP_LANES / LANES)
 
-/* Arguments of a weighted sum of rows: out[i] = sum over r of weights[r] * rows[r][i]. weights
- * NULL: all weights are 1. */
+/* Arguments of a weighted sum of rows. weights NULL: all weights are 1. */
 typedef struct sum_args {
     void *out;
     const void *const *rows;
@@ -23,8 +22,7 @@ typedef struct sum_args {
     int num_rows;
 } sum_args;
 
-/* Calls `function` with the two types as constants, so that the compiler makes a version of it
- * for each pair of types. */
+/* Calls `function` with constant types, so that the compiler makes a version for each pair. */
 #define FOR_EACH_PAIR(function, type, out_type, ...)       \
     do {                                                   \
         if (type == EPIC_BF16 && out_type == EPIC_BF16)    \
@@ -65,8 +63,7 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
-/* Sums `count` columns (at most LANES) from column `at` on. Called for the columns at the end
- * of a row that do not fill a strip. */
+/* Sums the `count` columns (at most LANES) at the end of a row that do not fill a strip. */
 INLINE void sum_tail(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
@@ -79,7 +76,6 @@ INLINE void sum_tail(const sum_args *args, bool weighted, int64_t at, int64_t co
     store_tail(args->out, out_type, at, count, sum);
 }
 
-/* Sums all n columns: first whole strips, then the columns that are left. */
 INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type type,
                    epic_type out_type)
 {
@@ -90,7 +86,6 @@ INLINE void sum_of(const sum_args *args, bool weighted, int64_t n, epic_type typ
         sum_tail(args, weighted, at, n - at < LANES ? n - at : LANES, type, out_type);
 }
 
-/* Sums all n columns of float64 rows. */
 static void sum_f64(const sum_args *args, int64_t n)
 {
     const float *weights = args->weights;
@@ -105,8 +100,8 @@ static void sum_f64(const sum_args *args, int64_t n)
     }
 }
 
-/* Implements host_kernels.partial. Without weights it computes the plain sum, which has the
- * bits of a sum with weights of 1, because 1 * x is x, and fma(1, x, sum) is sum + x. */
+/* Implements host_kernels.partial. A plain sum has the bits of a sum with weights of 1, because
+ * 1 * x is x, and fma(1, x, sum) is sum + x. */
 static void sum_partial(void *out, epic_type out_type, const void *const *rows,
                         const float *weights, int num_rows, epic_type type, int64_t n)
 {
@@ -156,8 +151,7 @@ static void dot_rows(double *sum, bool first, const void *a, const void *b, epic
         dot_of(sum, first, a, b, EPIC_F32, n);
 }
 
-/* quantize_1x128() and quantize_1x32() implement the functions of host_kernels with these
- * names. */
+/* Implement the functions of host_kernels with these names. */
 static void quantize_1x128(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n)
 {
@@ -199,12 +193,10 @@ static void fence_copies(void)
 }
 #else
 #define LINE 256 /* bytes that copy_line() copies at a time */
-/* Shorter rows are copied by memcpy(), because the unaligned bytes at both ends are a large
- * part of them. */
+/* shorter rows are copied by memcpy(), because unaligned bytes are a large part of them */
 #define MIN_PAST_CACHES 1024
 
-/* Copies LINE bytes with non-temporal stores, which bypass the caches. `to` must be aligned to
- * sizeof(lanes). */
+/* Copies LINE bytes with non-temporal stores. `to` must be aligned to sizeof(lanes). */
 INLINE void copy_line(char *to, const char *from)
 {
     const int step = (int)sizeof(lanes);
@@ -213,10 +205,9 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Implements host_kernels.copy, for results and staging rings. Results are larger than the
- * caches and not read soon. Staging rings are read by a core that shares no cache with this
- * one. An ordinary store would first read the destination from memory or from that core's
- * cache, and a non-temporal store saves this read. */
+/* Implements host_kernels.copy, for results, which are larger than the caches and not read
+ * soon, and for staging rings, which are read by a core that shares no cache with this one. An
+ * ordinary store would first read the destination, and a non-temporal store saves this read. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
@@ -230,16 +221,14 @@ static void copy_row(void *to, const void *from, size_t n)
     memcpy((char *)to + at, (const char *)from + at, n - at);
 }
 
-/* Implements host_kernels.fence_copies: waits until the stores of copy_row() are visible.
- * Called once after many rows, because a fence takes long. */
+/* Implements host_kernels.fence_copies. Called once for many rows, because it takes long. */
 static void fence_copies(void)
 {
     _mm_sfence();
 }
 #endif
 
-/* Implements host_kernels.to_double: converts one element, also of type E4M3 or E8M0. Returns 0
- * for types that are not listed. */
+/* Implements host_kernels.to_double, also for E4M3 and E8M0. Returns 0 for other types. */
 static double to_double(const void *from, epic_type type)
 {
     uint8_t byte;
@@ -262,8 +251,7 @@ static double to_double(const void *from, epic_type type)
     }
 }
 
-/* Implements host_kernels.from_float: converts x to one element, also of type E4M3. Does
- * nothing for types that are not listed. */
+/* Implements host_kernels.from_float, also for E4M3. Does nothing for other types. */
 static void from_float(void *to, epic_type type, float x)
 {
     const double wide = x;

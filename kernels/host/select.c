@@ -16,8 +16,8 @@ extern const host_kernels host_kernels_avx2;
 extern const host_kernels host_kernels_avx512;
 
 /* Returns true if the processor has AVX2, FMA and F16C. __builtin_cpu_supports() also checks
- * that the operating system saves the registers. Some compilers do not accept "f16c" there, so
- * CPUID is read for F16C. */
+ * that the system saves the registers. CPUID is read for F16C, which some compilers do not
+ * accept. */
 static bool runs_avx2(void)
 {
     unsigned a, b, c, d;
@@ -46,8 +46,7 @@ int host_kernels_all(const host_kernels *out[4])
     return num;
 }
 
-/* Needs no lock: if several threads make the first call at the same time, all of them store the
- * same pointer. */
+/* Needs no lock: threads that call it at the same time store the same pointer. */
 const host_kernels *host_kernels_get(void)
 {
     static _Atomic(const host_kernels *) chosen;

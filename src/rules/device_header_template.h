@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Defines the struct DEVICE_HEADER, the header of a plan in CUDA memory, for at most
- * DEVICE_HEADER_RANKS ranks. device_layout.h includes this file once for each of the two header
+/* Defines the struct DEVICE_HEADER, the header of a plan in CUDA memory for at most
+ * DEVICE_HEADER_RANKS ranks. device_layout.h includes this file for each of the two header
  * types. The members before tokens_of have the same offsets in both. */
 typedef struct DEVICE_HEADER {
     uint64_t magic;

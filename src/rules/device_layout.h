@@ -33,8 +33,8 @@
 
 /* Largest number of ranks of a group. The CUDA backends are built twice. The usual libraries
  * use one bit of a word and one lane of a warp per rank, for at most DEVICE_FEW_RANKS ranks.
- * The libraries for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS words per mask, and loop
- * over groups of 32 ranks. The number of ranks decides which library is loaded. */
+ * Those for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS words per mask, and loop over
+ * groups of 32 ranks. The number of ranks decides which library is loaded. */
 #define DEVICE_FEW_RANKS 32
 #define DEVICE_MOST_RANKS 256
 #ifdef EPIC_MANY_RANKS
@@ -46,14 +46,14 @@
 #endif
 #define DEVICE_RANK_WORDS (DEVICE_MAX_RANKS / 32) /* 32-bit words of a mask of ranks */
 #define DEVICE_MAX_EXPERTS 8192
-/* Number of words of a rank in the array `counts` of a heap: one for each expert, one for each
- * rank, one for the hash of the table of replicas (plan/replicas.cuh), and 15 unused ones. */
+/* Words of a rank in the array `counts` of a heap: one for each expert, one for each rank, one
+ * for the hash of the table of replicas (plan/replicas.cuh), and 15 unused ones. */
 #define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16)
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
-/* The first bytes of a plan in CUDA memory. device_plan_header is the type that this library uses.
- * Only the lengths of three arrays differ between the two types. */
+/* The two types of header, which differ only in the lengths of three arrays. device_plan_header
+ * is the one that this library uses. */
 #define DEVICE_HEADER device_few_header
 #define DEVICE_HEADER_RANKS DEVICE_FEW_RANKS
 #include "rules/device_header_template.h"
@@ -66,15 +66,14 @@ typedef device_many_header device_plan_header;
 typedef device_few_header device_plan_header;
 #endif
 
-/* Returns what word i of a header adds to the header's checksum. `word` is the value of this
- * word. */
+/* Returns the contribution of word i of a header, with the value `word`, to the checksum. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);
 }
 
-/* Returns the checksum of a header: the sum of device_header_share() over its words. `bytes`: number
- * of bytes of the header before the member `sum`. */
+/* Returns the checksum of a header: the sum of device_header_share() over its words. `bytes`:
+ * bytes of the header before the member `sum`. */
 static inline uint32_t device_words_sum(const void *header, size_t bytes)
 {
     const uint32_t *words = (const uint32_t *)header;
@@ -97,7 +96,6 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_round_up(int64_t n, int64_t to)
     return (n + to - 1) / to * to;
 }
 
-/* Returns the smallest n for which 2^n is at least the number of slabs. */
 DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 {
 #ifdef __CUDA_ARCH__
@@ -107,8 +105,8 @@ DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 #endif
 }
 
-/* Returns the bytes of the header of a plan in a group of num_ranks ranks. In kernels and in the
- * libraries for many ranks it is a constant. */
+/* Returns the bytes of the header of a plan for num_ranks ranks. It is a constant in kernels
+ * and in the libraries for many ranks. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_header_bytes(int64_t num_ranks)
 {
 #if MANY_RANKS || defined(__CUDACC__)
@@ -120,8 +118,7 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_header_bytes(int64_t num_ranks)
 #endif
 }
 
-/* Returns the offsets of the arrays up to `records` for these sizes of the group and the layer.
- * Every array begins at a multiple of 128 bytes. */
+/* Returns the offsets of the arrays up to `records`, which are multiples of 128 bytes. */
 DEVICE_LAYOUT_BOTH static inline device_plan_layout
 device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts, int64_t top_k)
 {
@@ -137,36 +134,32 @@ device_plan_layout_of(int64_t num_ranks, int64_t max_tokens, int64_t num_experts
     return at;
 }
 
-/* Returns the offset of the array `locals` in the plan of a FLAT layer. It has the local
- * experts that each received token has chosen. */
+/* Returns the offset of the array `locals` (FLAT). */
 DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout *at)
 {
     return at->bytes;
 }
 
-/* Returns the offset of the array `logical` in the plan of a layer with replicas: the logical
- * expert of each expert. The array expert_of follows it. */
+/* Returns the offset of the array `logical` (replicas), which expert_of follows. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout *at,
                                                         uint32_t layout)
 {
     return layout == EPIC_FLAT ? 2 * at->bytes - at->records : at->bytes;
 }
 
-/* Returns the bytes of an array with one int32 per expert, such as slab_begin. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_table_bytes(const device_plan_layout *at)
 {
     return at->padding - at->slab_begin;
 }
 
-/* Returns the bytes of a plan: the end of its last array. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layout *at,
                                                          uint32_t layout, uint32_t num_logical)
 {
     return device_logical(at, layout) + (num_logical ? 2 * device_table_bytes(at) : 0);
 }
 
-/* Returns the bytes of a plan in EXPERT_MAJOR layout without replicas. Returns 0 for sizes that
- * CUDA contexts do not support. */
+/* Returns the bytes of a plan in EXPERT_MAJOR layout without replicas, or 0 for sizes that CUDA
+ * contexts do not support. */
 static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
                                         int64_t num_experts, int64_t top_k)
 {
@@ -176,7 +169,7 @@ static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
 }
 
-/* Like device_plan_bytes(), for a layer of any layout, with or without replicas. */
+/* Returns the bytes of a plan of any layer, or 0 for sizes that CUDA contexts do not allow. */
 static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
                                          const epic_layer *layer)
 {

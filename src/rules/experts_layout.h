@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of the experts' workspace on a device. Code without CUDA computes the size of the
- * workspace with this file, and the CUDA backends the offsets of its arrays.
+/* The layout of the experts' workspace on a device, for host code that computes its size and
+ * for the CUDA backends.
  *
  * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
  * layer is ungated. "E4M3 weights" are EPIC_E4M3 numbers with scales. With them the rows are
@@ -15,28 +15,25 @@
 
 #define EXPERTS_TILE_ROWS 128 /* largest number of rows in a tile */
 
-/* A tile: up to EXPERTS_TILE_ROWS consecutive rows of one slab. `row` is the first of them,
- * `rows` their number. The first `tokens` rows carry a token, and the others are padding. */
+/* Up to EXPERTS_TILE_ROWS consecutive rows of one slab, from `row` on. The first `tokens` of
+ * the `rows` rows carry a token, and the others are padding. */
 typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
 
-/* The rows of a slab. `row` is the first of them, and `tokens` is how many of them carry a
- * token. */
+/* The rows of a slab, from `row` on. `tokens` of them carry a token. */
 typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
 
-/* The layout of the workspace. Each member before `bytes` is the offset of one array, in bytes,
- * and the comment at the member describes this array. */
+/* The members before `bytes` are offsets of arrays in bytes; comments describe the arrays. */
 typedef struct experts_layout {
     int64_t num_tiles; /* one int32: the number of tiles */
     int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
     int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
     /* [num_slots, inner]; E4M3 numbers in forward with E4M3 weights, otherwise row_type */
     int64_t activations;
-    /* E4M3 weights only: float32 [num_slots, number of blocks in a row], the scales of the
-     * quantized rows */
+    /* E4M3 weights: float32 [num_slots, blocks of a row], the scales of the quantized rows */
     int64_t scales;
     int64_t quantized;   /* E4M3 weights, backward only: d_y in E4M3, later d_gate_up in E4M3 */
     int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
@@ -50,9 +47,8 @@ static inline int64_t experts_round_up(int64_t bytes)
     return (bytes + 127) / 128 * 128;
 }
 
-/* Lays out the first part of the workspace: the lists of tiles and slabs. Each slab has at most
- * one tile that is not full, so there are at most num_slots / EXPERTS_TILE_ROWS + num_experts
- * tiles. */
+/* Lays out the lists of tiles and slabs. Each slab has at most one tile that is not full, so
+ * there are at most num_slots / EXPERTS_TILE_ROWS + num_experts tiles. */
 static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int64_t num_slots)
 {
     const int64_t tiles = num_slots / EXPERTS_TILE_ROWS + num_experts;
@@ -63,7 +59,6 @@ static inline void experts_lay_tiles(experts_layout *l, int64_t num_experts, int
     l->activations = experts_round_up(l->slabs + num_experts * (int64_t)sizeof(slab_range));
 }
 
-/* Returns the number of blocks of 128 elements in a row of `numbers` elements. */
 static inline int64_t experts_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;

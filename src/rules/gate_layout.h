@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The workspace for the matrix products of a layer's gate on a device. The gate computes logits
- * = x w_gate, with one column for each expert and zero-expert. Code without CUDA computes the
- * size of the workspace with this file, and the CUDA backends the offsets of its arrays.
+/* The workspace for the matrix products of a layer's gate on a device, for host code that
+ * computes its size and for the CUDA backends. The gate computes logits = x w_gate, with one
+ * column for each expert and zero-expert.
  *
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
  * tensor cores (experts/grouped_components.cu). They represent each float32 number as the sum
  * of three bf16 numbers, its *components*, and need memory for these.
  *
- * In the functions below, `tokens` is the number of this rank's tokens, and `block` is the
- * largest number of tokens of a block (moe/moe.h). Backward computes the gradients of up to
- * GATE_BLOCKS blocks in one call. */
+ * In the functions below, `tokens` is the number of this rank's tokens, and `block` the largest
+ * number of tokens of a block (moe/moe.h). Backward computes up to GATE_BLOCKS blocks in one
+ * call. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -29,14 +29,13 @@
 #define GATE_LARGE \
     (INT64_C(1) << 29) /* with at least this many multiplications, tensor cores are faster */
 
-/* Returns a / b, rounded up. */
 static inline int64_t gate_ceil(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
-/* Returns into how many slices the sums of a product [lines, columns] are divided. Each sum has
- * `depth` terms. */
+/* Returns the number of slices of the sums of a product [lines, columns]. `depth`: terms of a
+ * sum. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =
@@ -46,17 +45,16 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
-/* Returns the number of slices with EPIC_INVARIANT, which must not depend on the number of
- * tokens. There are at most 8 slices, because the memory for the partial sums of many tokens
- * grows with the number of slices. */
+/* Returns the number of slices with EPIC_INVARIANT, for which it does not depend on the number
+ * of tokens. Every slice needs memory for partial sums, so there are at most GATE_SLICES. */
 static inline int32_t gate_fixed_slices(int64_t depth)
 {
     const int64_t most = gate_ceil(depth, GATE_LEAST);
     return (int32_t)(most < GATE_SLICES ? most : GATE_SLICES);
 }
 
-/* Returns the number of terms of a slice on tensor cores, a multiple of GATE_STEP. The last
- * slice can be shorter. `depth`: number of terms of the whole sum. */
+/* Returns the terms of a slice on tensor cores, a multiple of GATE_STEP; the last slice can be
+ * shorter. `depth`: terms of the whole sum. */
 static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
 {
     return gate_ceil(gate_ceil(depth, slices), GATE_STEP) * GATE_STEP;
@@ -66,8 +64,8 @@ static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
  * depends neither on the number of tokens nor on that of ranks or SMs.
  *
  * Without slices, few tokens would occupy few SMs, each with one long sum. But the partial sums
- * of slices must be written and read. So there are at most GATE_SLICES slices, and the partial
- * sums of a token have at most as many bytes as its row of bf16. */
+ * must be written and read. So there are at most GATE_SLICES slices, and the partial sums of a
+ * token have at most as many bytes as its row of bf16. */
 static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
 {
     const int64_t fit = hidden * 2 / (GATE_COMPONENTS * columns * (int64_t)sizeof(float));
@@ -79,8 +77,7 @@ static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
  *
  * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE,
  * `block` is equal for every number of ranks, so the sums have the same bits. With
- * EPIC_INVARIANT the number of slices depends only on `hidden`. Backward computes one block at
- * a time. */
+ * EPIC_INVARIANT the number depends only on `hidden`. Backward computes one block at a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward, bool is_invariant)
 {
@@ -92,8 +89,7 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
 }
 
 /* Returns true if tensor cores compute a product [lines, columns] with sums of `depth` terms:
- * if it has at least GATE_LARGE multiplications. Lines and columns are rounded up to whole
- * tiles, because the kernel for small products multiplies whole tiles. */
+ * if it has at least GATE_LARGE multiplications. Counts whole tiles. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -101,11 +97,10 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* Tensor cores multiply bf16 numbers, but one factor of the product is float32. So each of its
- * numbers is split into three components, and each component is multiplied on its own. These
- * are the offsets in bytes of the arrays, after the list of tiles: `components` is bf16 [depth,
- * GATE_COMPONENTS, columns]. `sums` is float32 [slices, lines, GATE_COMPONENTS, columns], the
- * products with each component. */
+/* Tensor cores multiply bf16 numbers. If one factor is float32, each of its numbers is split
+ * into three components, which are multiplied separately. These are the offsets in bytes, after
+ * the list of tiles, of `components`, bf16 [depth, GATE_COMPONENTS, columns], and of `sums`,
+ * float32 [slices, lines, GATE_COMPONENTS, columns], the products with each component. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;
@@ -122,10 +117,9 @@ static inline gate_components gate_components_of(int64_t tokens, int64_t lines, 
     return at;
 }
 
-/* Offsets in bytes of the arrays for the gradient of x on tensor cores. Both factors are
- * float32: the gradient of the logits and the gate's weights. Their components are `d_logits`,
- * bf16 [tokens, GATE_PAIRS, columns], and `weights`, bf16 [hidden, GATE_PAIRS, columns]. The
- * result is added to d_x, so it needs no memory here. */
+/* Offsets in bytes for the gradient of x on tensor cores. Both factors are float32: the
+ * gradient of the logits and the gate's weights. Their components are `d_logits`, bf16 [tokens,
+ * GATE_PAIRS, columns], and `weights`, bf16 [hidden, GATE_PAIRS, columns]. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
@@ -139,16 +133,15 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* The blocks of tokens of a call of gate_backward: first to first + count - 1. Block b of a
- * rank begins at token b * units / total * unit of the rank. The gradients of w_gate and b_gate
- * are computed for each block, and then added in a binary tree. */
+/* Blocks first to first + count - 1 of a call of gate_backward. Block b of a rank begins at
+ * token b * units / total * unit. The gradients of w_gate and b_gate are computed for each
+ * block, and then added in a binary tree. */
 typedef struct gate_blocks {
     int64_t first, count; /* count: a power of two, at most GATE_BLOCKS */
     int64_t total, units, unit;
 } gate_blocks;
 
-/* The workspace of the gradient of w_gate if a call has several blocks of tokens. The arrays
- * follow the list of tiles. They have these offsets in bytes. */
+/* Offsets in bytes, after the list of tiles, for the gradient of w_gate of several blocks. */
 typedef struct gate_leaves {
     int64_t slabs;      /* slab_range [blocks]: the tokens of each block */
     int64_t cuts;       /* slab_range [blocks, slices]: the tokens of each slice of a block */
@@ -162,7 +155,6 @@ typedef struct gate_leaves {
     int32_t slices; /* number of slices of the tokens of a block; 1 with components */
 } gate_leaves;
 
-/* Returns the layout for `tokens` tokens in `blocks` blocks of at most `block` tokens. */
 static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t blocks,
                                          int64_t hidden, int64_t columns, bool has_components)
 {
@@ -180,8 +172,7 @@ static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t 
     return at;
 }
 
-/* The tokens of a call of the gate. `deciding` is epic_gate_args.deciding_tokens
- * (backend/ops.h). */
+/* The tokens of a call. `deciding` is epic_gate_args.deciding_tokens (backend/ops.h). */
 typedef struct gate_tokens {
     int64_t tokens, block, blocks, deciding;
 } gate_tokens;
@@ -191,8 +182,8 @@ static inline int64_t gate_larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the bytes of the workspace of a call in forward: the list of tiles, and after it the
- * partial sums or the components, whichever need more memory. */
+/* Returns the bytes of the workspace in forward: the list of tiles, and after it the partial
+ * sums or the components, whichever need more. */
 static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
                                          bool is_invariant)
 {
@@ -206,8 +197,8 @@ static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, i
     return splits ? gate_larger_of(cut, components) : cut;
 }
 
-/* Returns the bytes of the workspace of a call in backward. The gradients of w_gate and of x
- * use the same memory one after the other. */
+/* Returns the bytes of the workspace in backward. The gradients of w_gate and of x use the same
+ * memory one after the other. */
 static inline int64_t gate_backward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
                                           bool is_invariant)
 {

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* INVARIANT(condition) states a condition that is true inside this library for every input of
- * callers and peers. Debug builds and the emulator abort if it is false. Other builds do not
- * check it. */
+/* INVARIANT(condition) states a condition that is true for every input of callers and peers.
+ * Debug builds and the emulator abort if it is false. Other builds do not check it. */
 #ifndef EPIC_INVARIANT_H
 #define EPIC_INVARIANT_H
 

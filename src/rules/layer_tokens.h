@@ -7,7 +7,6 @@
 
 #include <stdint.h>
 
-/* The arrays of one block of tokens. */
 typedef struct layer_tokens {
     int64_t num_tokens, hidden, top_k;
     int32_t num_experts, num_columns; /* num_columns also counts the zero-experts */
@@ -23,10 +22,9 @@ typedef struct layer_tokens {
     float *d_shared_weights;    /* backward: [num_tokens], gradient of shared_weights */
 } layer_tokens;
 
-/* Arguments of the kernel that adds up a layer's output. `to`, `a` and `b` are [num_tokens,
- * hidden] of row_type, and `to` may be `a`. In forward to = a + b + the outputs of the
- * zero-experts. In backward to = a + b + the gradients of x through the zero-experts and the
- * shared expert's gate. */
+/* Arguments of the kernel that adds up a layer's output. All arrays are [num_tokens, hidden] of
+ * row_type, and `to` may be `a`. to = a + b + the outputs of the zero-experts. In backward to =
+ * a + b + the gradients of x through the zero-experts and the shared expert's gate. */
 typedef struct layer_rows {
     void *to;
     const void *a, *b; /* NULL counts as 0 */

@@ -2,9 +2,9 @@
 /* Functions such as exp() from which scores are computed, for host code and CUDA kernels.
  *
  * The float32 functions use only additions, products and quotients, in a fixed order and
- * without contraction to fused operations. So every compiler and device computes the same bits,
- * and chooses the same experts. The error is below 2 units in the last place. The float64
- * functions, which only check gradients, call the C library. */
+ * without fused operations. So every compiler and device computes the same bits, and chooses
+ * the same experts. The error is below 2 units in the last place. The float64 functions, which
+ * only check gradients, call the C library. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
 
@@ -27,7 +27,6 @@ SCALAR uint32_t word_of(float x)
     return bits;
 }
 
-/* Returns 2^n for n from -126 to 127. */
 SCALAR float power_of_two(int32_t n)
 {
     const uint32_t bits = word_of(1) + ((uint32_t)n << 23);
@@ -36,17 +35,16 @@ SCALAR float power_of_two(int32_t n)
     return x;
 }
 
-/* Returns e^(x + low) for x up to 88. `low` is the tiny part of the argument that the caller
- * lost by rounding it to x. Writes x as n log 2 + r, computes e^r by its Taylor series, and
- * multiplies by 2^n. */
+/* Returns e^(x + low) for x up to 88. `low` is the part of the argument that rounding to x
+ * lost. Writes x as n log 2 + r, computes e^r by its Taylor series, and multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
-    /* adding this number and subtracting it again rounds to an integer */
+    /* adding and subtracting it rounds to an integer */
     const float near = 0x1.8p23f;
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
     const float n = sum - near;
-    /* log 2 has two parts. The first has so few bits that its product with n is exact. */
+    /* log 2 in two parts; the first has so few bits that its product with n is exact */
     const float r =
         ((t - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + (x < LOWEST_F32 ? 0.0f : low);
     float p = 1.0f / 5040;
@@ -56,14 +54,13 @@ SCALAR float exp_f32(float x, float low)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r;
-    /* multiply by 2^n in two steps, because power_of_two() cannot return a subnormal number */
+    /* two factors, because power_of_two() cannot return a subnormal number */
     const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
     const int32_t half = whole >> 1;
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
 }
 
-/* Returns a / b, correctly rounded, for 0 <= a <= 1 <= b <= 2. b must be 1 if a is below
- * 2^-60. */
+/* Returns a / b, correctly rounded, for 0 <= a <= 1 <= b <= 2. b is 1 if a is below 2^-60. */
 SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)
@@ -80,13 +77,11 @@ SCALAR float part_of_f32(float a, float b)
 #endif
 }
 
-/* The float64 form of part_of_f32(). */
 SCALAR double part_of_f64(double a, double b)
 {
     return a / b;
 }
 
-/* The float64 form of exp_f32(). */
 SCALAR double exp_f64(double x, double low)
 {
     return x > -746 ? exp(x) * (1 + low) : x != x ? x : 0;
@@ -108,14 +103,12 @@ SCALAR float log1p_f32(float x)
     return 2.0f * (t + t * (u * p));
 }
 
-/* The float64 form of log1p_f32(). */
 SCALAR double log1p_f64(double x)
 {
     return log1p(x);
 }
 
-/* Return the square root of x. In template files the macro OF(sqrt) becomes sqrt_f32 or
- * sqrt_f64. */
+/* Return the square root of x. In template files OF(sqrt) becomes sqrt_f32 or sqrt_f64. */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

@@ -6,8 +6,7 @@
 /* Below this logit, sqrt(log(1 + e^z)) equals e^(z/2) except for the last bit. */
 #define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
 
-/* Returns e^(a - b) for a <= b. Computes the rounding error of a - b too (TwoSum, Knuth), so
- * that it does not affect the result. */
+/* Returns e^(a - b) for a <= b, without the rounding error of a - b (TwoSum, Knuth). */
 SCALAR REAL exp_of_difference(REAL a, REAL b)
 {
     const REAL d = a - b;
@@ -16,15 +15,14 @@ SCALAR REAL exp_of_difference(REAL a, REAL b)
     return OF(exp)(d, low);
 }
 
-/* Returns the sigmoid of z. Computes e^-|z|, which cannot overflow. */
+/* Returns the sigmoid of z. Uses e^-|z|, which cannot overflow. */
 SCALAR REAL score_sigmoid(REAL z)
 {
     const REAL e = OF(exp)(z > 0 ? -z : z, 0);
     return OF(part_of)(z > 0 ? 1 : e, 1 + e);
 }
 
-/* Returns sqrt(log(1 + e^z)). Computes log(1 + e^z) as max(z, 0) + log(1 + e^-|z|), which
- * cannot overflow. */
+/* Returns sqrt(log(1 + e^z)). Uses log(1 + e^z) = max(z, 0) + log(1 + e^-|z|). */
 SCALAR REAL score_sqrtsoftplus(REAL z)
 {
     if (z < SMALL_LOGIT) return OF(exp)(z / 2, 0);
@@ -32,8 +30,8 @@ SCALAR REAL score_sqrtsoftplus(REAL z)
     return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
 }
 
-/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. s is the
- * score that forward computed. It is not used if the score is z itself. */
+/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. s is from
+ * forward, and is not used if the score is z itself. */
 SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return s * score_sigmoid(-z);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Texts of errors about invalid data, for host and CUDA contexts. Each is a format of
- * epic_fail(), and the comment after its name lists the arguments. Names are strings. Ranks and
- * numbers of ranks are int. All other numbers are long long. */
+/* Texts of errors about invalid data, for host and CUDA contexts: formats of epic_fail(), with
+ * their arguments in a comment. Names are strings. Ranks and numbers of ranks are int. All
+ * other numbers are long long. */
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
