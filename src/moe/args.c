@@ -47,8 +47,7 @@ static epic_result check_rows(const moe_job *j, const char *name, epic_const_row
     return EPIC_OK;
 }
 
-/* Checks that a buffer, `saved` or the workspace, is aligned and has at least `needed`
- * bytes. */
+/* Checks that `saved` or the workspace is aligned and has at least `needed` bytes. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -62,15 +61,14 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* Returns EPIC_EINVAL if a weight is NULL although the layer needs it (`wanted` is true). */
+/* Returns EPIC_EINVAL if a weight is NULL although the layer needs it (`wanted`). */
 static epic_result check_weight(const char *name, const void *weight, bool wanted)
 {
     if (weight || !wanted) return EPIC_OK;
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that the caller passed scales if the weights are E4M3 (`scaled` is true), and none
- * otherwise. */
+/* Checks that the caller passed scales exactly if the weights are E4M3 (`scaled`). */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -82,9 +80,8 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
         name);
 }
 
-/* Sets j->is_e4m3_backward: the caller of backward passed scales, so the weights are E4M3 in
- * backward too. Returns EPIC_EINVAL if EPIC_RECOMPUTE is then set, because it would repeat the
- * experts' forward with rows and weights of row_type. */
+/* Sets j->is_e4m3_backward if the caller of backward passed scales. EPIC_RECOMPUTE is then an
+ * error, because it would repeat forward with rows and weights of row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -93,8 +90,7 @@ static epic_result read_e4m3_backward(moe_job *j)
                                   "weights in backward must be of moe.experts.row_type");
 }
 
-/* Checks that the caller passed all weights that the layer needs. `scaled` is true if the
- * weights of the experts are E4M3. */
+/* Checks that the caller passed all weights. `scaled`: the weights of the experts are E4M3. */
 static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -155,7 +151,6 @@ static void record_weights(moe_job *j)
     layer_options_set_weights(&j->options, checked, words);
 }
 
-/* Returns the error for an option that is supported on host contexts only. */
 static epic_result refuse_on_device(const char *what)
 {
     return epic_fail(EPIC_ENOTSUP,
@@ -163,7 +158,6 @@ static epic_result refuse_on_device(const char *what)
                      what);
 }
 
-/* Returns EPIC_ENOTSUP for an option that the layer does not support on a device. */
 static epic_result check_device_support(const moe_job *j)
 {
     if (j->has_shared && j->shared.gemm) return refuse_on_device("moe.shared.gemm");
@@ -171,9 +165,8 @@ static epic_result check_device_support(const moe_job *j)
     return EPIC_OK;
 }
 
-/* With EPIC_INVARIANT on a device, checks that the address of each array is a multiple of 16
- * bytes. With another address, EPIC would have to use kernels without tensor cores, and these
- * compute other bits. */
+/* With EPIC_INVARIANT on a device, checks that all arrays are aligned to 16 bytes. Otherwise
+ * EPIC would use kernels without tensor cores, which compute other bits. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -196,8 +189,7 @@ static epic_result check_alignment(const moe_job *j, const void *y, const char *
     return EPIC_OK;
 }
 
-/* Reads and checks the arguments that forward and backward have in common, and lays out the
- * buffers. */
+/* Reads and checks the common arguments of forward and backward, and lays out the buffers. */
 static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
                              const call_args *c)
 {

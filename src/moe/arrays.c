@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the addresses of all arrays of a call of the layer: their alignment, and that no
- * output overlaps another array. This happens before the first operation, when no peer waits
- * for this rank yet. */
+/* Checks all arrays of a call of the layer before its first operation, when no peer waits for
+ * this rank yet: their alignment, and that no output overlaps another array. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"
@@ -15,30 +14,25 @@ typedef struct array_list {
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements of `unit` bytes each. `out` is true if the call writes the
- * array. */
+/* Adds an array of `count` elements of `unit` bytes. `out`: the call writes the array. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {
     p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
 }
 
-/* Returns the size of one element of a weight matrix in bytes. weight_type 0 stands for
- * row_type. */
+/* Returns the bytes of an element of a weight matrix. weight_type 0 stands for row_type. */
 static int64_t weight_bytes(const epic_experts *experts)
 {
     return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);
 }
 
-/* Returns the number of columns of the experts' first product: the gate and up projections, or
- * only one of them if ungated. */
 static int64_t gate_up_width(const epic_experts *experts)
 {
     return (int64_t)experts->inner * (experts->ungated ? 1 : 2);
 }
 
-/* Adds the scales of E4M3 weights. Each scale belongs to one square block of a weight
- * matrix. */
+/* Adds the scales of E4M3 weights, one for each square block of a weight matrix. */
 static void add_scales(array_list *p, const moe_job *j)
 {
     const int64_t hidden = experts_blocks(j->hidden), inner = experts_blocks(j->experts.inner);
@@ -50,7 +44,7 @@ static void add_scales(array_list *p, const moe_job *j)
               false);
 }
 
-/* Adds all weights of the layer. `scaled` is true if the weights of the experts are E4M3. */
+/* Adds all weights of the layer. `scaled`: the weights of the experts are E4M3. */
 static void add_weights(array_list *p, const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -85,8 +79,7 @@ static void add_rows(array_list *p, const moe_job *j, const char *name, const vo
     add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
-/* Appends `saved` and the workspace to the list p. Forward writes `saved`. Backward only reads
- * it. */
+/* Adds `saved`, which forward writes and backward reads, and the workspace. */
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
                         const void *workspace, bool forward)
 {

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Lays out the two buffers of a layer: `saved`, which forward writes and backward reads, and
- * `workspace`. Offsets and sizes depend only on the configuration and the number of tokens. So
- * these functions compute both the sizes for epic_moe_memory and the addresses for forward and
- * backward. */
+/* Lays out `saved` and `workspace`. Offsets and sizes depend only on the configuration and the
+ * number of tokens, so the same functions compute the sizes for epic_moe_memory and the
+ * addresses for forward and backward. */
 #include "experts/blas.h"
 #include "moe/moe.h"
 #include "plan/plan.h"
@@ -14,8 +13,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Reserves `bytes` bytes, rounded up to a multiple of 64, at offset *used of `base`, and adds
- * them to *used. Returns their address, or NULL if `base` is NULL. */
+/* Reserves `bytes` bytes, rounded up to a multiple of 64, at offset *used of `base`, which it
+ * advances. Returns their address, or NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -26,8 +25,8 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 /* Lays out `saved`.
  *
  * The buffers that epic_moe_plan writes come first, at offsets that do not depend on the
- * capacity. Only after epic_moe_plan has counted the slots, the caller sets the capacity and
- * enlarges `saved`, and these buffers keep their contents.
+ * capacity. The caller sets the capacity and enlarges `saved` only after epic_moe_plan has
+ * counted the slots, and these buffers keep their contents.
  *
  * On devices expert_rows and expert_tokens have room for all experts, because the placement
  * table is in device memory, where the host cannot count the experts of a rank. */
@@ -89,7 +88,6 @@ static int64_t measure_gate(const moe_job *j, bool backward)
                     : gate_forward_bytes(&all, j->hidden, j->columns, j->is_invariant);
 }
 
-/* Lays out the workspace of forward or backward. moe_work (moe.h) describes its buffers. */
 static void layout_workspace(moe_job *j, unsigned char *base, bool backward)
 {
     int64_t used = 0;

@@ -50,8 +50,7 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j and checks each one alone. check_shapes() later checks
- * that their shapes match. */
+/* Copies the caller's structs into *j and checks each one alone, before check_shapes(). */
 static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe *moe,
                                 size_t size)
 {
@@ -68,14 +67,12 @@ static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe 
     return EPIC_OK;
 }
 
-/* Returns the error for two options that are unequal but must be equal. */
 static epic_result fail_unequal(const char *a, int64_t value, const char *b, int64_t other)
 {
     return epic_fail(EPIC_EINVAL, "moe.%s is %lld, moe.%s is %lld: make them equal", a,
                      (long long)value, b, (long long)other);
 }
 
-/* Returns an error for options that cannot be combined with E4M3 weights. */
 static epic_result check_e4m3(const moe_job *j)
 {
     if (j->has_shared && j->shared.weight_type == EPIC_E4M3)

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The functions of dense_template.h in float64: the gate, the zero-experts and the shared
- * expert's gate on the host. */
+/* The functions of dense_template.h in float64. */
 #define REAL double
 #define GEMM gemm_f64
 #define GEMM_INVARIANT gemm_invariant_f64

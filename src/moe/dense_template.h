@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host arithmetic on one block of tokens for the gate, the zero-experts and the gate of the
- * shared expert. dense_f32.c and dense_f64.c include this file and define four macros before:
+ * shared expert (dense_ops in moe.h). dense_f32.c and dense_f64.c include this file and define:
  * REAL (float or double), GEMM and GEMM_INVARIANT (the functions for matrix products), and OPS
  * (the name of the table of functions).
  *
- * Rows of other types are first converted to REAL. The products of the gate convert GATE_TILE
- * columns of all rows at a time. All other functions convert one row at a time. */
+ * Rows of other types are first converted to REAL: for the products of the gate GATE_TILE
+ * columns of all rows at a time, otherwise one row at a time. */
 #include <math.h>
 #include <string.h>
 
@@ -13,8 +13,7 @@
 #include "moe/moe.h"
 #include "rules/convert.h"
 
-/* Converts n elements of `type` to REAL. If `type` is EPIC_F64, REAL is double and the elements
- * are only copied. */
+/* Converts n elements of `type` to REAL. If `type` is EPIC_F64, REAL is double. */
 static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (type == EPIC_F64)
@@ -23,7 +22,7 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n numbers from REAL to `type`, the reverse of load_reals(). */
+/* Converts n numbers from REAL to `type`. */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (type == EPIC_F64)
@@ -47,9 +46,8 @@ static void *out_row_at(const token_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns the address of columns [first, first + count) of x as REAL numbers, with *stride
- * elements from one row to the next. Rows of another type are first converted into work.tile.
- */
+/* Returns columns [first, first + count) of x as REAL, with *stride elements from one row to
+ * the next. Rows of another type are converted into work.tile. */
 static const REAL *columns_of(const token_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -67,7 +65,6 @@ static const REAL *columns_of(const token_block *b, int64_t first, int64_t count
     return tile;
 }
 
-/* Computes a matrix product of the gate. */
 static void multiply_matrices(const moe_job *j, const gemm *g)
 {
     if (j->is_invariant)
@@ -81,8 +78,7 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Implements dense_ops.gate_forward: logits = x W_gate + b_gate, as the sum of the products of
- * GATE_TILE columns of x and the matching rows of W_gate. */
+/* Adds the products of GATE_TILE columns of x and the matching rows of W_gate. */
 static void gate_forward(const token_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -104,14 +100,14 @@ static void gate_forward(const token_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if choice number `choice` of the block is a zero-expert (an expert whose output
- * is its input). Ids of zero-experts follow those of the experts. */
+/* Returns true if choice number `choice` of the block is a zero-expert, whose ids follow those
+ * of the experts. */
 static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* Adds the outputs of the zero-experts that the token chose, which are weight * row, to acc. */
+/* Adds weight * row to acc for each zero-expert that the token chose. */
 static void add_zero_experts(const token_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -122,8 +118,7 @@ static void add_zero_experts(const token_block *b, int64_t token, const REAL *ro
     }
 }
 
-/* Implements dense_ops.add_local_experts: adds the outputs of the zero-experts (whose output is
- * their input) and of the shared expert to the rows of `out`, one token at a time. */
+/* Adds the outputs of the zero-experts and of the shared expert, one token at a time. */
 static void add_local_experts(const token_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
@@ -141,8 +136,7 @@ static void add_local_experts(const token_block *b, const epic_rows *out, const 
     }
 }
 
-/* Implements dense_ops.shared_gate_forward: weights[t] = sigmoid(z), with z = dot(row of token
- * t, gate) summed in float64. Uses e^-|z|, which cannot overflow. */
+/* Sums z = dot(row, gate) in float64. The sigmoid uses e^-|z|, which cannot overflow. */
 static void shared_gate_forward(const token_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -157,8 +151,7 @@ static void shared_gate_forward(const token_block *b, void *weights)
     }
 }
 
-/* Returns the gradient of z, the argument of the sigmoid in the shared expert's gate: d_weight
- * * s * (1 - s), with s = sigmoid(z). */
+/* Returns the gradient of z, the argument of the sigmoid s: d_weight * s * (1 - s). */
 static REAL shared_gate_slope(const moe_job *j, int64_t token)
 {
     const REAL s = ((const REAL *)j->work.shared_weights)[token];
@@ -177,8 +170,7 @@ static void shared_gate_gradient(const token_block *b, REAL *gradient)
     }
 }
 
-/* Implements dense_ops.zero_expert_d_weights. The output of a zero-expert is weight * x, so the
- * gradient of the weight is dot(x, d_out). */
+/* The output of a zero-expert is weight * x, so the gradient of the weight is dot(x, d_out). */
 static void zero_expert_d_weights(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights)
 {
@@ -195,8 +187,8 @@ static void zero_expert_d_weights(const token_block *b, const epic_const_rows *d
     }
 }
 
-/* Computes d_W_gate = x^T d_logits and d_b_gate = the sum of d_logits over the tokens. Writes
- * them at their offsets (dense_grad_offsets) in `dense_grads`. */
+/* Writes d_W_gate = x^T d_logits and d_b_gate, the sum of d_logits over the tokens, to their
+ * offsets (dense_grad_offsets) in `dense_grads`. */
 static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dense_grads)
 {
     const moe_job *j = b->job;
@@ -218,8 +210,8 @@ static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* Implements dense_ops.gate_backward. One matrix product computes d_logits W_gate^T for all
- * rows of d_x. The other terms of d_x are added row by row. */
+/* One matrix product computes d_logits W_gate^T for all rows of d_x. The other terms of d_x are
+ * added row by row. */
 static void gate_backward(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads)
@@ -260,7 +252,6 @@ static void gate_backward(const token_block *b, const void *d_logits,
     }
 }
 
-/* Implements dense_ops.add_reals. Adds n numbers to those at `to`. */
 static void add_reals(void *to, const void *from, int64_t n)
 {
     REAL *a = to;
@@ -275,7 +266,6 @@ static REAL sum_range(const REAL *values, int64_t n)
     return sum_range(values, n / 2) + sum_range(values + n / 2, n - n / 2);
 }
 
-/* Implements dense_ops.sum_in_tree. Returns the sum of n values, added in a binary tree. */
 static double sum_in_tree(const void *values, int64_t n)
 {
     return sum_range(values, n);

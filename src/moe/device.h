@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on a device: forward (device_forward.c), backward (device_backward.c) and their
- * common parts (device.c). Every function launches kernels on the stream of the call and
- * returns without waiting, except moe_device_plan(), which reads results of the kernels. A
- * collective function must be called on all ranks. */
+ * common parts (device.c). Every function except moe_device_plan() launches kernels on the
+ * stream of the call and does not wait. A collective function must be called on all ranks. */
 #ifndef EPIC_MOE_DEVICE_H
 #define EPIC_MOE_DEVICE_H
 
@@ -14,12 +13,10 @@
  * in backward. */
 epic_gate_args moe_device_gate_args(const moe_job *j, const token_block *block, void *logits);
 
-/* Returns the arguments of the kernels for zero-experts (whose output is their input) and for
- * the gate of the shared expert, for one block. */
+/* Returns the arguments of the kernels for zero-experts and the gate of the shared expert. */
 layer_tokens moe_device_token_args(const moe_job *j, const token_block *block);
 
-/* Computes the gate of the shared expert, sigmoid(x w_shared_gate), for one block. Does nothing
- * if the shared expert has no gate. */
+/* Computes the gate of the shared expert for one block, if there is one. */
 epic_result moe_device_shared_gate(moe_job *j, const token_block *block);
 /* Computes the gate and the output of the shared expert for block b, in work.shared_y. With
  * EPIC_RECOMPUTE, computes only the data that backward reads. */
@@ -31,13 +28,11 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 /* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), dispatches the rows and
  * copies the loads to the caller's arrays. Collective. */
 epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
-/* Adds to the combined rows `out` the rows that this rank computes without dispatch: the
- * outputs of the zero-experts (whose output is their input) and of the shared expert. */
+/* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 /* Runs the second half of backward, after the gradient rows have returned to their tokens.
- * Computes the gradients of the router, the losses, the shared expert and the gate. Sums the
- * gradients of the gate and the shared expert over the blocks and, with EPIC_SUM_DENSE, over
- * the ranks. */
+ * Computes the gradients of the router, the losses, the shared expert and the gate. Sums those
+ * of the gate and the shared expert over the blocks and (EPIC_SUM_DENSE) the ranks. */
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
@@ -52,8 +47,7 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
 epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff);
 
 /* Returns the factor of the balance loss (formula: router/losses.c) without the division by the
- * number of tokens of all ranks. A kernel divides, because only the plan in device memory
- * contains that number. */
+ * number of tokens of all ranks, which only the plan in device memory contains. */
 double moe_device_balance_factor(const moe_job *j);
 
 #endif

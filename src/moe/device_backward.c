@@ -5,16 +5,15 @@
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses for the gradients of the gate and the shared expert; those with a NULL
- * address are not computed. `flags` is 0 or EPIC_ACCUMULATE. */
+/* Device addresses for the gradients of the gate and the shared expert; NULL: not computed.
+ * `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct gradient_addresses {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } gradient_addresses;
 
 /* Returns true if the gradients of the gate and the shared expert are summed over blocks or
- * ranks, and therefore first written to work.dense_grads. Otherwise kernels write them to the
- * caller's arrays. */
+ * ranks, in work.dense_grads. Otherwise kernels write them to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->num_dense_levels > 0;
@@ -27,16 +26,15 @@ static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t f
                                 g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* One gradient in a row of work.dense_grads: where it is, the caller's array for it, and
- * whether kernels compute it. */
+/* One gradient in a row of work.dense_grads, and the caller's array for it. */
 typedef struct dense_part {
     float *to; /* NULL: the caller does not want the gradient */
     int64_t begin, end;
     bool is_computed;
 } dense_part;
 
-/* Number of gradients in a row of work.dense_grads: first GATE_PARTS of the gate and the
- * router, then those of the shared expert. */
+/* The gradients in a row of work.dense_grads: GATE_PARTS of the gate and the router, then those
+ * of the shared expert. */
 enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
@@ -62,8 +60,8 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes.
- * Otherwise the sums over the blocks and ranks would read uninitialized memory. */
+/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes, so
+ * that no sum reads uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                           float *dense_grads, int first, int end)
 {
@@ -95,8 +93,8 @@ typedef struct block_range {
     int64_t first, count, level;
 } block_range;
 
-/* Returns the arguments of the kernels for zero-experts (whose output is their input) and for
- * the shared expert's gate, with the arrays for gradients. */
+/* Returns the arguments of the kernels for zero-experts and for the shared expert's gate, with
+ * the arrays for gradients. */
 static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backward_args *a,
                                         const token_block *block)
 {
@@ -203,8 +201,6 @@ static epic_result router_backward(moe_job *j, const block_range *range,
                                 scaled ? to->scale : NULL);
 }
 
-/* Runs the backward of the shared expert on one block. Writes its part of the gradient of x to
- * d_x, unless d_x is NULL. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
                                           const layer_tokens *tokens, void *d_x,
                                           const gradient_addresses *to)
@@ -245,9 +241,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds two parts of d_x to `rows`, which are rows of work.shared_y: those that come from the
- * zero-experts (whose output is their input) and from the shared expert's gate. If the layer
- * has a shared expert, `rows` already contain the part that comes from that expert. */
+/* Adds the parts of d_x of the zero-experts and of the shared expert's gate to `rows`, which
+ * are rows of work.shared_y. If the layer has a shared expert, they already contain its part.
+ */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
     const layer_rows sum = {rows, j->has_shared ? rows : NULL, NULL};
@@ -269,8 +265,7 @@ static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_arg
 }
 
 /* Computes the gradients of the shared expert for the blocks in `range`, added in a binary tree
- * in row range->level of work.dense_grads. The rows after it are scratch memory. The other
- * arguments are those of shared_block_backward(). */
+ * in row range->level of work.dense_grads. May overwrite the rows after it. */
 static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args *a,
                                         const dense_part parts[DENSE_PARTS],
                                         const block_range *range, int64_t begin)
@@ -292,8 +287,7 @@ static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args
                       numbers, EPIC_F32, false);
 }
 
-/* Computes the gradients of the gate's weights. Completes d_x of the batch: adds the gate's
- * part and work.shared_y to the part that dispatch backward has written. */
+/* Computes the gradients of the gate's weights. Adds its part and work.shared_y to d_x. */
 static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
                                  void *d_x, const gradient_addresses *to)
 {
@@ -337,8 +331,7 @@ static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
 }
 
 /* Computes the gradients of the gate and the shared expert for the blocks in `range`, added in
- * a binary tree in row range->level of work.dense_grads. The rows after it are scratch memory.
- */
+ * a binary tree in row range->level of work.dense_grads. May overwrite the rows after it. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                                    const dense_part parts[DENSE_PARTS],
                                    const block_range *range)

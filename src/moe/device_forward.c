@@ -1,21 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_forward and epic_moe_plan on a device. The stages are those of host_forward.c.
- * Each launches kernels on the caller's stream. In epic_moe_forward the host never reads their
- * results: the kernels of the plan find invalid data of a rank on every rank, and epic_check
- * returns the error. */
+/* Runs epic_moe_forward and epic_moe_plan on a device, in the stages of host_forward.c. In
+ * epic_moe_forward the host never reads results: the kernels of the plan find invalid data of a
+ * rank on every rank, and epic_check returns the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Copies `count` int32 or float32 numbers, unless `to` is NULL. EPIC_F32 stands for both types,
- * because the kernel only copies. */
+/* Copies `count` numbers, unless `to` is NULL. EPIC_F32 stands for int32 and float32. */
 static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t count)
 {
     if (!to || !count) return EPIC_OK;
     return CONTEXT_OP(j->ctx, add_array, j->call.stream, to, from, count, EPIC_F32, true);
 }
 
-/* Copies the routing to the arrays of the caller that are not NULL. */
 static epic_result copy_routing(moe_job *j, const epic_moe_args *a)
 {
     const int64_t choices = j->tokens * j->top_k;
@@ -23,15 +20,13 @@ static epic_result copy_routing(moe_job *j, const epic_moe_args *a)
     return copy_words(j, a->topk_weights_out, j->saved.weights, choices);
 }
 
-/* Copies the loads to the arrays of the caller that are not NULL. */
 static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
 {
     TRY(copy_words(j, a->load, j->saved.load, j->layer.num_experts));
     return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-/* Runs the gate and the router on all tokens at once, because the logits of a token depend only
- * on that token. */
+/* Runs the gate and the router on all tokens at once: tokens do not depend on each other. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     token_block all = moe_get_block(j, 0);
@@ -64,8 +59,7 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all num_local_experts experts, because the plan writes only as many as
- * the rank with the most experts has. */
+/* Zeroes all num_local_experts counts. The plan may write fewer. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -73,8 +67,7 @@ static epic_result zero_counts(moe_job *j)
                       end - j->saved.expert_rows, EPIC_F32, true);
 }
 
-/* If the layer is E4M3, changes the arguments of dispatch so that it sends E4M3 rows with
- * scales. */
+/* If the layer is E4M3, lets dispatch send E4M3 rows with scales. */
 static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 {
     if (!j->is_e4m3) return;
@@ -85,8 +78,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* Fills in *plan, the arguments of the plan. If the plan might not write all of expert_rows and
- * expert_tokens, first sets them to zero. */
+/* Fills in the arguments of the plan, and zeroes expert_rows and expert_tokens if it may not
+ * write all of them. */
 static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_args *plan)
 {
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -96,8 +89,8 @@ static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_ar
     return EPIC_OK;
 }
 
-/* With rank_of_expert, launches a kernel that checks that no rank owns more than
- * num_local_experts experts. Without it, check_placement() has checked that on the host. */
+/* With rank_of_expert, checks in a kernel that no rank owns more than num_local_experts
+ * experts. Without it, check_placement() has checked that on the host. */
 static epic_result check_fits(moe_job *j, const epic_moe_args *a, const epic_plan_args *plan)
 {
     if (!a->rank_of_expert) return EPIC_OK;
@@ -207,8 +200,7 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     if (a->flags & EPIC_PLANNED)
         TRY(copy_routing(j, a));
     else
-        /* a failure here is an error of this rank only, because no peer waits for this rank
-         * yet */
+        /* an error of this rank only, because no peer waits for it yet */
         TRY(moe_device_route(j, a));
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends the weights of float64 layers through dispatch, and their gradients through combine.
- * stages.h describes the method. */
+/* The weights of float64 layers in dispatch, and their gradients in combine (stages.h). */
 #include <string.h>
 
 #include "moe/stages.h"
 
-/* Returns epic_rows for num_rows rows at `data`. Each row has top_k float64 numbers. */
+/* Returns epic_rows of num_rows rows at `data`, each of top_k float64 numbers. */
 static epic_rows weight_rows(const moe_job *j, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, j->top_k * j->real_bytes};

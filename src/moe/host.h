@@ -1,27 +1,24 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on the host: forward and epic_moe_plan (host_forward.c), and backward
- * (host_backward.c). The calling thread computes everything. moe.c checks the arguments before
- * it calls these functions. A collective function must be called on all ranks. */
+ * (host_backward.c), computed by the calling thread. moe.c has checked the arguments. A
+ * collective function must be called on all ranks. */
 #ifndef EPIC_MOE_HOST_H
 #define EPIC_MOE_HOST_H
 
 #include "moe/stages.h"
 
-/* Implements epic_moe_forward on a host context. Collective: all ranks call it. */
+/* Implements epic_moe_forward. Collective. */
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a);
-/* Implements epic_moe_plan on a host context. Sets *slots to the number of slots of this rank.
- * Collective: all ranks call it. */
+/* Implements epic_moe_plan. Sets *slots to the number of slots of this rank. Collective. */
 epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Implements epic_moe_backward on a host context. Collective: all ranks call it. */
+/* Implements epic_moe_backward. Collective. */
 epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g);
 
 /* Computes the gate and the output of the shared expert for block b, in work.shared_y. With
- * EPIC_RECOMPUTE, computes only the data that backward reads. Communicates with no other rank.
- */
+ * EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags);
 
-/* Sets the rows of all tokens of this rank to zero. */
 void moe_zero_rows(const moe_job *j, const epic_rows *rows);
 
 #endif

@@ -12,16 +12,15 @@
 #include "base/error.h"
 #include "moe/host.h"
 
-/* One call of backward: the caller's arguments, and an error in `saved` that all ranks must
- * return. */
+/* One call of backward, with an error in `saved` that all ranks must return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
     data_fault fault;
 } backward_call;
 
-/* Computes work.d_logits of one block from the gradients of its weights and its losses, or only
- * of its losses with is_forced, because forced weights do not depend on the logits. Adds the
+/* Computes work.d_logits of one block from the gradients of its weights and its losses. With
+ * is_forced only from its losses, because forced weights do not depend on the logits. Adds the
  * block's gradient of scale_of_expert to `dense_grads`. */
 static epic_result router_backward(moe_job *j, const token_block *block, const void *d_weights,
                                    void *dense_grads, bool is_forced)
@@ -88,8 +87,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
 }
 
 /* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds the
- * gradients of x through the gate, the zero-experts and the shared expert to the block's rows
- * of the caller's d_x, which already contain those through the dispatched rows. */
+ * gradients of x through the gate, the zero-experts and the shared expert to d_x, which already
+ * contains those through the dispatched rows. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
                                   void *dense_grads)
 {
@@ -111,8 +110,8 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 }
 
 /* Computes the gradients of the gate and the shared expert for `count` blocks from block
- * `first` on, added in a binary tree in row `level` of work.dense_grads. The rows after it are
- * scratch memory. */
+ * `first` on, added in a binary tree in row `level` of work.dense_grads. May overwrite the rows
+ * after it. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -126,8 +125,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
-/* Copies elements [begin, end) of the summed gradients in work.dense_grads to `to`, an array of
- * the caller, or adds them with EPIC_ACCUMULATE. Does nothing if `to` is NULL. */
+/* Copies elements [begin, end) of the summed gradients to the caller's array `to`, or adds them
+ * with EPIC_ACCUMULATE. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -139,7 +138,6 @@ static void store_gradient(const moe_job *j, const backward_call *c, void *to, i
         memcpy(to, from, (size_t)((end - begin) * j->real_bytes));
 }
 
-/* Stores all gradients of the gate and the shared expert in the caller's arrays. */
 static void store_dense_gradients(const moe_job *j, const backward_call *c)
 {
     const dense_grad_offsets p = moe_dense_grad_offsets(j);
@@ -154,8 +152,7 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* If the caller wants the gradients of forced weights (topk_weights_in), copies them to the
- * caller's array. */
+/* Copies the gradients of forced weights (topk_weights_in) to the caller, if it wants them. */
 static void store_d_weights(const moe_job *j, const backward_call *c)
 {
     void *to = c->args->d_topk_weights_in;
@@ -210,8 +207,7 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
-/* Returns *number, or `none` if the pointer is NULL. `type` is the type of the number:
- * EPIC_F64, or EPIC_F32 (also 0). */
+/* Returns *number, of type EPIC_F64 or EPIC_F32 (also 0), or `none` if the pointer is NULL. */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

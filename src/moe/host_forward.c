@@ -20,9 +20,8 @@
 #include "plan/plan.h"
 #include "router/config.h"
 
-/* Copies the expert ids and weights of the choices from `saved` to those arrays of the caller
- * that are not NULL. For invalid data (is_valid is false), writes ids of -1 and weights of 0.
- */
+/* Copies ids and weights of the choices to those arrays of the caller that are not NULL. For
+ * invalid data (is_valid is false), writes ids of -1 and weights of 0. */
 static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
 {
     const size_t choices = (size_t)(j->tokens * j->top_k);
@@ -73,8 +72,7 @@ static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *
     if (a->topk_weights_in && j->tokens)
         memcpy(j->saved.weights, a->topk_weights_in,
                (size_t)(j->tokens * j->top_k * j->real_bytes));
-    /* Replace zero-experts (experts whose output is their input) by -1, so that no rows are
-     * sent to them. */
+    /* no rows are sent to zero-experts */
     for (int64_t i = 0; i < j->tokens * j->top_k; i++)
         j->work.plan_idx[i] =
             j->saved.topk_idx[i] < (int32_t)j->router.num_experts ? j->saved.topk_idx[i] : -1;
@@ -89,7 +87,6 @@ static void zero_counts(const moe_job *j)
     memset(j->saved.logical_load, 0, j->layer.num_logical * sizeof(int32_t));
 }
 
-/* Copies the loads from `saved` to the caller's arrays, if the caller wants them. */
 static void copy_load(const moe_job *j, const epic_moe_args *a)
 {
     const epic_layer *layer = &j->layer;
@@ -152,8 +149,7 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
     return epic_experts_forward(NULL, &how);
 }
 
-/* Adds to the combined rows `out` the rows that this rank computes without dispatch: the
- * outputs of the shared expert and of the zero-experts (whose output is their input). */
+/* Adds the outputs of the shared expert and of the zero-experts to the combined rows `out`. */
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -176,7 +172,6 @@ static void store_loss(void *out, uint32_t type, double loss)
         *(float *)out = (float)loss;
 }
 
-/* Stores the caller's three outputs: both losses, and their sum. */
 static void store_losses(const epic_moe_args *a, double balance, double z)
 {
     store_loss(a->loss, a->loss_type, balance + z);
@@ -199,8 +194,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
         float sums[2] = {(float)both[0],
-                         /* The conversion to float32 is exact: with EPIC_SUM_DENSE, both losses
-                          * are float32 numbers. */
+                         /* exact, because both losses are float32 (EPIC_SUM_DENSE) */
                          (float)both[1]};
         const epic_allreduce_sum_args sum = {
             .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
@@ -212,9 +206,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Chooses the experts and weights of all tokens, or with EPIC_PLANNED checks those that
- * epic_moe_plan has stored in `saved`. If they are damaged, only this rank returns an error,
- * which is safe because no peer waits for it yet. */
+/* Chooses the experts and weights of all tokens, or with EPIC_PLANNED checks those in `saved`.
+ * No peer waits yet, so if they are damaged, only this rank returns an error. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);
@@ -232,7 +225,6 @@ void moe_zero_rows(const moe_job *j, const epic_rows *rows)
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a)
 {
     data_fault fault;
-    /* Only this rank returns this error, which is safe because no peer waits for it yet. */
     TRY(prepare_routes(j, a, &fault));
     copy_routing(j, a, fault.error == DATA_OK);
     const op_header_extra extra = {&fault, &j->options};

@@ -13,9 +13,10 @@
  * do the bits of the sums. If the balance loss is computed per sequence, blocks consist of
  * whole sequences.
  *
- * A "real" is a float64 if the rows are float64, otherwise a float32. The "dense part" of the
- * layer has the weights of which every rank has a copy: the gate, its bias, scale_of_expert and
- * the shared expert. Names in shapes, such as [block, columns], are fields of moe_job. */
+ * A "real" is a float64 if the rows are float64, otherwise a float32. A "zero-expert" is an
+ * expert whose output is its input. The "dense part" of the layer has the weights of which
+ * every rank has a copy: the gate, its bias, scale_of_expert and the shared expert. Names in
+ * shapes, such as [block, columns], are fields of moe_job. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -32,56 +33,50 @@ typedef struct moe_saved {
     void *logits;      /* [tokens, columns] real: output of the gate */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real: weights of the choices */
-    /* [capacity, hidden]: the received rows, of E4M3 in forward of a layer with E4M3 weights; a
-     * part of the workspace with EPIC_DISPATCH_AGAIN */
+    /* [capacity, hidden]: the received rows, of E4M3 in forward of E4M3 layers; in the
+     * workspace with EPIC_DISPATCH_AGAIN */
     void *recv;
     void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
     /* expert_rows and expert_tokens [num_local_experts]: slots of each local expert with and
-     * without padding. load [num_experts] and logical_load [num_logical]: choices of the whole
-     * group. */
+     * without padding. load [num_experts] and logical_load [num_logical]: choices of the group.
+     */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
-    /* Data that epic_experts_forward saves for the experts, and for each block of the shared
-     * expert. With EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one
-     * block. */
+    /* data that forward saves for the experts, and for each block of the shared expert. With
+     * EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one block. */
     void *experts, *shared;
 } moe_saved;
 
 /* Buffers inside `workspace`. Their contents are lost when the call returns. */
 typedef struct moe_work {
-    /* workspaces that this call passes to the calls of the experts, of the shared expert and of
-     * the router */
+    /* workspaces for the calls of the experts, of the shared expert and of the router */
     void *experts, *shared, *router;
-    /* [capacity, experts_blocks(hidden)]: scales of the rows in the slots; only in forward of
-     * E4M3 layers */
+    /* [capacity, experts_blocks(hidden)]: scales of rows; only in forward of E4M3 layers */
     float *recv_scales;
-    /* [tokens, top_k], only in forward: a copy of topk_idx with -1 in place of zero-experts
-     * (whose output is their input), to which no rows are sent. On devices only for layers with
-     * zero-experts. */
+    /* [tokens, top_k], only in forward: topk_idx with -1 in place of zero-experts, to which no
+     * rows are sent. On devices only for layers with zero-experts. */
     int32_t *plan_idx;
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
     /* memory of the gate's products; only on the host with EPIC_INVARIANT */
     void *product;
-    /* Scratch memory for rows of reals, only on the host: [2, hidden] in forward, [block + 1,
-     * hidden] in backward. */
+    /* scratch rows of reals, only on the host; [2, hidden] in forward, else [block + 1, hidden]
+     */
     void *rows;
-    /* In forward [block, hidden]: output of the shared expert. In backward [batch, hidden]: the
+    /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], the
      * part of d_x of the shared expert and, on devices, of the zero-experts and the shared
-     * expert's gate. */
+     * expert's gate */
     void *shared_y;
     void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
     void *d_shared_weights; /* [block] real: gradient of shared_weights; only in backward */
     void *losses;           /* [2, blocks] real: balance loss and z-loss of each block */
     /* [tokens, top_k]: number k of each choice; only in forward of float64 layers */
     float *choice_k;
-    /* [capacity, top_k]: all weights of the token of each slot; only in forward of float64
-     * layers */
+    /* [capacity, top_k]: all weights of each slot's token; only in forward of float64 layers */
     double *recv_weights;
     void *y; /* [capacity, hidden]: output of the experts; only in forward */
-    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse the memory for
-     * rows with the gradients of the weights (f64_weights.c), and for a d_x that the caller
-     * does not want. */
+    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse it for rows with
+     * gradients of weights (f64_weights.c), and for a d_x that the caller does not want. */
     void *d_y;
     void *d_recv;         /* [capacity, hidden]: gradient of recv; only in backward */
     void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
@@ -91,8 +86,7 @@ typedef struct moe_work {
     void *d_logits;
     /* [num_dense_levels, num_dense_grads] real, only in backward: gradients of the gate and the
      * shared expert, with a row for each level of the binary tree over the blocks. On devices
-     * only with EPIC_SUM_DENSE, with several batches, or with a shared expert and several
-     * blocks. */
+     * only with EPIC_SUM_DENSE, several batches, or a shared expert and several blocks. */
     unsigned char *dense_grads;
     /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on devices
      */
@@ -110,18 +104,15 @@ typedef struct moe_job {
     epic_experts experts, shared; /* shared: the shared expert, if has_shared is true */
     bool has_shared;
     epic_moe_weights weights;
-    /* hashes of the layer's options and weights. Op headers contain them, so that the ranks can
-     * compare them. */
+    /* hashes of the layer's options and weights, which the ranks compare in op headers */
     layer_options options;
 
     bool is_device; /* arrays are in device memory, which the host must not read */
     bool is_f64;    /* real is float64 */
-    /* true: EPIC_INVARIANT is set, so the bits of a token's result must not depend on the
-     * number of tokens */
+    /* EPIC_INVARIANT: the bits of a token's result must not depend on the number of tokens */
     bool is_invariant;
-    /* true: rows and weights of the experts are E4M3 in forward. experts.weight_type is then
-     * the type of the biases and, unless is_e4m3_backward is true, of the weights in backward.
-     */
+    /* true: rows and weights of the experts are E4M3 in forward. experts.weight_type is the
+     * type of the biases and, unless is_e4m3_backward is true, of the weights in backward. */
     bool is_e4m3;
     bool is_e4m3_backward; /* weights of the experts are E4M3 in backward too */
     int64_t real_bytes;
@@ -130,13 +121,11 @@ typedef struct moe_job {
     /* tokens and capacity: number of tokens and of slots of this rank */
     int64_t tokens, hidden, capacity, top_k;
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
-    /* number of blocks of tokens of this rank, and number of tokens of the largest block */
+    /* number of blocks of tokens of this rank, and of tokens of the largest block */
     int64_t blocks, block;
-    /* Largest number of tokens of a batch: up to GATE_BLOCKS blocks, which backward on devices
-     * handles at a time. */
+    /* most tokens of a batch: up to GATE_BLOCKS blocks (backward on devices) */
     int64_t batch;
-    /* number of tokens by which the gate chooses how to multiply (epic_gate_args in
-     * backend/ops.h) */
+    /* epic_gate_args.deciding_tokens (backend/ops.h) */
     int64_t deciding_tokens;
     /* Each block begins at a multiple of this many tokens: the length of a sequence if the
      * balance loss is computed per sequence, otherwise 1. */
@@ -147,12 +136,11 @@ typedef struct moe_job {
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert together */
     int64_t num_dense_grads;
-    /* number of levels of the binary tree in which the gradients of the blocks are added; 0:
-     * work.dense_grads is not needed */
+    /* levels of the tree over the blocks' gradients; 0: work.dense_grads is not needed */
     int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
-     * the sum of the caller's gradient of that loss and of d_loss, the gradient of both losses'
-     * sum. */
+     * the sum of the caller's gradient of that loss and of d_loss, that of the sum of both
+     * losses. */
     double d_balance, d_z;
     uint32_t grad_type; /* epic_type of the experts' weight gradients; only in backward */
     moe_saved saved;
@@ -172,28 +160,26 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_m
  * sizes. */
 void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward);
 
-/* Returns the address of element `index` of an array of reals. */
 static inline void *moe_real_at(const moe_job *j, const void *base, int64_t index)
 {
     return (char *)(uintptr_t)base + index * j->real_bytes;
 }
 
-/* Returns the number of the first token of block `block`. If `block` is j->blocks, returns the
- * number of tokens. */
+/* Returns the first token of block `block`, or the number of tokens if `block` is j->blocks. */
 static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
 {
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
-/* Returns the address of row `row` of the array at `data`. For row 0 this is `data` itself,
- * which may be NULL if there are no rows: C allows no addition to NULL. */
+/* Returns the address of row `row` of `data`. For row 0 this is `data` itself, which may be
+ * NULL if there are no rows: C allows no addition to NULL. */
 static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
 {
     return row ? (const char *)data + row * j->row_bytes : (const char *)data;
 }
 
-/* Return the rows of block `block` in an array with one row per token of this rank. The first
- * function is for inputs (x, d_out), the second for outputs (out, d_x). */
+/* Return the rows of block `block` in an array with one row per token of this rank: an input
+ * (x, d_out), or an output (out, d_x). */
 static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
                                              int64_t block)
 {
@@ -210,18 +196,15 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
                        moe_block_begin(j, block + 1) - first, j->row_bytes};
 }
 
-/* Offsets of the gradients of the gate and the shared expert in one buffer, in reals. Biases
+/* Offsets in reals of the gradients of the gate and the shared expert in one buffer. Biases
  * that the layer does not have get offsets too, so that all ranks have equal sizes. */
 typedef struct dense_grad_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_grad_offsets;
 
-/* Returns the offsets of the gradients of the gate and the shared expert for the shapes of this
- * layer. */
 dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 
-/* One block of tokens: its rows of x, and the addresses of its rows in the arrays of
- * `saved`. */
+/* A block of tokens: its rows of x, and the addresses of its rows in the arrays of `saved`. */
 typedef struct token_block {
     const moe_job *job;
     epic_const_rows x;
@@ -236,20 +219,19 @@ token_block moe_get_block(const moe_job *j, int64_t b);
 /* Returns the tokens of `count` blocks, from block `first` on, as one block. */
 token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
 
-/* Functions that compute on the host, for one block of tokens, the parts of the layer that
- * every rank computes for its own tokens: the gate, the zero-experts (whose output is their
- * input) and the shared expert's gate. dense_f32.c and dense_f64.c each define a table. */
+/* Functions for one block of tokens on the host: the gate, the zero-experts and the shared
+ * expert's gate. dense_f32.c and dense_f64.c each define a table. */
 typedef struct dense_ops {
-    /* Computes the logits [tokens, columns] of the block: x W_gate + b_gate. */
+    /* Computes the logits [tokens, columns]: x W_gate + b_gate. */
     void (*gate_forward)(const token_block *b, void *logits);
-    /* Adds to `out` the rows that are not dispatched: weight * x for each zero-expert that a
-     * token has chosen and, unless shared_y is NULL, the token's row of shared_y. */
+    /* Adds to `out` weight * x for each zero-expert that a token has chosen and, unless
+     * shared_y is NULL, the token's row of shared_y. */
     void (*add_local_experts)(const token_block *b, const epic_rows *out, const void *shared_y);
     /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
      * w_shared_gate). */
     void (*shared_gate_forward)(const token_block *b, void *weights);
-    /* Writes to d_weights the gradients of the weights of zero-experts (whose output is weight
-     * * x): dot(d_out, x). Other elements of d_weights keep their values. */
+    /* Writes to d_weights the gradients dot(d_out, x) of the weights of zero-experts. Other
+     * elements keep their values. */
     void (*zero_expert_d_weights)(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
     /* Writes to `dense_grads` the gradients of the gate, its bias and the shared expert's gate.

@@ -48,11 +48,11 @@ uint32_t moe_padding_flag(const moe_job *j);
 
 /* Weights of float64 layers (f64_weights.c).
  *
- * Dispatch sends one float32 with each choice, usually its weight. A float64 weight does not
- * fit, so a float64 layer sends k, the index of the choice among the token's top_k, in its
- * place. It sends all top_k float64 weights of the token as the scales of the token's row, and
- * each slot selects weight number k. For the gradients, each slot makes a row of top_k numbers:
- * its gradient at position k, and zeros elsewhere. Combine adds these rows for each token.
+ * Dispatch sends one float32 with each choice, usually its weight. In a float64 layer this is
+ * k, the index of the choice among the token's top_k, and all top_k float64 weights of the
+ * token are sent as the scales of its row. Each slot selects weight number k. For the
+ * gradients, each slot makes a row of top_k numbers: its gradient at position k, and zeros
+ * elsewhere. Combine adds these rows for each token.
  *
  * moe_attach_f64_weights() sets the arrays for k and for the weights in *how, the arguments of
  * dispatch. */
