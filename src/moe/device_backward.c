@@ -241,9 +241,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds the parts of d_x of the zero-experts and of the shared expert's gate to `rows`, which
- * are rows of work.shared_y. If the layer has a shared expert, they already contain its part.
- */
+/* Adds the parts of d_x of the zero-experts and of the shared expert's gate to `rows`, rows of
+ * work.shared_y. They already contain the part of the shared expert, if there is one. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
     const layer_rows sum = {rows, j->has_shared ? rows : NULL, NULL};

@@ -38,9 +38,8 @@ typedef struct moe_saved {
     void *recv;
     void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
-    /* expert_rows and expert_tokens [num_local_experts]: slots of each local expert with and
-     * without padding. load [num_experts] and logical_load [num_logical]: choices of the group.
-     */
+    /* expert_rows, expert_tokens [num_local_experts]: slots of each local expert with, without
+     * padding. load [num_experts], logical_load [num_logical]: choices of the whole group. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
     /* data that forward saves for the experts, and for each block of the shared expert. With
@@ -60,8 +59,7 @@ typedef struct moe_work {
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
     /* memory of the gate's products; only on the host with EPIC_INVARIANT */
     void *product;
-    /* scratch rows of reals, only on the host; [2, hidden] in forward, else [block + 1, hidden]
-     */
+    /* rows of reals, only on the host: [2, hidden] in forward, else [block + 1, hidden] */
     void *rows;
     /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], the
      * part of d_x of the shared expert and, on devices, of the zero-experts and the shared

@@ -27,7 +27,6 @@ static epic_result check_backward_arrays(const epic_router_backward_args *a,
     return CHECK_ARRAYS(arrays);
 }
 
-/* Reads and checks the arguments, and fills in *job. */
 static epic_result prepare_backward(router_job *job, const epic_context *ctx,
                                     const epic_router_backward_args *args)
 {
@@ -58,8 +57,7 @@ static epic_result prepare_backward(router_job *job, const epic_context *ctx,
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
-/* Writes the gradients of scale_of_expert, which are sums over the tokens. With
- * EPIC_ACCUMULATE, adds them to the array instead. */
+/* Writes the gradients of scale_of_expert, or adds them with EPIC_ACCUMULATE. */
 static void store_scale_gradient(const router_job *job, void *d_scale_of_expert)
 {
     float *narrow = d_scale_of_expert;

@@ -13,14 +13,14 @@
  */
 
 /* Returns true if a column with value a is chosen before a column with value b and a lower
- * number. If a and b are equal, the lower number comes first. NaN comes last. */
+ * number. Of equal values, the lower number comes first. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
-/* Inserts column i into `out`, the sorted list of the best columns found so far, if its value
- * v[i] is among the k largest. `found` is the length of the list. Returns the new length. */
+/* Inserts column i into `out`, the sorted list of the `found` best columns so far, if its value
+ * v[i] is among the k largest. Returns the new length. */
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
@@ -31,9 +31,8 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* Writes to `out` the columns of the k largest values of v [n], the largest first. The columns
- * form blocks of `block` columns. If is_kept_group[b] is 0, leaves out block b. If
- * is_kept_group is NULL, leaves out none. */
+/* Writes to `out` the columns of the k largest values of v [n], the largest first. Leaves out
+ * blocks b of `block` columns if is_kept_group[b] is 0. is_kept_group may be NULL. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
                         const uint8_t *is_kept_group, int64_t block)
 {
@@ -45,8 +44,8 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
 }
 
 /* Returns the score of a group of columns: its largest value or, with EPIC_GROUP_SUM, the sum
- * of its group_best largest values. v [n]: values of the columns of the group. `order`: scratch
- * memory for 64 numbers of columns. */
+ * of its group_best largest values. v [n]: values of the group. `order`: scratch memory for 64
+ * numbers. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
     const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;
@@ -56,8 +55,7 @@ static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t 
     return sum;
 }
 
-/* Sets job->is_kept_group to 1 for the topk_groups groups with the largest scores, and to 0 for
- * the others. */
+/* Sets job->is_kept_group to 1 for the topk_groups groups with the best scores, else to 0. */
 static void keep_groups(const router_job *job, const REAL *v)
 {
     const epic_router *r = &job->router;
@@ -70,7 +68,7 @@ static void keep_groups(const router_job *job, const REAL *v)
     for (uint32_t i = 0; i < r->topk_groups; i++) job->is_kept_group[job->order[i]] = 1;
 }
 
-/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO, sets the values v of all
+/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO, sets the values v of
  * groups that are not kept to 0. */
 static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
 {
@@ -87,8 +85,7 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
-/* Chooses the experts of a token. With job->on_logits, the logits have the order of the values,
- * so the scores need not be computed. */
+/* Chooses the experts of a token. With job->on_logits, the scores need not be computed. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

@@ -35,7 +35,6 @@ static epic_result check_sizes(const epic_router *r)
     return EPIC_OK;
 }
 
-/* Checks the score, the rule for weights and their normalization. */
 static epic_result check_rules(const epic_router *r)
 {
     TRY(check_enum("score", r->score, EPIC_SCORE_LOGITS));
@@ -87,7 +86,6 @@ static epic_result check_groups(const epic_router *r)
     return EPIC_OK;
 }
 
-/* Copies the caller's router, fills in its defaults and checks it. */
 static epic_result read_router(epic_router *out, const epic_router *theirs, size_t size)
 {
     TRY(READ_SIZED(out, theirs, size, "router"));
@@ -99,8 +97,8 @@ static epic_result read_router(epic_router *out, const epic_router *theirs, size
     return check_groups(out);
 }
 
-/* Returns the size of the workspace in bytes. Counts 8 bytes for each number, even if it is a
- * float32, because epic_router_workspace has no argument for the type. */
+/* Returns the bytes of the workspace. Counts 8 bytes for each number, because
+ * epic_router_workspace has no argument for the type. */
 static int64_t workspace_bytes(const epic_router *r)
 {
     const size_t columns = (size_t)r->num_experts + r->zero_experts;
@@ -127,7 +125,6 @@ static epic_result check_type(const char *name, uint32_t type)
     return EPIC_OK;
 }
 
-/* Checks the logits, the number of tokens, the workspace and the flags. */
 static epic_result check_common(const router_job *job, const router_common *common)
 {
     const int64_t needed = workspace_bytes(&job->router);

@@ -17,14 +17,12 @@
 
 #define MAX_COLUMNS 65536 /* largest number of experts and zero-experts together */
 
-/* State of one call of the router or of a loss. The last fields are workspace for one token.
- * Arrays with the type void * contain float32 numbers, or float64 numbers if the logits are
- * F64. */
+/* State of one call of the router or of a loss. Arrays with the type void * contain float32
+ * numbers, or float64 numbers if the logits are F64. */
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
-    /* [num_columns]: added to the scores when experts are chosen, but not to weights; NULL:
-     * none */
+    /* [num_columns]: added to the scores when experts are chosen, not to weights; NULL: none */
     const float *bias;
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
@@ -63,14 +61,13 @@ typedef struct router_common {
  * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_init(router_job *job, const router_common *common);
 
-/* Checks weights_type and sets job->weights_type. 0 stands for EPIC_F32. Returns EPIC_OK or
+/* Checks weights_type and stores it in *job. 0 stands for EPIC_F32. Returns EPIC_OK or
  * EPIC_EINVAL. */
 epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type);
-/* Checks grad_type and sets job->grad_type. 0 stands for the type of the logits. Returns
- * EPIC_OK or EPIC_EINVAL. */
+/* Checks grad_type and stores it in *job. 0 stands for the type of the logits. Returns EPIC_OK
+ * or EPIC_EINVAL. */
 epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
-/* Returns the bytes of workspace that a call of this router needs. */
 int64_t router_job_workspace_bytes(const router_job *job);
 
 /* Returns the row of a token in logits [tokens, num_columns]. */
@@ -78,18 +75,15 @@ const void *router_job_logits_row(const router_job *job, const void *logits, int
 /* Returns the row of a token in d_logits [tokens, num_columns]. */
 void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t token);
 
-/* Checks the arguments of epic_router_forward and fills in *job. Does not read the contents of
- * token_ids, table and topk_idx_in, which may be in device memory. Returns EPIC_OK or
- * EPIC_EINVAL. */
+/* Checks the arguments of epic_router_forward and fills in *job. Does not read token_ids, table
+ * and topk_idx_in, which may be in device memory. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
-/* Searches for a token id, an entry of the table or a forced expert id that is out of range.
- * Returns the first such error, or a fault whose `error` is DATA_OK. The arrays must be in host
- * memory. */
+/* Returns the first token id, entry of the table or forced expert id that is out of range, or a
+ * fault whose `error` is DATA_OK. The arrays must be in host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
-/* Checks that every expert id is below num_columns. Negative ids are valid and mean no choice.
- * Returns EPIC_OK or EPIC_EINVAL. */
+/* Returns EPIC_EINVAL if an expert id is not below num_columns. Negative ids mean no choice. */
 epic_result router_check_ids(const router_job *job, const int32_t *topk_idx,
                              int64_t num_tokens);
 

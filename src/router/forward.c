@@ -2,9 +2,9 @@
 /* Implements epic_router_forward, which chooses top_k experts for each token and computes their
  * weights.
  *
- * The host handles one token after the other (row.h): it computes the scores of the token's
- * logits (score_template.h), chooses experts (choose_template.h) and computes their weights
- * (weigh_template.h). On a CUDA context the device backend does all of this. */
+ * The host handles one token after the other (row.h): it computes scores (score_template.h),
+ * chooses experts (choose_template.h) and computes their weights (weigh_template.h). On a CUDA
+ * context the device backend does all of this. */
 #include "base/arrays.h"
 #include "base/sized.h"
 #include "context/context.h"
@@ -12,7 +12,6 @@
 #include "rules/convert.h"
 #include "rules/rule.h"
 
-/* Returns the id of a token, which the caller passed as int32 or int64. */
 static int64_t token_id(const epic_router_args *args, int64_t token)
 {
     const int32_t *narrow = args->token_ids;
@@ -20,8 +19,8 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
-/* Returns the experts [top_k] of a token that the caller has determined, by topk_idx_in or by
- * the row of its table for the token's id. Returns NULL if the router chooses. */
+/* Returns the experts [top_k] of a token that the caller has determined, by topk_idx_in or by a
+ * row of its table. Returns NULL if the router chooses. */
 static const int32_t *given_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {
@@ -30,7 +29,6 @@ static const int32_t *given_row(const epic_router_args *args, const router_job *
     return args->table + token_id(args, token) * job->router.top_k;
 }
 
-/* Checks the arguments token_ids, table and topk_idx_in. Does not read the arrays. */
 static epic_result check_table(const epic_router_args *args)
 {
     if (args->topk_idx_in != NULL && args->token_ids != NULL)
@@ -68,8 +66,7 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns EPIC_EINVAL if a token id, an entry of the table or a forced id is invalid. Used by
- * calls that involve no other rank. */
+/* Returns the error of router_find_fault(), for calls that involve no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

@@ -13,8 +13,8 @@
  * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
  * formulas. */
 
-/* Writes the probabilities P to job->scores. Returns the number by which the scores were
- * divided: their sum, or 1 for a softmax. If the sum is 0, does not divide. */
+/* Writes the probabilities P to job->scores. Returns their divisor: the sum of the scores, or 1
+ * for a softmax or if the sum is 0. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
@@ -48,15 +48,14 @@ static double dot_load(const router_job *job, const int32_t *load)
     return total;
 }
 
-/* Implements router_row_ops.balance. Returns the sum of P_e load_e over the experts. */
 static double sum_balance(const router_job *job, const void *logits, const int32_t *load)
 {
     make_probabilities(job, logits);
     return dot_load(job, load);
 }
 
-/* Implements router_row_ops.balance_backward. Computes dz, the gradient of factor * (sum of P_e
- * load_e) with respect to the logits z. With m = sum of P_j load_j:
+/* Computes dz, the gradient of factor * (sum of P_e load_e) by the logits z. With m = sum of
+ * P_j load_j:
  * - softmax: dz_i = factor * P_i (load_i - m).
  * - other scores s: dz_i = factor * (load_i - m) / (sum of s) * ds_i/dz_i.
  *
@@ -82,8 +81,7 @@ static void balance_backward(const router_job *job, const void *logits, const in
     store_d_logits(job, d_logits);
 }
 
-/* Returns log(sum of e^z), computed as largest z + log(sum of e^(z - largest)). Writes
- * softmax(z) to job->scores. */
+/* Returns log(sum of e^z), computed without overflow. Writes softmax(z) to job->scores. */
 static double compute_logsumexp(const router_job *job, const void *logits)
 {
     load_row(job->logits, logits, job->type, job->num_columns);
@@ -91,15 +89,13 @@ static double compute_logsumexp(const router_job *job, const void *logits)
     return (double)largest_of(job->logits, job->num_columns) + log((double)sum);
 }
 
-/* Implements router_row_ops.z_square. Returns logsumexp(logits)^2. */
 static double square_logsumexp(const router_job *job, const void *logits)
 {
     const double l = compute_logsumexp(job, logits);
     return l * l;
 }
 
-/* Implements router_row_ops.z_backward. Computes the gradient of factor * L^2, with L =
- * logsumexp(z). The gradient is 2 * factor * L * softmax(z). */
+/* The gradient of factor * L^2, with L = logsumexp(z), is 2 * factor * L * softmax(z). */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

@@ -22,7 +22,6 @@
 #include "rules/convert.h"
 #include "rules/rule.h"
 
-/* The two directions of a loss. */
 typedef enum pass { FORWARD, BACKWARD } pass;
 
 /* State of one call of a loss. */
@@ -52,8 +51,7 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks total_tokens, the arguments that only one of the two passes has, and the alignment and
- * overlap of all arrays. */
+/* Checks total_tokens, the arguments of one pass only, and alignment and overlap of arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -74,7 +72,6 @@ static epic_result check_pass(const loss_job *job, pass pass)
     return check_loss_arrays(job, pass);
 }
 
-/* Reads and checks the arguments that both losses have in common. */
 static epic_result prepare_loss(loss_job *job, pass pass)
 {
     epic_loss_args *a = &job->args;
@@ -95,8 +92,8 @@ static epic_result prepare_loss(loss_job *job, pass pass)
     return check_pass(job, pass);
 }
 
-/* Checks the arguments that only the balance loss has. They are `load` or, if the loss is
- * computed per sequence, topk_idx and the length of the sequences. */
+/* Checks the arguments of the balance loss alone: `load` or, if the loss is computed per
+ * sequence, topk_idx and the length of the sequences. */
 static epic_result check_balance(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
@@ -125,13 +122,11 @@ static epic_result check_reserved(uint32_t pad)
                : EPIC_OK;
 }
 
-/* Returns the gradient of the loss that the caller passed, or 1 if it passed none. */
 static double incoming_gradient(const epic_loss_args *args)
 {
     return args->d_loss ? *args->d_loss : 1;
 }
 
-/* Stores the loss in the caller's type, float64 or float32. */
 static void store_loss(const epic_loss_args *args, double loss)
 {
     const float narrow = (float)loss;
@@ -141,21 +136,20 @@ static void store_loss(const epic_loss_args *args, double loss)
         memcpy(args->loss, &narrow, sizeof narrow);
 }
 
-/* Returns the factor of the balance loss. The loss is this factor times the sum over tokens and
- * experts of P * load. */
+/* Returns the factor of the balance loss: the loss is this factor times the sum of P * load
+ * over tokens and experts. */
 static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
     /* The sequence-wise loss is the mean over T / S sequences. The sum of each sequence is
-     * divided by S^2. So in the mean each sum is divided by S^2 * T / S = S T. */
+     * divided by S^2, so in the mean each sum is divided by S^2 * T / S = S T. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
 }
 
-/* Counts the choices of each expert in the sequence that begins at token `first`. Returns the
- * counts, which are in the workspace. */
+/* Returns the number of choices of each expert in the sequence from token `first` on. */
 static const int32_t *count_choices(const loss_job *job, int64_t first)
 {
     const router_job *r = &job->router;
@@ -166,9 +160,8 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the numbers of choices of each expert [num_experts] of one sequence, which
- * begins at token `first`, or of the whole group. Returns the number of tokens for which *load
- * is valid. */
+/* Sets *load to the numbers of choices of each expert, of the sequence that begins at token
+ * `first` or of the whole group. Returns the number of tokens for which *load is valid. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -176,15 +169,13 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Zeroes the runs. A run is one of LOSS_RUNS partial sums of a loss, over a range of
- * consecutive tokens. At the end the runs are added in a tree. A GPU, with one thread per run,
- * adds in this order too, so host and GPU get the same bits. */
+/* Zeroes the runs (LOSS_RUNS). A GPU, with one thread per run, adds in the same order, so host
+ * and GPU get the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
 }
 
-/* Returns the address of the partial sum of the run that contains the token. */
 static double *run_at(const loss_job *job, int64_t token)
 {
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
@@ -201,7 +192,6 @@ static double sum_runs(const loss_job *job)
 
 /* ------------------------------------------------------------------------ balance loss ---- */
 
-/* Checks the arguments and computes this rank's part of the balance loss. */
 static epic_result balance_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -220,7 +210,6 @@ static epic_result balance_forward(loss_job *job)
     return EPIC_OK;
 }
 
-/* Checks the arguments and computes the gradient of the balance loss, token by token. */
 static epic_result balance_backward(loss_job *job)
 {
     TRY(prepare_loss(job, BACKWARD));
@@ -289,14 +278,12 @@ epic_result epic_balance_loss_backward_v1(epic_context *ctx,
 
 /* ------------------------------------------------------------------------------ z-loss ---- */
 
-/* Returns the factor of the z-loss. The loss is this factor times the sum over tokens of
- * logsumexp^2. */
+/* Returns the factor of the z-loss: the loss is this factor times the sum of logsumexp^2. */
 static double z_factor(const loss_job *job)
 {
     return job->args.total_tokens ? job->args.coeff / (double)job->args.total_tokens : 0;
 }
 
-/* Checks the arguments and computes this rank's part of the z-loss. */
 static epic_result z_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -310,7 +297,6 @@ static epic_result z_forward(loss_job *job)
     return EPIC_OK;
 }
 
-/* Checks the arguments and computes the gradient of the z-loss, token by token. */
 static epic_result z_backward(loss_job *job)
 {
     TRY(prepare_loss(job, BACKWARD));

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of the router for one token, as a table of functions. There is one table for
- * float32 and one for float64. row_template.h implements both tables. */
+/* The arithmetic of the router for one token, as tables of functions (row_template.h). */
 #ifndef EPIC_ROUTER_ROW_H
 #define EPIC_ROUTER_ROW_H
 
@@ -9,8 +8,8 @@
 /* Functions on the logits [num_columns] of one token. */
 typedef struct router_row_ops {
     /* Chooses top_k experts, and writes their ids to topk_idx and their weights to weights. If
-     * `given` [top_k] is not NULL, copies the ids from `given` instead of choosing. If `scores`
-     * [num_columns] is not NULL, writes the scores of all columns to it. */
+     * `given` [top_k] is not NULL, copies these ids instead. If `scores` [num_columns] is not
+     * NULL, writes the scores of all columns to it. */
     void (*choose)(const router_job *job, const void *logits, const int32_t *given,
                    int32_t *topk_idx, void *weights, void *scores);
 
@@ -19,20 +18,18 @@ typedef struct router_row_ops {
     void (*choose_backward)(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits);
 
-    /* Returns the token's part of the balance loss: the sum over experts of P * load, with P
-     * the probability of the expert (loss_template.h). */
+    /* Returns the token's part of the balance loss: the sum over experts of P * load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* Writes the gradient of factor * balance(...) to d_logits. With EPIC_ACCUMULATE, adds it
-     * to d_logits instead. */
+    /* Writes the gradient of factor * balance(...) to d_logits or (EPIC_ACCUMULATE) adds it. */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
     /* Returns logsumexp(logits)^2. */
     double (*z_square)(const router_job *job, const void *logits);
 
-    /* Writes the gradient of factor * z_square(...) to d_logits. With EPIC_ACCUMULATE, adds it
-     * to d_logits instead. */
+    /* Writes the gradient of factor * z_square(...) to d_logits or (EPIC_ACCUMULATE) adds it.
+     */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;

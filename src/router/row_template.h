@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The arithmetic of the router for one token. row_f32.c and row_f64.c include this file, with
- * REAL defined as float or double. OF(name) appends the suffix _f32 or _f64 to a name that
- * other files use. Every sum has a fixed order (sum_block), so all machines and GPUs compute
- * the same bits. */
+ * REAL defined as float or double. OF(name) appends _f32 or _f64 to a name that other files
+ * use. Every sum has a fixed order (sum_block), so all processors compute the same bits. */
 #include <string.h>
 
 #include "router/row.h"
@@ -17,8 +16,8 @@
 #include "router/loss_template.h"
 #include "router/weigh_template.h"
 
-/* Implements router_row_ops.choose. Chooses the experts of a token and computes their weights.
- * Computes the scores only if the choice, the weights or the caller need them. */
+/* Chooses the experts of a token and computes their weights. Computes the scores only if the
+ * choice, the weights or the caller need them. */
 static void choose_experts(const router_job *job, const void *logits, const int32_t *given,
                            int32_t *topk_idx, void *weights, void *scores)
 {
@@ -36,8 +35,6 @@ static void choose_experts(const router_job *job, const void *logits, const int3
     if (scores != NULL) store_row(scores, job->weights_type, job->scores, n);
 }
 
-/* Implements router_row_ops.choose_backward. Computes the gradient of the logits from the
- * gradient of the weights. */
 static void choose_backward(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits)
 {

@@ -1,19 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Scores of a token and their gradients. row_template.h includes this file.
- *
- * The score of logit z is softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself, as
- * router.score selects. */
+/* Scores of a token and their gradients. row_template.h includes this file. The score of logit
+ * z is softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself, as router.score selects. */
 
 #include "rules/scalar_template.h"
 
 /* A row is summed in blocks of this many elements, each with SUM_LANES partial sums. */
 #define SUM_BLOCK 1024
-/* Number of partial sums of a block. The CUDA kernels have one partial sum for each lane of a
- * warp. The host adds in the same order, so both results have the same bits. */
+/* Number of partial sums of a block: the lanes of a warp, so that host and CUDA kernels add in
+ * the same order and get the same bits. */
 #define SUM_LANES 32
 
-/* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64 and the elements
- * are only copied. */
+/* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64. */
 static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (sizeof *out == sizeof(double))
@@ -49,8 +46,7 @@ static REAL sum_block(const REAL *v, int64_t n)
     return lanes[0];
 }
 
-/* Returns the sum of n elements. Adds the sums of blocks of SUM_BLOCK elements in ascending
- * order. */
+/* Returns the sum of n elements: the sums of blocks of SUM_BLOCK elements, added in order. */
 static REAL sum_row(const REAL *v, int64_t n)
 {
     REAL total = 0;
@@ -59,7 +55,6 @@ static REAL sum_row(const REAL *v, int64_t n)
     return total;
 }
 
-/* Returns the largest of n numbers. */
 static REAL largest_of(const REAL *v, int64_t n)
 {
     REAL largest = v[0];
@@ -67,7 +62,7 @@ static REAL largest_of(const REAL *v, int64_t n)
     return largest;
 }
 
-/* Computes p = softmax(z). Returns the divisor of the softmax: the sum of e^(z - largest z). */
+/* Computes p = softmax(z). Returns its divisor, the sum of e^(z - largest z). */
 static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
 {
     const REAL largest = largest_of(z, n);
@@ -77,7 +72,6 @@ static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
     return sum;
 }
 
-/* Computes the scores s [n] of the logits z [n]. */
 static void make_scores(REAL *s, const REAL *z, uint32_t score, int64_t n)
 {
     switch (score) {
@@ -117,8 +111,7 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes the gradient of the logits from job->spare to d_logits. With EPIC_ACCUMULATE, adds it
- * to d_logits instead. */
+/* Writes job->spare, the gradient of the logits, to d_logits or (EPIC_ACCUMULATE) adds it. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;

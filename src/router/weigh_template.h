@@ -11,15 +11,14 @@
 
 #define MAX_CHOSEN 64 /* largest top_k */
 
-/* The numbers from which the weights of one token are computed (see the head of this file). */
+/* The numbers from which the weights of one token are computed (see above). */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
     bool is_divisor_variable; /* true: the divisor depends on the parts, so it has a gradient */
 } shares;
 
-/* Computes p [k], the softmax over the logits of the chosen experts. p is 0 for a choice
- * without an expert. */
+/* Computes p [k], the softmax over the logits of the chosen experts, or 0 without an expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;
@@ -61,7 +60,7 @@ static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
-/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER (see the head of this file). */
+/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER. */
 static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;
@@ -73,9 +72,9 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
     }
 }
 
-/* For EPIC_WEIGHT_SPARSEMIXER: adds the gradient of the logits to job->spare. g is the gradient
- * of the parts. The part of each choice depends on the logits through its softmax. The
- * selection of the columns that a softmax leaves out has no gradient. */
+/* Adds the gradient of the logits to job->spare for EPIC_WEIGHT_SPARSEMIXER. g is the gradient
+ * of the parts. Each part depends on the logits through its softmax. The selection of the
+ * columns that a softmax leaves out has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -90,7 +89,6 @@ static void sparsemixer_backward(const router_job *job, const REAL *parts,
     }
 }
 
-/* Computes the parts of all choices, by the weight rule of the router. */
 static void make_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     if (job->router.weight_rule == EPIC_WEIGHT_SPARSEMIXER) {
@@ -130,8 +128,7 @@ static shares make_shares(const router_job *job, const int32_t *topk_idx)
     return shares;
 }
 
-/* Returns scale_of_expert of expert e. Returns 1 if the caller passed no scales or e is
- * negative. */
+/* Returns scale_of_expert of expert e, or 1 if there is none or e is negative. */
 static REAL scale_of(const router_job *job, int32_t e)
 {
     const float *narrow = job->scale_of_expert;
@@ -140,7 +137,6 @@ static REAL scale_of(const router_job *job, int32_t e)
     return job->weights_type == EPIC_F64 ? (REAL)wide[e] : (REAL)narrow[e];
 }
 
-/* Computes the weights [top_k] of the choices of a token. */
 static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *weights)
 {
     shares shares = make_shares(job, topk_idx);
@@ -153,7 +149,7 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
 }
 
 /* Adds the gradient of scale_of_expert to job->scale_sums. Then multiplies g, the gradient of
- * the weights, by scale_of_expert, so that it is the gradient of parts[i] / divisor * scale. */
+ * the weights, by scale_of_expert: it is now the gradient of parts[i] / divisor * scale. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
@@ -166,9 +162,9 @@ static void scale_backward(const router_job *job, const shares *shares, const in
     }
 }
 
-/* Replaces g, the gradient of the weights, by the gradient of the parts. The forward pass
- * computes weight_i = part_i * scale / divisor. If the divisor is the sum of the parts, the
- * gradient of part_i is (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
+/* Replaces g, the gradient of the weights, by the gradient of the parts. Forward computes
+ * weight_i = part_i * scale / divisor. If the divisor is the sum of the parts, the gradient of
+ * part_i is (g_i - sum_j g_j part_j / divisor) * scale / divisor. */
 static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 {
     REAL mean = 0;
@@ -181,7 +177,7 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
 }
 
 /* Adds to job->spare the gradient of the scores (EPIC_WEIGHT_OF_SCORE) or of the logits (other
- * weight rules), computed from g, the gradient of the parts. */
+ * weight rules). g is the gradient of the parts. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {
@@ -206,8 +202,7 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     }
 }
 
-/* Computes the gradient of the logits from d_weights, the gradient of the weights. Stores it in
- * job->spare. */
+/* Computes the gradient of the logits from d_weights, in job->spare. */
 static void weigh_backward(const router_job *job, const int32_t *topk_idx,
                            const void *d_weights)
 {
