@@ -12,7 +12,7 @@
  * Errors: EPIC_EINVAL. */
 epic_result config_read(epic_config *out, const epic_config *config, size_t size);
 
-/* Like config_read(), but num_ranks must be set, because a size query has no bootstrap. */
+/* Reads the config of a size query, in which num_ranks must be set: there is no bootstrap. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
 /* Writes to *out the config for a call that returns how much memory something needs: the config

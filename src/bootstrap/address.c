@@ -159,7 +159,8 @@ static int listen_on(const epic_endpoint *endpoint)
     return -1;
 }
 
-/* Like listen_on(), but tries again while the port is in use, until the limit passes. */
+/* Returns a listening socket. Tries again while the port is in use, until the limit passes. On
+ * failure returns -1 and sets errno. */
 static int listen_patiently(const epic_endpoint *endpoint, time_limit *limit)
 {
     for (;;) {

@@ -99,7 +99,7 @@ typedef struct net_engine {
      * progress() and tries again. Returns true and drops the put if the peer is gone. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
-    /* Like put(), but sends one word of 8 bytes that is passed by value. */
+    /* Sends one word of 8 bytes, which is passed by value, under the rules of put(). */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
     /* Lets the engine send and receive. Returns the number of events, such as completed puts;

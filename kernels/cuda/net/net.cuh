@@ -97,8 +97,7 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* Like post_put(), for bytes that all lanes of a warp have stored together. Called by the whole
- * warp. */
+/* Sends bytes that the lanes of a warp have stored together. Called by the whole warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -246,7 +245,7 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
     return whole;
 }
 
-/* Like post_put(), for any number of words: divides them into as many ring entries as needed.
+/* Sends any number of words: divides them into as many ring entries as needed (post_put()).
  * Called by one thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)

@@ -204,9 +204,8 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     return wait_group_announcements(
         self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
 }
-/* Like wait_announcements_unfenced(), but followed by a system fence, so that later loads and
- * stores happen after the announcements were read. One fence costs less than an acquire load in
- * each poll. */
+/* Waits for the announcements, then runs a system fence, so that later loads and stores happen
+ * after the announcements were read. One fence costs less than acquire loads in the polls. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);

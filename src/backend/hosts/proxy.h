@@ -46,7 +46,7 @@ void hosts_proxy_wake(hosts_proxy *proxy);
 /* Writes to `counts` the numbers of bytes, of puts, and of pieces that were posted so far, in
  * this order. Any thread may call it. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
-/* Like hosts_proxy_counts(), for tests and benchmarks that load libepic_hosts.so. */
+/* Calls hosts_proxy_counts() for tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);
 
 /* Ends and joins the proxy thread, and frees the proxy. NULL is allowed. */
