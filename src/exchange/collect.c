@@ -25,8 +25,7 @@ typedef struct collect_state {
     int64_t batch;
 } collect_state;
 
-/* Sends entries to one home until the ring is full, one batch is sent, or no entry is left.
- * Returns true if it sent any. */
+/* Sends up to one batch of entries to one home. Returns true if it sent any. */
 static bool collect_send_to(collect_state *g, int home)
 {
     exchange *x = g->x;
@@ -63,9 +62,8 @@ static bool collect_send(collect_state *g)
     return moved;
 }
 
-/* Sets x->rows[r] to the entry of each contributing rank r for the next piece of the next item,
- * and returns true if all of them have arrived. Otherwise adds each rank whose entry is missing
- * to x->waits_for. */
+/* Sets x->rows[r] to the entry of each contributing rank r for the next piece, and returns true
+ * if all have arrived. Otherwise adds each rank whose entry is missing to x->waits_for. */
 static bool collect_find_rows(collect_state *g)
 {
     exchange *x = g->x;
@@ -126,8 +124,7 @@ static bool collect_is_unfinished(collect_state *g)
     return open;
 }
 
-/* Counts the entries that this rank sends to and receives from each rank, and begins the
- * flow. */
+/* Counts the entries to and from each rank, and begins the flow. */
 static void collect_begin_flow(collect_state *g)
 {
     exchange *x = g->x;

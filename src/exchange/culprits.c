@@ -103,8 +103,7 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     return true;
 }
 
-/* Writes the error sentence of a timeout: the list of culprits, and the status of up to four of
- * them. */
+/* Writes the error sentence: the culprits, and the status of up to four of them. */
 static void describe_culprits(exchange *x, const uint64_t *culprits, char *sentence,
                               size_t size)
 {

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits of a timeout: the ranks that made this rank wait longer than its
- * deadline. */
+/* Finds the culprits of a timeout: the ranks that made this rank wait too long. */
 #ifndef EPIC_CULPRITS_H
 #define EPIC_CULPRITS_H
 

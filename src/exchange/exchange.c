@@ -104,8 +104,7 @@ void exchange_close_all(epic_context *ctx)
     ctx->exchanges = NULL;
 }
 
-/* Returns the failure that a rank has reported, after storing it in the context. Returns
- * EPIC_OK if there is none. */
+/* Returns the failure that a rank has reported, or EPIC_OK. Stores it in the context. */
 static epic_result exchange_poll_failure(exchange *x)
 {
     epic_failure_info failure;

@@ -37,7 +37,7 @@
 
 /* The measured time of writing into one ring (ring_copy.h). */
 typedef struct ring_write_time {
-    /* average time of writing one cache line (moving average), in picoseconds */
+    /* average time of writing one cache line, in picoseconds */
     int32_t line_ps;
     uint32_t rows; /* rows written so far */
     /* Never read. write_row_timed() writes it with an atomic exchange, which returns only after
@@ -61,14 +61,13 @@ typedef struct exchange {
     int rank, num_ranks;
     uint32_t operation;
     uint64_t tag, sequence;
-    /* Sequence number in the op headers of this exchange. `sequence` is higher if
-     * exchange_reuse() has begun a second operation. */
+    /* sequence number in the op headers; `sequence` is higher after exchange_reuse() */
     uint64_t header_sequence;
     deadline deadline; /* deadline of the current wait */
-    /* identifies this operation's record in the flight recorder (base/recorder.h) */
+    /* number of this operation's record in the flight recorder (base/recorder.h) */
     uint64_t record;
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
-    /* how far this rank is in the exchange (PHASE_* in exchange.c); peers can read it */
+    /* the phase (PHASE_* in exchange.c), which peers can read */
     uint32_t phase;
     /* true: the last check found a peer gone, and no entry was sent or read since */
     bool is_peer_gone;
@@ -78,8 +77,7 @@ typedef struct exchange {
     /* The arrays from `headers` to `rows` have one element for each rank. The header of a
      * vacant seat is all zero. */
     const epic_op_header **headers;
-    /* element r: number of items of rank r; in a collect flow, number of items whose home is
-     * rank r */
+    /* element r: number of items of rank r; in a collect flow, of items whose home is rank r */
     int64_t *items;
     int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
     /* number of entries that were sent to and read from each rank so far */
@@ -104,12 +102,11 @@ typedef struct exchange {
     unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
 } exchange;
 
-/* exchange_open_all() allocates one exchange for each op slot of a context. It returns
- * EPIC_ENOMEM if memory is short. exchange_close_all() frees the exchanges, also after such a
- * failure. */
+/* Allocate and free one exchange for each op slot of a context. If exchange_open_all() returns
+ * EPIC_ENOMEM, the caller must call exchange_close_all() too. */
 epic_result exchange_open_all(epic_context *ctx);
 void exchange_close_all(epic_context *ctx);
-/* Returns how many bytes of host memory one exchange needs. */
+/* Returns the bytes of host memory of one exchange. */
 int64_t exchange_bytes(const epic_config *config);
 
 /* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
@@ -126,8 +123,7 @@ epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
  * the ranks must agree on in the second one. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
-/* Ends the operation and its exchange, and returns `result`. The caller must not use x
- * afterwards. */
+/* Ends the operation. The caller must not use x afterwards. Returns `result`. */
 epic_result exchange_close(exchange *x, epic_result result);
 
 /* Sleeps until entries may have arrived or rings may have room. If an awaited peer is gone or
@@ -146,7 +142,7 @@ static inline void exchange_count_bytes(exchange *x, int64_t bytes)
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
 }
 
-/* Returns true if the rank is a member of the group other than this rank. */
+/* Returns true for a member of the group other than this rank. */
 static inline bool exchange_is_peer(const exchange *x, int rank)
 {
     return rank != x->rank && context_has_member(x->ctx, rank);
@@ -159,7 +155,7 @@ static inline void exchange_mark_awaited(exchange *x, int rank)
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
 }
 
-/* Returns element `field` of a rank's epic_op_header.local. */
+/* Returns an element of a rank's epic_op_header.local. */
 static inline int64_t exchange_local_field(const exchange *x, int rank, int field)
 {
     return x->headers[rank]->local[field];
@@ -179,8 +175,7 @@ typedef struct row_split {
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 
-/* piece_offset() returns the byte of its row at which a piece begins. piece_size() returns the
- * size of a piece in bytes. */
+/* Return the offset of a piece in its row, and the size of a piece, in bytes. */
 static inline int64_t piece_offset(const row_split *c, int32_t piece)
 {
     return piece * c->piece_bytes;
@@ -230,8 +225,7 @@ typedef struct collect {
     void *self;
     const int64_t *items; /* [num_ranks] number of items of each home */
     row_split split;
-    /* size of the trailer (floats that follow the first piece of a row in its entry); 0: no
-     * trailer */
+    /* bytes of the trailer after the first piece of a row in its entry; 0: no trailer */
     int64_t trailer;
 
     /* Returns true if this rank sends a row for item `item` of rank `home`. */
@@ -240,8 +234,7 @@ typedef struct collect {
     /* Returns true if rank `from` sends a row for item `item` of this rank. */
     bool (*is_received)(void *self, int from, int64_t item);
 
-    /* Writes one piece of this rank's row for an item of rank `home` into an entry of a
-     * ring. */
+    /* Writes one piece of this rank's row for an item of rank `home` into a ring entry. */
     void (*fill_entry)(void *self, int home, int64_t item, int32_t piece, void *entry);
 
     /* Called after entries are filled and before they are sent. Makes stores past the caches

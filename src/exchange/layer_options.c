@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts the options of a layer to words of an op header. If the words of two headers differ,
- * writes an error sentence about the first difference. */
+/* Converts the options of a layer to words of an op header, and describes different words. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>
@@ -16,8 +15,7 @@ typedef enum option_kind {
     KIND_FLOAT,  /* a float: one word */
     KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* a 64-bit integer: two words */
-    /* a weight of the layer: 0 if the caller passed NULL, otherwise 1 or, with
-     * EPIC_CHECK_WEIGHTS, a checksum (layer_options_weight_word()) */
+    /* a weight: 0 if it is NULL, else 1 or a checksum (layer_options_weight_word()) */
     KIND_WEIGHT
 } option_kind;
 
@@ -34,8 +32,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* The names of each choice_list, in the order of the enum's values in epic.h. One string for
- * each list, because an array of pointers would need relocations when the library is loaded. */
+/* The names of each choice_list, in the order of the enum's values in epic.h. An array of
+ * pointers would need relocations when the library is loaded. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -98,8 +96,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The header words about the weights of the layer: a flag, which is 1 if the other words are
- * checksums, and a word for each value of enum layer_weight. */
+/* The header words about the weights: a flag, which is 1 if the others are checksums, and a
+ * word for each enum layer_weight. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -121,8 +119,7 @@ _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weig
 _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
                "epic_op_header.options");
 
-/* The words about the weights are the last ones of the array. This is the index of their first
- * word. */
+/* Index of the first word about the weights, which are the last words. */
 #define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS)
 
 /* -------------------------------------------------------------------- options to words ---- */
@@ -172,8 +169,7 @@ static void put_router(uint32_t **at, const epic_router *r)
     put_real(at, r->scale == 0 ? 1 : r->scale);
 }
 
-/* Writes limit and alpha of a clamped activation, with their defaults filled in. Writes zeros
- * if e is NULL or its activation does not use them. */
+/* Writes limit and alpha of a clamped activation; zeros for others or if e is NULL. */
 static void put_limits(uint32_t **at, const epic_experts *e)
 {
     const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;
@@ -267,8 +263,7 @@ static int num_words_of(const option *o)
     return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
 }
 
-/* Writes the name of an enum value, or the value itself if the list o->choices has no name for
- * it. */
+/* Writes the name of an enum value, or the value if it has none. */
 static void describe_choice(char text[40], const option *o, uint32_t value)
 {
     const char *word = choices[o->choices];

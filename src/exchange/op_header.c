@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Compares the op headers of two ranks, and writes error sentences for the errors that headers
- * report. */
+/* Compares the op headers of two ranks, and writes sentences for the errors in headers. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>
@@ -58,8 +57,7 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the name of the value of an element of epic_op_header.common, or NULL if the value is
- * printed as a number. */
+/* Returns the name of the value of a common element, or NULL if it has none. */
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {
@@ -116,15 +114,14 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         return false;
     }
     if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
-        /* A rank with an error in its data leaves the other fields empty, so they cannot be
-         * compared. op_header_data_error() reports the error later. */
+        /* A rank with an error in its data leaves other fields empty. op_header_data_error()
+         * reports the error later. */
         return true;
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            /* A hash of 0 means that the rank does not know its options, so the two hashes
-             * cannot be compared. */
+            /* a hash of 0: the rank does not know its options */
             if (!a->common[i] || !b->common[i]) continue;
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;
@@ -176,7 +173,7 @@ void op_header_set_fault(epic_op_header *header, const data_fault *fault)
     memcpy(&header->local[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
 }
 
-/* Returns the error of an expert whose owner is invalid. */
+/* Returns the error of a wrong placement. */
 static epic_result placement_fail(int rank, const int64_t *about, int num_ranks)
 {
     const long long expert = about[0], owner = about[1];

@@ -43,8 +43,7 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the caller's array with one row per slot, for example recv of
-        * dispatch; for EPIC_OP_WINDOW: size of the window in bytes */
+       /* number of rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
        /* dispatch_signature() of the dispatch that follows this plan in the same public call;
@@ -52,8 +51,7 @@ enum { /* elements of epic_op_header.local */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
        LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
-       /* for each output of this rank (enum window_output): its place in one of the windows
-        * (window_place()) */
+       /* window_place() of each output (enum window_output) of this rank */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
        NUM_LOCAL = LOCAL_WINDOWS + 3 /* 3 is NUM_WINDOW_OUTPUTS, which is defined below */
 };
@@ -112,11 +110,10 @@ typedef struct op_header_extra {
     const layer_options *options; /* options of the layer; NULL: unknown */
 } op_header_extra;
 
-/* Stores an error of this rank's data in its op header. Does nothing if `fault` is NULL or its
- * error is DATA_OK. */
+/* Stores an error in an op header. Does nothing for NULL and DATA_OK. */
 void op_header_set_fault(epic_op_header *header, const data_fault *fault);
 
-/* Stores the options of a layer in an op header. Does nothing if options is NULL. */
+/* Stores the options of a layer in an op header. Does nothing for NULL. */
 void op_header_set_options(epic_op_header *header, const layer_options *options);
 
 /* Returns the name of an epic_operation as errors print it. */

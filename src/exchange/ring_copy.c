@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Measures how long it takes to write a row into a ring, and chooses how to copy the next rows
- * (ring_copy.h). */
+/* Measures the time of writing rows into a ring, and chooses how to copy them (ring_copy.h). */
 #include "exchange/ring_copy.h"
 
 #include <stdatomic.h>
@@ -9,12 +8,10 @@
 #define LINE 64
 #define MIN_TIMED_BYTES 1024 /* shorter rows are not timed, because their times vary too much */
 #define TIMED_EVERY 64 /* one row of this many is timed, because timing a row slows it down */
-/* Rows are written past the caches if writing one cache line takes longer than this on average.
- * The limit, in picoseconds, lies between the times for cores that share a cache and for cores
- * that do not. */
+/* Rows are written past the caches if one cache line takes longer than this on average. The
+ * limit lies between the times for cores that share a cache and for cores that do not. */
 #define STREAM_ABOVE_PS 11000
-/* A longer time per cache line, in picoseconds, counts as this one, because the thread was
- * probably preempted. */
+/* longer times count as this one, because the thread was probably preempted */
 #define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)

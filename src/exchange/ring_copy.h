@@ -14,8 +14,7 @@
 
 #include "exchange/exchange.h"
 
-/* The three ways to copy a row into a ring: through the caches, past the caches, or through the
- * caches with the time measured. */
+/* The ways to copy a row: through the caches, past them, or through them with a measurement. */
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
@@ -23,13 +22,11 @@ typedef void copy_function(void *to, const void *from, size_t n);
  * the ring, or this rank's own number for the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
-/* Copies a row in the way that ring_choose_path() returned. For RING_STREAMED it calls
- * copy_past_caches. */
+/* Copies a row as ring_choose_path() decided. copy_past_caches copies for RING_STREAMED. */
 void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
                     size_t bytes, copy_function *copy_past_caches);
 
-/* Adds one measurement to the moving average of a ring's write time: writing a row of `bytes`
- * bytes took `ns` nanoseconds. */
+/* Adds a measurement to the moving average: writing `bytes` bytes took `ns` nanoseconds. */
 void ring_record_time(ring_write_time *measured, uint64_t ns, size_t bytes);
 
 #endif

@@ -33,8 +33,7 @@ static bool is_wanted_by_any(const scatter_state *g, int64_t item)
     return false;
 }
 
-/* Fills one entry with a piece of an item. Returns the number of bytes that it wrote into the
- * entry. */
+/* Fills one entry with a piece of an item. Returns the bytes that it wrote into the entry. */
 static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece, void *entry)
 {
     g->x->left_out_bytes = 0;
@@ -66,8 +65,7 @@ static bool scatter_send_to_all(scatter_state *g)
     return true;
 }
 
-/* Sends up to one batch of entries through the ring to one peer. Returns true if it sent
- * any. */
+/* Sends up to one batch of entries to one peer. Returns true if it sent any. */
 static bool scatter_send_to(scatter_state *g, int peer)
 {
     exchange *x = g->x;
@@ -104,8 +102,8 @@ static bool scatter_send(scatter_state *g)
     return moved;
 }
 
-/* Reads up to one batch of entries from a peer's ring to EVERYONE. Skips the items that this
- * rank does not need. Returns true if it read or skipped any entry. */
+/* Reads up to one batch of entries from a peer's ring to EVERYONE, and skips items that this
+ * rank does not need. Returns true if it read or skipped any. */
 static bool scatter_receive_broadcast(scatter_state *g, int from)
 {
     exchange *x = g->x;
@@ -128,8 +126,8 @@ static bool scatter_receive_broadcast(scatter_state *g, int from)
     return true;
 }
 
-/* Reads up to one batch of entries from the ring that leads from peer `from` to this rank.
- * Returns true if it read any. */
+/* Reads up to one batch of entries from the ring of peer `from` to this rank. Returns true if
+ * it read any. */
 static bool scatter_receive_from(scatter_state *g, int from)
 {
     exchange *x = g->x;
@@ -193,8 +191,7 @@ static bool scatter_is_unfinished(scatter_state *g)
     return open || g->own_next < g->s->items[x->rank];
 }
 
-/* Counts the entries that this rank sends to and receives from each rank, and resets the
- * counters of the flow. */
+/* Counts the entries to and from each rank, and resets the counters of the flow. */
 static void scatter_count_entries(scatter_state *g)
 {
     exchange *x = g->x;

@@ -25,10 +25,9 @@ typedef struct window {
     unsigned char *data; /* this rank's memory; NULL if it has 0 bytes */
     int64_t bytes;
     bool is_allocated; /* true: EPIC has allocated the memory */
-    /* true: peers may store rows into outputs of this rank that lie in the window */
+    /* true: peers may store into outputs of this rank in the window */
     _Atomic bool is_usable;
-    /* [num_ranks]: where each peer's memory of the window is mapped in this process; NULL: not
-     * mapped */
+    /* [num_ranks]: address of each peer's memory in this process; NULL: not mapped */
     void **at;
     int64_t *bytes_of; /* [num_ranks] size of each rank's memory of the window */
 } window;
@@ -41,8 +40,7 @@ struct window_table {
     window windows[MAX_WINDOWS];
 };
 
-/* Returns the table of a context, and allocates it at the first call. Returns NULL if memory is
- * short. */
+/* Returns the table of a context, NULL if memory is short. The first call allocates it. */
 static struct window_table *windows_table(epic_context *ctx)
 {
     struct window_table *table = atomic_load_explicit(&ctx->windows, memory_order_acquire);
@@ -87,8 +85,7 @@ void windows_close(epic_context *ctx, bool ours)
 
 /* ------------------------------------------------------------------ adding a window ---- */
 
-/* Allocates private memory for a window into which no peer can store, because the group has
- * only one rank or its transport has no windows. */
+/* Allocates memory for a window into which no peer can store. */
 static epic_result allocate_private(epic_window_memory *memory)
 {
     void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE,
@@ -138,8 +135,7 @@ static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, u
     return EPIC_OK;
 }
 
-/* Fills in an op header. If `result` is an error, the header reports it, with the error
- * sentence of this thread. */
+/* Fills in an op header. An error in `result` is reported with this thread's error sentence. */
 static void window_fill_header(epic_op_header *header, const struct window_table *table,
                                const epic_window_args *args, epic_result result)
 {
@@ -185,7 +181,7 @@ static epic_result window_agree(epic_context *ctx, struct window_table *table,
     return x ? exchange_close(x, result) : result;
 }
 
-/* Does the work of windows_add(). The caller holds the mutex of the table. */
+/* Implements windows_add(). The caller holds the mutex of the table. */
 static epic_result windows_add_locked(epic_context *ctx, struct window_table *table,
                                       const epic_window_args *args, epic_window_info *out)
 {
@@ -248,8 +244,8 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Finds the memory at `place`, a result of window_place() in the op header of rank `peer`.
- * Returns an empty target if it is invalid. */
+/* Returns the target at a window_place() of rank `peer`. It is empty if the place is invalid.
+ */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

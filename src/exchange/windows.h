@@ -36,8 +36,7 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
-/* Returns true if output `which` of rank `rank` lies in a window, so that its peers store rows
- * directly into it. */
+/* Returns true if output `which` of a rank lies in a window, into which its peers store. */
 static inline bool window_is_direct(const exchange *x, int rank, enum window_output which)
 {
     return exchange_local_field(x, rank, LOCAL_WINDOWS + which) != 0;

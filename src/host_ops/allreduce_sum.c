@@ -34,24 +34,22 @@ static float *block_at(const sum_call *s, int64_t block)
     return s->args->data + block * BLOCK;
 }
 
-/* Returns the number of elements of a block. The last block may be shorter than BLOCK. */
+/* Returns the number of elements of a block, of which the last one may be short. */
 static size_t block_size(const sum_call *s, int64_t block)
 {
     const int64_t left = s->args->count - block * BLOCK;
     return (size_t)(left < BLOCK ? left : BLOCK);
 }
 
-/* Copies a block of this rank's array into a ring entry. The block is item number `item` of
- * rank `owner`. */
+/* Copies the block that is item number `item` of rank `owner` into a ring entry. */
 static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* First half of the sum, callback collect.fill_entry (exchange.h): copies a block of this
- * rank's array to a ring entry for the block's owner. A block fits into one entry, so `piece`
- * is 0. */
+/* First half of the sum, callback collect.fill_entry (exchange.h). A block fits into one entry,
+ * so `piece` is 0. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
@@ -87,8 +85,8 @@ static void sum_add_rows(const sum_call *s, float *out, const void *const *rows,
         s->kernels->add(out, EPIC_F32, list, count, EPIC_F32, n);
 }
 
-/* First half of the sum, callback collect.read_rows: adds the numbers of all ranks for one
- * block that this rank owns, and stores the sum in the caller's array. */
+/* First half of the sum, callback collect.read_rows: adds the numbers of all ranks for one of
+ * this rank's blocks. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     sum_call *s = self;
@@ -108,8 +106,7 @@ static bool is_sent_by_members(void *self, int rank, int64_t item)
     return context_has_member(((sum_call *)self)->x->ctx, rank);
 }
 
-/* Second half of the sum, callback scatter.fill_entry: writes the sum of one of this rank's
- * blocks to a ring entry, for all ranks. */
+/* Second half of the sum, callback scatter.fill_entry. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     sum_call *s = self;
@@ -117,8 +114,7 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
     sum_copy_block(s, s->x->rank, item, entry);
 }
 
-/* Second half of the sum, callback scatter.read_entry: stores the sum of a block that rank
- * `from` owns in the caller's array. */
+/* Second half of the sum, callback scatter.read_entry. */
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {

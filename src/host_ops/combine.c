@@ -31,15 +31,13 @@ typedef struct combine_call {
     const float *d_slot_weights;
     float *d_weights;
     row_split split; /* how a partial is split into pieces */
-    /* size in bytes of the trailer, the weight gradients that follow a partial; 0 in combine */
+    /* bytes of the trailer, the weight gradients after a partial; 0 in combine */
     int64_t trailer;
     bool has_windows; /* true: an output of this rank lies in a window */
-    /* position of the current piece in its row: number of its first element, and number of its
-     * elements */
+    /* first element and number of elements of the current piece of its row */
     int64_t first, count;
 } combine_call;
 
-/* Makes `piece` the current piece: sets its first element and its number of elements. */
 static void combine_set_piece(combine_call *c, int32_t piece)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->partial_type);
@@ -57,8 +55,7 @@ static void *scratch_row(const combine_call *c, int level)
 typedef struct gathered { /* the slots of one token on this rank, in ascending order of k */
     int n;                /* number of slots */
     const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
-    /* weight of each slot (FLAT: not set, because the caller has already multiplied the
-     * rows) */
+    /* weight of each slot; not in FLAT layers, whose rows the caller has multiplied */
     float weights[MAX_TOP_K];
     /* leaf of each slot; set only with EPIC_TREE, and not in FLAT layers */
     int32_t leaves[MAX_TOP_K];
@@ -143,8 +140,7 @@ static bool reduce_subtree(const combine_call *c, const gathered *g, int32_t fir
     return true;
 }
 
-/* Writes to `out` the current piece of this rank's partial for one token, rounded to the
- * partial type. */
+/* Writes to `out` the current piece of this rank's partial for a token, rounded to its type. */
 static void make_partial(const combine_call *c, int home, int64_t token, void *out)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -154,8 +150,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
         const int32_t leaves = (int32_t)layer->leaves / (int32_t)c->plan.header->num_members;
         if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        /* The plan is damaged: it places the token's slots on this rank, but their experts in
-         * leaves of other ranks. Add no rows, so that the partial is 0. */
+        /* The plan is damaged: it places slots on this rank, but their experts in leaves of
+         * other ranks. Add no rows, so that the partial is 0. */
         g.n = 0;
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
@@ -200,8 +196,8 @@ static void store_in_out(combine_call *c, int home, int64_t token)
     c->kernels->add(to, c->type, &partial, 1, c->partial_type, c->count);
 }
 
-/* Stores a token's trailer into d_weights of its home rank, which lies in a window. The trailer
- * is complete, because all choices of the token are on this rank. */
+/* Stores a token's trailer into d_weights of its home rank, which lies in a window. All choices
+ * of the token are on this rank. */
 static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 {
     unsigned char *to =
@@ -250,8 +246,7 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Copies the weight gradients of the choices with slots on rank `from` from that rank's trailer
- * to d_weights. */
+/* Copies the weight gradients of the choices on rank `from` from its trailer to d_weights. */
 static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -350,8 +345,7 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
-        /* The only rank with slots of this token has already stored the row in this rank's
-         * window. */
+        /* the only rank with slots of this token has stored the row in the window */
         ;
     else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);
@@ -376,8 +370,7 @@ static bool combine_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Checks that the buffer of slot rows is large enough on every rank, then runs the collect flow
- * of an open exchange. */
+/* Checks the size of the buffer of slot rows on every rank, then runs the collect flow. */
 static epic_result combine_transfer(combine_call *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -415,8 +408,7 @@ static void combine_clear_outputs(const combine_call *c)
     slot_array_clear(&weights);
 }
 
-/* Runs combine or dispatch_backward: sends and compares op headers, sends and receives the
- * rows, and ends the operation. */
+/* Runs combine or dispatch_backward, from the op headers to the end of the operation. */
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
                                plan_op *s, combine_call *c)
 {

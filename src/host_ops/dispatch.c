@@ -44,8 +44,7 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Quantizes the row of a token into x->row, followed by its scales. Does nothing if x->row
- * already holds this token. */
+/* Quantizes a token into x->row, followed by its scales, unless it is already there. */
 static void quantize_token(dispatch_call *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -79,8 +78,8 @@ static const float *weights_part(const dispatch_call *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies from `from`, which holds bytes [begin, end) of a message, to `to`, which is for bytes
- * [at, at + size) of it: the bytes that are in both ranges. */
+/* Copies the bytes of a message that are both in [begin, end), at `from`, and in [at, at +
+ * size), at `to`. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -91,8 +90,7 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies through the caches, for slots that the experts soon read, and for ring entries whose
- * reader shares a cache with this core. */
+/* Copies slots that the experts soon read, and ring entries whose reader shares a cache. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
@@ -321,8 +319,7 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Callback scatter.read_own_item: writes one of this rank's tokens to its slots on this
- * rank. */
+/* Callback scatter.read_own_item: writes one of this rank's tokens to its slots here. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatch_call *d = self;
@@ -432,8 +429,7 @@ void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
                              rows * (int64_t)sizeof(float));
 }
 
-/* Fills all outputs with zeros, and recv_expert with -1, after an error in the data of any
- * rank. */
+/* Zeroes all outputs (recv_expert: -1), after an error in the data of any rank. */
 static void dispatch_clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
@@ -469,7 +465,6 @@ int64_t dispatch_signature(const epic_dispatch_args *args)
     return (int64_t)(hash_bytes(common, sizeof common) | 1);
 }
 
-/* Returns the bytes of the rows of all tokens of this rank, for the flight recorder. */
 static uint64_t dispatched_bytes(const epic_dispatch_args *args)
 {
     return (uint64_t)(args->tokens.num_rows * args->tokens.row_bytes);
@@ -484,8 +479,7 @@ static epic_result dispatch_transfer_all(dispatch_call *d)
     return dispatch_transfer(d);
 }
 
-/* Runs dispatch: sends and compares op headers, sends and receives the rows, and ends the
- * operation. */
+/* Runs dispatch, from the op headers to the end of the operation. */
 static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
     dispatch_call d = {.args = args, .kernels = host_kernels_get()};

@@ -28,8 +28,7 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* Converts the caller's expert ids to the form in which they are sent: int32, with -1 for a
- * choice without an expert. */
+/* Converts the caller's expert ids to int32, with -1 for a choice without an expert. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -130,8 +129,7 @@ static void plan_fill_header(planning *p, const epic_context *ctx, const op_head
     memcpy(header->bytes, ids, sizeof ids);
 }
 
-/* Returns the address of the expert ids [top_k] of one token in the planner's array, from which
- * planner_finish() makes the plan. */
+/* Returns the expert ids [top_k] of a token in the planner's array. */
 static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
@@ -145,8 +143,7 @@ static bool is_always_sent(void *self, int rank, int64_t item)
     return true;
 }
 
-/* Callback scatter.fill_entry: copies the ids of one of this rank's tokens into a ring
- * entry. */
+/* Callback scatter.fill_entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
@@ -154,7 +151,7 @@ static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
     memcpy(entry, ids_of_token(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
 }
 
-/* Callback scatter.read_entry: stores the ids of a token of rank `from`. */
+/* Callback scatter.read_entry. */
 static void read_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
 {
     planning *p = self;
@@ -358,8 +355,7 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     if (result == EPIC_OK) return host_dispatch_unchecked(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    /* The plan has no slots, so this dispatch moves no rows and only writes zeros to the
-     * outputs. */
+    /* this dispatch moves no rows and zeroes the outputs, because the plan has no slots */
     TRY(host_dispatch_unchecked(ctx, dispatch));
     return epic_fail(result, "%s", why);
 }

@@ -23,8 +23,7 @@ void op_header_set_layer(epic_op_header *header, const epic_layer *layer)
     header->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
-/* Copies the plan's id and layer, which must be equal on all ranks, and this rank's number of
- * tokens to the op header. */
+/* Copies the plan's id and layer, which ranks compare, and the number of tokens. */
 static void op_header_set_plan(plan_op *s)
 {
     s->op_header.common[COMMON_PLAN] = (int64_t)s->plan.header->id;

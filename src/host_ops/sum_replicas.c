@@ -31,8 +31,7 @@ typedef struct replica_sum {
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } replica_sum;
 
-/* Returns true if local expert `local` is a replica of a->logical in leaf `leaf` (-1: in any
- * leaf). */
+/* Returns true if a local expert is a replica of a->logical in leaf `leaf` (-1: in any). */
 static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -40,7 +39,6 @@ static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf
     return leaf < 0 || expert / a->leaf_experts == leaf;
 }
 
-/* Returns the row of a local expert in the caller's data. */
 static float *numbers_of(const replica_sum *a, int32_t local)
 {
     return (float *)a->args->data.data + local * a->count;
@@ -89,8 +87,7 @@ static void add_local_replicas(replica_sum *a)
     }
 }
 
-/* Copies the sum of all ranks, which is in the workspace, to each replica of a->logical on this
- * rank. */
+/* Copies the sum of all ranks from the workspace to each replica of a->logical here. */
 static void copy_sum_to_replicas(const replica_sum *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;

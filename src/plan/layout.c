@@ -10,8 +10,7 @@
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64                       /* alignment of the arrays in bytes */
 
-/* Adds an array of `count` int32 numbers at offset *end. Sets *end to the first aligned offset
- * after the array. Returns the offset of the array. */
+/* Adds an array of `count` int32 at offset *end and advances *end. Returns its offset. */
 static int64_t add_section(int64_t *end, int64_t count)
 {
     const int64_t begin = *end;
@@ -85,8 +84,8 @@ plan_view plan_view_of(const void *plan)
     };
 }
 
-/* Returns the largest number of experts on one member. members is NULL if every rank is a
- * member. `count` [num_ranks] is scratch memory. */
+/* Returns the largest number of experts on one member. members NULL: every rank is one. `count`
+ * [num_ranks] is scratch memory. */
 static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int32_t num_ranks,
                                     const int32_t *owner, const seat_set *members)
 {
@@ -99,8 +98,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers of *p into the workspace. It begins where the largest possible plan with
- * these numbers of tokens would end, because the placement of the experts is not known yet. */
+/* Sets the pointers of *p into the workspace, which begins where the largest possible plan
+ * would end, because the placement of the experts is not known yet. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -120,7 +119,6 @@ static void locate_workspace(planner *p, const plan_header *h)
     p->capacity = (int64_t *)(p->bytes + add_section(&end, 2 * h->num_ranks));
 }
 
-/* Sets the pointers of *p to the arrays of the plan, at the offsets in its header. */
 static void locate_arrays(planner *p)
 {
     const plan_header *h = p->header;
@@ -176,7 +174,6 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
         if (!seat_set_has(tables->members, p->owner[e])) p->logical_of[e] = EPIC_ABSENT;
 }
 
-/* Returns the checksum of the arrays. */
 static uint64_t body_checksum(const plan_header *h)
 {
     const unsigned char *bytes = (const unsigned char *)h;
@@ -193,8 +190,7 @@ static uint64_t header_checksum(const plan_header *h)
     return hash_bytes(&copy, sizeof copy);
 }
 
-/* Zeroes the padding between an array of `count` int32 numbers at offset `begin` and offset
- * `end`. */
+/* Zeroes the padding after an array of `count` int32 at offset `begin`, up to offset `end`. */
 static void clear_padding_after(planner *p, int64_t begin, int64_t count, int64_t end)
 {
     begin += count * (int64_t)sizeof(int32_t);
@@ -265,8 +261,8 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Checks that the slabs follow each other without gaps from slot 0 to num_slots, and that each
- * slab has at least as many slots as choices. */
+/* Checks that the slabs follow each other without gaps from slot 0 to num_slots, with at least
+ * as many slots as choices. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -279,8 +275,7 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-/* Checks that every element of every array is in range, because the code that uses the plan
- * does not check them again. */
+/* Checks the range of every element, so that the code that uses the plan need not check it. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -298,8 +293,7 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_of, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Returns true if the sizes in the header are in range, and its offsets are those of
- * plan_layout(). */
+/* Checks the sizes in the header, and that its offsets are those of plan_layout(). */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

@@ -38,7 +38,6 @@
 #define MAX_TOP_K 64
 #define MAX_EXPERTS 65536
 
-/* The first bytes of a plan. */
 typedef struct plan_header {
     uint64_t magic;
     uint64_t header_sum; /* checksum of the header, with 0 in this field */
@@ -47,21 +46,19 @@ typedef struct plan_header {
     uint64_t group_id;
     int64_t bytes;                    /* size of the header and the arrays in bytes */
     int64_t num_tokens, total_tokens; /* tokens of this rank, and of all ranks */
-    /* num_slots: number of slots that the plan uses on this rank. capacity: number of slots of
-     * this rank's receive buffer. demand: number of slots that this rank would need if no
-     * choice were dropped. */
+    /* slots that the plan uses on this rank, slots of its receive buffer, and slots that it
+     * would need if no choice were dropped */
     int64_t num_slots, capacity, demand;
-    /* How many of this rank's own choices have a slot, have no expert, or were dropped, by the
-     * reason. */
+    /* numbers of this rank's choices: with a slot, without an expert, and dropped, by reason */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
-    /* The offsets of the arrays in bytes from the header. */
+    /* offsets of the arrays in bytes from the header */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
     int64_t fate, rank_to, slot_or_expert, row_of;
     /* num_local: largest number of experts on one member */
     int32_t rank, num_ranks, num_local;
-    /* The epic_result of the planning. If it is an error, the plan has no slots. */
+    /* epic_result; with an error, the plan has no slots */
     uint32_t result;
     epic_layer layer; /* with defaults filled in */
 } plan_header;
@@ -105,8 +102,7 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
  * rows before they send the sum to another host. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
-/* Computes the offsets of the arrays and the size of the plan, from the numbers of tokens,
- * ranks and experts in the header. */
+/* Computes the offsets and the size from the numbers of tokens, ranks and experts. */
 void plan_layout(plan_header *header);
 
 /* Returns the addresses of the arrays of a plan. Its header must be valid. */
@@ -117,8 +113,7 @@ plan_view plan_view_of(const void *plan);
  * into an int32_t. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
-/* Returns the number of valid expert ids of this layer. With replicas, ids name logical
- * experts. */
+/* Returns the number of valid expert ids. With replicas, ids are those of logical experts. */
 static inline uint32_t layer_num_ids(const epic_layer *layer)
 {
     return layer->num_logical ? layer->num_logical : layer->num_experts;
@@ -154,18 +149,15 @@ typedef struct planner {
     int32_t *owner; /* [num_experts] rank of each expert */
     int32_t *local; /* [num_experts] number of the expert among the experts of its rank */
     int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
-    /* [num_experts] largest number of choices that the expert may keep within
-     * expert_capacity */
+    /* [num_experts] most choices that the expert may keep within expert_capacity */
     int32_t *expert_quota;
-    /* [num_experts] number of choices that each expert keeps; upper bounds until
-     * decide_num_kept() */
+    /* [num_experts] number of kept choices; an upper bound until decide_num_kept() */
     int32_t *num_kept;
-    /* [num_experts] position of the next choice of each expert among the expert's choices */
+    /* [num_experts] position of the expert's next choice among its choices */
     int32_t *next;
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
-    /* [num_ranks] largest number of choices that each expert of a rank may keep, so that the
-     * rank's slots suffice: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
-     * choices. */
+    /* [num_ranks] most choices that each expert of a rank may keep, so that the rank has enough
+     * slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r]) choices */
     int32_t *keep_limit;
     /* [num_ranks] bounds of the binary search for keep_limit: the largest limit that is known
      * to fit into the rank's slots, and the smallest one that is known not to fit */

@@ -68,9 +68,9 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Returns 0 if expert e keeps a choice, otherwise EXPERT_IS_FULL or RANK_IS_FULL. `position` is
- * the number of choices of e that come before this one in the order of priority. The expert
- * keeps the positions below min(num_kept[e], keep_limit[rank of e]). */
+/* Returns 0 if expert e keeps a choice, otherwise EXPERT_IS_FULL or RANK_IS_FULL. `position`:
+ * number of choices of e before this one in the order of priority. e keeps the positions below
+ * min(num_kept[e], keep_limit[rank of e]). */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->num_kept[e], p->keep_limit[p->owner[e]])) return 0;
@@ -93,8 +93,7 @@ static void judge_choices_by_k(planner *p)
 }
 
 /* Returns true if a choice is kept. `id` is its entry in p->ids. Must be called once for each
- * choice, in the order of tokens and k, because it increments next[e] of the choice's expert e.
- */
+ * choice, in the order of tokens and k, because it increments next[] of its expert. */
 static bool is_kept(planner *p, int32_t id)
 {
     const int32_t e = id & ID_BITS;
@@ -141,7 +140,7 @@ static void count_needed_slots(planner *p)
     }
 }
 
-/* Returns true if a rank needs more slots than its capacity. Capacity 0 means no limit. */
+/* Returns true if a rank needs more slots than its capacity; 0: no limit. */
 static bool is_over(const planner *p, int32_t rank)
 {
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
@@ -205,8 +204,7 @@ static epic_result decide_num_kept(planner *p)
     return EPIC_OK;
 }
 
-/* Computes the first slot of the slab of each expert. Also fills in slab_begin and slab_count
- * for this rank's own experts. */
+/* Computes the first slot of each expert's slab, and slab_begin and slab_count of this rank. */
 static void place_slabs(planner *p)
 {
     plan_header *h = p->header;
@@ -226,8 +224,8 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* The places of the choices of one token. slot[k] is the slot of choice k on rank rank[k], or
- * an EPIC_FATE value if the choice is not sent. */
+/* The places of a token's choices. slot[k] is the slot of choice k on rank rank[k], or an
+ * EPIC_FATE value if the choice is not sent. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
@@ -275,8 +273,7 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-/* Stores the fate of each choice of one of this rank's own tokens: its slot, or the reason why
- * it was dropped. Counts the fates. */
+/* Stores and counts the fates of the choices of one of this rank's tokens. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
@@ -319,21 +316,19 @@ static bool is_nothing_dropped(const planner *p)
     return all;
 }
 
-/* Returns the next slot of expert e on the rank that owns e, or -1 if e is negative. first_free
- * [num_experts], the first free slot of each slab, is updated. */
+/* Returns the next free slot of expert e on its rank, or -1 if e is negative. Updates
+ * first_free [num_experts], the first free slot of each slab. */
 static int32_t next_free_slot(int32_t *first_free, int32_t e)
 {
     return e < 0 ? -1 : first_free[e]++;
 }
 
-/* Returns `slot` if this rank owns expert e, else -1. */
 static int32_t slot_if_local(const planner *p, int32_t e, int32_t slot)
 {
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces the ids p->ids[begin .. end), which are choices of tokens of other ranks, by slots
- * on this rank or -1. */
+/* Replaces p->ids[begin .. end), choices of other ranks, by slots on this rank or -1. */
 static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
@@ -342,8 +337,8 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
     }
 }
 
-/* Places all choices of a plan that drops none, which is the usual case. place_choices() is
- * slower, because it checks for each choice whether it is kept. */
+/* Places all choices of a plan that drops none, the usual case. place_choices() is slower,
+ * because it checks whether each choice is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;

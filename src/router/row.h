@@ -21,15 +21,14 @@ typedef struct router_row_ops {
     /* Returns the token's part of the balance loss: the sum over experts of P * load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* Writes the gradient of factor * balance(...) to d_logits or adds it (EPIC_ACCUMULATE). */
+    /* Writes the gradient of factor * balance() to d_logits or adds it (EPIC_ACCUMULATE). */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
     /* Returns logsumexp(logits)^2. */
     double (*z_square)(const router_job *job, const void *logits);
 
-    /* Writes the gradient of factor * z_square(...) to d_logits or adds it (EPIC_ACCUMULATE).
-     */
+    /* Writes the gradient of factor * z_square() to d_logits or adds it (EPIC_ACCUMULATE). */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;
