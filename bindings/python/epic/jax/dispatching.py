@@ -88,14 +88,15 @@ def target_of(spec: PlanSpec, form: str) -> str:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def dispatch_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
-    """Run dispatch on checked arrays.
+    """Run dispatch or, with layout "flat", dispatch_flat on checked arrays.
 
     data contains the plan's bytes and the arrays to wait for.  The last result is the byte that is
     available when the call has finished.
     """
     operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
     results = dispatch_results(spec, tokens, weights)
-    return tuple(call_handler("dispatch", results, operands, spec.group, **spec.sizes()))
+    target = target_of(spec, "")
+    return tuple(call_handler(target, results, operands, spec.group, **spec.sizes()))
 
 
 def dispatch_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
@@ -165,17 +166,31 @@ def dispatch(
         ((2, 8), [0.75, 0.25])
 
     """
+    plan = as_plan(plan, "expert_major", "dispatch_flat", max_sms)
+    recv, slot_weights = send_rows(plan, tokens, weights, quantize)
+    return recv, slot_weights
+
+
+def as_plan(plan: Plan, layout: str, other: str, max_sms: int | None) -> Plan:
+    """Return the plan of a dispatch, with max_sms, after checking it and its layout.
+
+    other: the function to call for the other layout.
+    """
     check_plan(plan)
-    check_layout(plan.spec.layer, "expert_major", "dispatch_flat")
-    plan = limit_sms(plan, max_sms)
+    check_layout(plan.spec.layer, layout, other)
+    return limit_sms(plan, max_sms)
+
+
+def send_rows(plan: Plan, tokens: Any, weights: Any, quantize: str | None) -> tuple[Any, ...]:
+    """Return the results of dispatch or, with layout "flat", of dispatch_flat."""
     if quantize is not None:
         check_choice("quantize", quantize, BLOCKS)
-    elif is_narrow(tokens):
-        recv, _, slot = dispatch_narrow(plan, tokens, weights, None)
-        return recv, slot
-    inputs = dispatch_inputs(plan, tokens, weights, FLOATS if quantize else ROW_TYPES)
-    if quantize is not None:
+        inputs = dispatch_inputs(plan, tokens, weights)
         return finish_call(plan, dispatch_rounded(plan.spec, quantize, *inputs))
+    if is_narrow(tokens):
+        recv, _, *slots = dispatch_narrow(plan, tokens, weights, None)
+        return recv, *slots
+    inputs = dispatch_inputs(plan, tokens, weights, ROW_TYPES)
     return finish_call(plan, dispatch_rows(plan.spec, *inputs))
 
 
@@ -189,37 +204,19 @@ def dispatch_inputs(
     plan: Plan, tokens: Any, weights: Any, dtypes: Sequence[str] = FLOATS
 ) -> list[Any]:
     """Return the plan's operand, tokens and weights, after checking them."""
-    spec = plan.spec
+    return plan_operands(plan, *rows_and_weights(plan.spec, tokens, weights, dtypes))
+
+
+def rows_and_weights(
+    spec: PlanSpec, tokens: Any, weights: Any, dtypes: Sequence[str] = FLOATS
+) -> tuple[Any, Any]:
+    """Return tokens as [num_tokens, hidden] and weights, after checking them."""
     rows = as_tokens("tokens", tokens, spec.token_dims, dtypes)
     spec.group.check_width("tokens", rows)
-    weights = as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
-    return plan_operands(plan, rows, weights)
+    return rows, as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
 
 
 # -------------------------------------------------------------------- flat, quantized ----
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch_flat_rows(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, ...]:
-    """Run dispatch_flat on checked arrays."""
-    results = dispatch_results(spec, tokens, weights)
-    operands = [data[0], tokens, weights, *site_and_rank(spec.group, data[0], tokens), *data[1:]]
-    return tuple(call_handler("dispatch_flat", results, operands, spec.group, **spec.sizes()))
-
-
-def dispatch_flat_forward(spec: PlanSpec, data: Any, tokens: Any, weights: Any) -> tuple[Any, Any]:
-    """Save the plan, which is all that backward needs."""
-    return dispatch_flat_rows.fun(spec, data, tokens, weights), data
-
-
-def dispatch_flat_backward(
-    spec: PlanSpec, data: Any, gradients: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """Return the gradients, as dispatch_backward() does."""
-    return (no_gradients(data), *return_gradients(spec, data, gradients))
-
-
-dispatch_flat_rows.defvjp(dispatch_flat_forward, dispatch_flat_backward)
 
 
 @over_mesh
@@ -267,18 +264,9 @@ def dispatch_flat(
         ((1, 8), [[0.75, 0.25]], [[0, 3]])
 
     """
-    check_plan(plan)
-    check_layout(plan.spec.layer, "flat", "dispatch")
-    plan = limit_sms(plan, max_sms)
-    if quantize is not None:
-        check_choice("quantize", quantize, BLOCKS)
-        inputs = dispatch_inputs(plan, tokens, weights)
-        return finish_call(plan, dispatch_rounded(plan.spec, quantize, *inputs))
-    if is_narrow(tokens):
-        recv, _, *slots = dispatch_narrow(plan, tokens, weights, None)
-        return recv, slots[0], slots[1]
-    inputs = dispatch_inputs(plan, tokens, weights, ROW_TYPES)
-    return finish_call(plan, dispatch_flat_rows(plan.spec, *inputs))
+    plan = as_plan(plan, "flat", "dispatch", max_sms)
+    recv, slot_weights, chosen = send_rows(plan, tokens, weights, quantize)
+    return recv, slot_weights, chosen
 
 
 # For each block format its number in C, its columns and the dtype of its scales.
@@ -308,10 +296,8 @@ def dispatch_narrow(plan: Plan, tokens: Any, weights: Any, scales: Any) -> tuple
     Returns the rows, the scales, the slots' weights, and with layout "flat" their local experts.
     """
     spec = plan.spec
-    rows = as_tokens("tokens", tokens, spec.token_dims, NARROW)
-    weights = as_weights("weights", weights, spec.token_dims, spec.layer.top_k)
+    rows, weights = rows_and_weights(spec, tokens, weights, NARROW)
     extra = None if scales is None else as_tokens("scales", scales, spec.token_dims, SCALES, "n")
-    spec.group.check_width("tokens", rows)
     if extra is not None:
         spec.group.check_width("scales", extra)
     given = [None if x is None else jax.lax.stop_gradient(x) for x in (rows, weights)]
@@ -369,9 +355,7 @@ def dispatch_quantized(
         ('float8_e4m3fn', (1, 1))
 
     """
-    check_plan(plan)
-    check_layout(plan.spec.layer, "expert_major", "dispatch_flat_quantized")
-    plan = limit_sms(plan, max_sms)
+    plan = as_plan(plan, "expert_major", "dispatch_flat_quantized", max_sms)
     rows, found, slot_weights = send_quantized(plan, tokens, weights, block, scales)
     return rows, found, slot_weights
 
@@ -419,9 +403,7 @@ def dispatch_flat_quantized(
         ('float8_e4m3fn', (1, 1), [[0, 3]])
 
     """
-    check_plan(plan)
-    check_layout(plan.spec.layer, "flat", "dispatch_quantized")
-    plan = limit_sms(plan, max_sms)
+    plan = as_plan(plan, "flat", "dispatch_quantized", max_sms)
     rows, found, slot_weights, chosen = send_quantized(plan, tokens, weights, block, scales)
     return rows, found, slot_weights, chosen
 
@@ -628,12 +610,8 @@ def plan_dispatch(
     spec, chosen = make_plan_spec(group, layer, topk_idx, capacity, moe, max_sms)
     local = max_local_experts(group, layer, rank_of_expert, num_local_experts)
     placed = expert_tables(group, layer, rank_of_expert, logical_of_expert)
-    rows = as_tokens("tokens", tokens, spec.token_dims, FLOATS)
-    group.check_width("tokens", rows)
-    weights = as_weights("weights", weights, spec.token_dims, layer.top_k)
     arrays = [
-        rows,
-        weights,
+        *rows_and_weights(spec, tokens, weights),
         chosen,
         *placed,
         as_capacity_limit(capacity_limit),
