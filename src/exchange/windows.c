@@ -244,8 +244,7 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Returns the target at a window_place() of rank `peer`. It is empty if the place is invalid.
- */
+/* Returns the target at a window_place() of rank `peer`, or an empty one for invalid places. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

@@ -90,7 +90,7 @@ static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size
              (size_t)(high - low));
 }
 
-/* Copies slots that the experts soon read, and ring entries whose reader shares a cache. */
+/* Copies through the caches, for data that is soon read from a cache. */
 static void copy_cached(void *to, const void *from, size_t n)
 {
     memcpy(to, from, n);
