@@ -367,7 +367,7 @@ typedef struct epic_config {
                                for epic_open without a bootstrap; borrowed for the call.
                                Else NULL */
     uint32_t max_top_k;     /* largest top_k of a layer; 0: 64.  A smaller value reduces the
-                               memory of backends for GPUs; the other backends only check it */
+                               memory of a context, above all on GPUs */
     uint32_t reserved;      /* must be 0 */
 } epic_config;
 

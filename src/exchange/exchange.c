@@ -28,7 +28,8 @@ static size_t row_scratch_bytes(const epic_config *config)
 int64_t exchange_bytes(const epic_config *config)
 {
     const int64_t targets = NUM_WINDOW_OUTPUTS * (int64_t)sizeof(window_target);
-    const int64_t by_rank = 9 * 8 + 4 + (int64_t)sizeof(ring_write_time) + 64 * 8 + targets;
+    const int64_t by_rank =
+        9 * 8 + 4 + (int64_t)sizeof(ring_write_time) + config->max_top_k * 8ll + targets;
     return (int64_t)sizeof(exchange) + by_rank * config->num_ranks +
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
@@ -50,7 +51,7 @@ static bool exchange_allocate(exchange *x, const epic_context *ctx)
     x->ring_write_times = calloc(n, sizeof *x->ring_write_times);
     x->rows = calloc(n, sizeof *x->rows);
     x->targets = calloc(n, NUM_WINDOW_OUTPUTS * sizeof *x->targets);
-    x->sums = calloc(n, 64 * sizeof *x->sums);
+    x->sums = calloc(n, ctx->config.max_top_k * sizeof *x->sums);
     x->row = malloc(row_scratch_bytes(&ctx->config));
     x->scratch_rows = aligned_alloc(64, (size_t)(TREE_LEVELS + 1) * PIECE_MAX);
     return x->headers && x->items && x->sends && x->receives && x->num_sent && x->num_read &&

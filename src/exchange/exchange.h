@@ -94,7 +94,7 @@ typedef struct exchange {
      * it stored them into windows or no peer needs them. The flow sets it to 0 before each
      * entry. */
     int64_t left_out_bytes;
-    /* [num_ranks, 64] Unfinished dot products of combine_backward. Row r is for the token of
+    /* [num_ranks, max_top_k] Unfinished dot products of combine_backward. Row r is for the token of
      * rank r whose pieces are arriving. Element k is the dot product of the token's gradient
      * row and the expert's output for choice k. */
     double *sums;

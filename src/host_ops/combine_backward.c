@@ -77,12 +77,13 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
         return;
     }
     const int32_t *slots = plan_slots_of_token(&s->plan, from, token);
-    for (uint32_t k = 0; k < s->plan.header->layer.top_k; k++) {
+    const uint32_t top_k = s->plan.header->layer.top_k;
+    for (uint32_t k = 0; k < top_k; k++) {
         const int32_t slot = slots[k];
         if (slot < 0) continue;
         write_scaled_row(s, slot, a->slot_weights ? a->slot_weights[slot] : 1, piece, first, n);
         if (a->d_slot_weights)
-            add_dot(s, slot, &s->x->sums[from * MAX_TOP_K + (int)k], piece, first, n);
+            add_dot(s, slot, &s->x->sums[(uint32_t)from * top_k + k], piece, first, n);
     }
 }
 

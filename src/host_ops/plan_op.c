@@ -35,9 +35,12 @@ void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, cons
                    int64_t plan_bytes, const op_header_extra *extra)
 {
     memset(s, 0, sizeof *s);
-    const data_fault damage = {
-        DATA_PLAN,
-        {plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks)}};
+    enum plan_damage found =
+        plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks);
+    /* exchange.sums has space for max_top_k choices */
+    if (found == PLAN_OK && s->plan.header->layer.top_k > ctx->config.max_top_k)
+        found = PLAN_OUT_OF_RANGE;
+    const data_fault damage = {DATA_PLAN, {found}};
     const data_fault *fault = extra ? extra->fault : NULL;
     const bool given = fault && fault->error != DATA_OK;
     if (!given && damage.about[0] != PLAN_OK) fault = &damage;

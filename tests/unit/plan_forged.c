@@ -7,6 +7,7 @@
 
 #include "base/hash.h"
 #include "check.h"
+#include "context/context.h"
 #include "plan/plan.h"
 #include "run.h"
 
@@ -208,6 +209,46 @@ static void slabs_that_wrap(epic_context *ctx)
     free(f.plan);
 }
 
+/* A plan with a larger top_k than max_top_k of the context, from another context. */
+static void too_many_choices(epic_context *other)
+{
+    run_random random = {check_seed = 2};
+    forged f = {.ctx = other, .layer = {.num_experts = 8, .top_k = 5}};
+    const epic_config config = {.max_tokens = TOKENS, .max_row_bytes = 512, .max_top_k = 4};
+    make_plan(&f, &random);
+    check_result(epic_open(&f.ctx, NULL, &config), EPIC_OK);
+    ((plan_header *)f.plan)->group_id = f.ctx->group_id;
+    seal(&f);
+    CHECK(is_good(&f));
+    use_plan(&f);
+    static unsigned char tokens[TOKENS * 16], recv[TOKENS * 5 * 16];
+    const epic_dispatch_args args = {.layer = &f.layer,
+                                     .plan = f.plan,
+                                     .plan_bytes = f.bytes,
+                                     .tokens = {tokens, TOKENS, 16},
+                                     .recv = {recv, TOKENS * 5, 16}};
+    check_result(epic_dispatch(f.ctx, &args), EPIC_EINVAL);
+    CHECK_SAY(strstr(epic_error(f.ctx), "an entry is out of range"), "%s", epic_error(f.ctx));
+    epic_close(f.ctx);
+    free(f.plan);
+}
+
+/* max_top_k limits the memory of each of the max_in_flight operations. */
+static void memory_by_top_k(void)
+{
+    epic_memory_info info[2];
+    for (int i = 0; i < 2; i++) {
+        const epic_config config = {.max_tokens = TOKENS,
+                                    .max_row_bytes = 512,
+                                    .num_ranks = 10,
+                                    .max_in_flight = 3,
+                                    .max_top_k = i ? 8 : 0,
+                                    .backend = "shm"};
+        check_result(epic_memory(&config, NULL, &info[i]), EPIC_OK);
+    }
+    CHECK_EQ(info[0].host_bytes - info[1].host_bytes, 3 * 10 * (64 - 8) * 8);
+}
+
 int main(void)
 {
     check_begin();
@@ -216,6 +257,8 @@ int main(void)
     check_result(epic_open(&ctx, NULL, &config), EPIC_OK);
     slabs_that_wrap(ctx);
     random_damage(ctx);
+    too_many_choices(ctx);
+    memory_by_top_k();
     epic_close(ctx);
     return check_end();
 }

@@ -381,8 +381,8 @@ def open(
             host, else hosts); None: the environment variable EPIC_BACKEND if it names a backend for
             GPUs, else "gpu".  On CPUs None: the core chooses.
         max_sms: the largest number of SMs that a call uses on a GPU; 0: the core chooses.
-        max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves memory
-            of GPUs.
+        max_top_k: the largest top_k of the group's layers; 0: 64.  A smaller value saves
+            memory, above all on GPUs.
         command_buffers: whether XLA may put the calls into its CUDA graphs.
 
     Returns:

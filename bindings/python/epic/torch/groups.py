@@ -320,8 +320,8 @@ class Group:
         max_in_flight: Largest number of calls, with different tags, that run at the same time. 0:
             EPIC chooses.
         max_sms: Largest number of SMs that a call uses on a GPU. 0: EPIC chooses.
-        max_top_k: Largest top_k of the group's layers. 0: 64. A smaller value saves memory of
-            GPUs.
+        max_top_k: Largest top_k of the group's layers. 0: 64. A smaller value saves memory,
+            above all on GPUs.
 
     Raises:
         EpicArgumentError: An argument is invalid.
