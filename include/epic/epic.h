@@ -1889,7 +1889,8 @@ typedef struct epic_failure_info {
     uint32_t result;    /* an epic_result; EPIC_OK: the group is not broken */
     uint32_t operation; /* an epic_operation */
     uint64_t tag;
-    uint64_t sequence; /* number of the operation among those with its tag, from 0 */
+    uint64_t sequence; /* number of the operation among those with its tag, from 0; after
+                          epic_regroup from generation * 2^32 */
     int32_t rank;      /* the rank that noticed the failure */
     uint32_t num_culprits;
     int32_t culprits[EPIC_MAX_CULPRITS]; /* ranks that caused the failure, in ascending order */
@@ -1991,9 +1992,8 @@ typedef struct epic_members_info {
  * After EPIC_OK the group works again, also if it was broken.  The ranks keep their numbers, and
  * num_ranks and all sizes stay as they are.  A rank that is not a member has no part in any
  * operation, and experts that are placed on it are absent (epic_layer).  The results are those of
- * a new group that has only the members.  Every tag starts again with the first operation of its
- * sequence, and plans from before are refused.  Members that have finished different steps can
- * return to out->least_step.
+ * a new group that has only the members.  Every tag starts again, and plans from before are
+ * refused.  Members that have finished different steps can return to out->least_step.
  *
  * A rank that has left gets EPIC_OK.  Its further calls return EPIC_EEVICTED, so it closes its
  * context.  After an error nothing has changed, and the rank may make the call again, except

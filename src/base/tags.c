@@ -75,7 +75,7 @@ static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequen
             return epic_fail(EPIC_ENOMEM, "no memory for tag %llu after %zu others",
                              (unsigned long long)tag, table->used);
         entry = find_entry(table->entries, table->size, tag);
-        *entry = (tag_entry){.tag = tag, .next = 1};
+        *entry = (tag_entry){.tag = tag, .next = table->first + 1};
         table->used++;
     }
     entry->is_busy = true;
@@ -124,11 +124,18 @@ epic_result tags_pause(tag_table *table)
                      in_flight);
 }
 
-void tags_restart(tag_table *table, uint32_t max_in_flight, bool forgets)
+void tags_forget(tag_table *table, uint64_t first)
+{
+    pthread_mutex_lock(&table->mutex);
+    memset(table->entries, 0, table->size * sizeof *table->entries);
+    table->used = 0;
+    table->first = first;
+    pthread_mutex_unlock(&table->mutex);
+}
+
+void tags_restart(tag_table *table, uint32_t max_in_flight)
 {
     pthread_mutex_lock(&table->mutex);
     table->max_in_flight = max_in_flight;
-    if (forgets) memset(table->entries, 0, table->size * sizeof *table->entries);
-    if (forgets) table->used = 0;
     pthread_mutex_unlock(&table->mutex);
 }

@@ -26,6 +26,7 @@ typedef struct tag_table {
     tag_entry *entries;
     size_t size;        /* number of entries */
     size_t used;        /* number of entries that contain a tag */
+    uint64_t first;     /* sequence number of the first operation of a new tag */
     uint32_t in_flight; /* number of operations in flight, over all tags */
     uint32_t max_in_flight;
 } tag_table;
@@ -51,9 +52,10 @@ uint64_t tags_continue(tag_table *table, uint64_t tag);
 /* Refuses new operations until tags_restart(): sets max_in_flight to 0. Returns EPIC_EINVAL if an
  * operation is in flight. */
 epic_result tags_pause(tag_table *table);
-/* Allows max_in_flight operations at a time again. If `forgets` is true, every tag begins again
- * with sequence number 0. */
-void tags_restart(tag_table *table, uint32_t max_in_flight, bool forgets);
+/* Lets every tag begin again with the sequence number `first`. No operation may be in flight. */
+void tags_forget(tag_table *table, uint64_t first);
+/* Allows max_in_flight operations at a time again. */
+void tags_restart(tag_table *table, uint32_t max_in_flight);
 
 /* Ends the tag's operation in flight. */
 void tags_end(tag_table *table, uint64_t tag);

@@ -14,6 +14,9 @@
 #include "members/members.h"
 
 #define MS 1000000
+/* The sequence numbers of generation g begin at g << 32. So no two operations of a tag have the
+ * same number in an error, a trace or the flight recorder. */
+#define GENERATION_SHIFT 32
 #define MAX_TICK_MS 50 /* longest wait for a message, after which deadlines are checked */
 /* If a wait for messages takes this much longer than its limit, the process was suspended. */
 #define SLACK_NS (100 * MS)
@@ -254,6 +257,7 @@ static void enter_generation(epic_context *ctx)
     ctx->members = m->current;
     ctx->num_members = seat_set_count(&m->current);
     ctx->group_id = m->last.group_id;
+    tags_forget(&ctx->tags, m->generation << GENERATION_SHIFT);
     context_mend(ctx);
 }
 
@@ -344,9 +348,7 @@ static epic_result run_call(epic_context *ctx, const epic_regroup_args *args)
     members_begin(&d->machine, &call, running_ns(d));
     decide_members(ctx);
     const epic_result result = finish_call(ctx, args);
-    const enum members_state state = d->machine.state;
-    tags_restart(&ctx->tags, state == MEMBERS_OUT ? 0 : ctx->config.max_in_flight,
-                 state == MEMBERS_ENTERED);
+    if (d->machine.state != MEMBERS_OUT) tags_restart(&ctx->tags, ctx->config.max_in_flight);
     return result;
 }
 

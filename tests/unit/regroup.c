@@ -134,6 +134,7 @@ static void deaths(const epic_bootstrap *bootstrap, void *self)
 {
     static const int order[] = {2, 0, 4};
     epic_context *ctx = open_context(bootstrap);
+    epic_failure_info failure;
     uint64_t members = 31;
     (void)self;
     check_sum(ctx, members);
@@ -146,6 +147,8 @@ static void deaths(const epic_bootstrap *bootstrap, void *self)
         }
         if (!ctx) continue;
         check_broken(ctx, "closed the context; call epic_regroup");
+        CHECK_EQ(epic_failure(ctx, &failure), EPIC_OK);
+        CHECK_EQ(failure.sequence >> 32, i); /* the number of the generation */
         check_regroup(ctx, members, (uint64_t)i + 1);
         check_sum(ctx, members);
         check_sum(ctx, members);
