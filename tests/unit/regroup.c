@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 #include "check.h"
-#include "epic/epic.h"
+#include "context/context.h"
 #include "run.h"
 
 #define COUNT 3000        /* more floats than fit into an op header */
@@ -180,12 +180,12 @@ static void leave(const epic_bootstrap *bootstrap, void *self)
 static void evicted(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap);
-    const epic_regroup_args args = {.patience_ms = 300};
+    const epic_regroup_args args = {.patience_ms = 500};
     epic_members_info info;
     if (self && bootstrap->rank == 2) epic_abort(ctx, 9, "no more data");
     if (self) check_broken(ctx, "no more data");
     if (bootstrap->rank == 2) {
-        run_nap_us(1200000);
+        meet(bootstrap);
         if (!self) check_broken(ctx, "have made the next generation");
         check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_EEVICTED, "without rank 2");
         check_out(ctx, "without rank 2");
@@ -193,6 +193,7 @@ static void evicted(const epic_bootstrap *bootstrap, void *self)
         CHECK_SAY(epic_regroup(ctx, &args, &info) == EPIC_OK, "%s", epic_error(ctx));
         check_set(info.members, 3);
         check_set(info.gone, 4);
+        meet(bootstrap);
         CHECK_EQ(epic_check(ctx), EPIC_OK);
         check_sum(ctx, 3);
     }
@@ -211,9 +212,8 @@ static void no_quorum(const epic_bootstrap *bootstrap, void *self)
     } else if (bootstrap->rank == 3) {
         const epic_result result = epic_regroup(ctx, &hasty, NULL);
         CHECK_SAY(result == EPIC_EPEER || result == EPIC_ETIMEOUT, "%s", epic_error(ctx));
-    } else {
-        run_nap_us(900000);
     }
+    meet(bootstrap);
     check_set(members_of(ctx).members, 15);
     check_regroup(ctx, 15, 1);
     check_sum(ctx, 15);
@@ -227,16 +227,17 @@ static void authority(const epic_bootstrap *bootstrap, void *self)
     epic_context *ctx = open_context(bootstrap);
     const uint64_t pair[] = {3}, one[] = {1};
     const epic_regroup_args strict = {.min_members = 3, .leaving = bootstrap->rank >= 2};
-    const epic_regroup_args first = {.patience_ms = 300, .authority = 7, .only = pair};
+    const epic_regroup_args first = {.patience_ms = 500, .authority = 7, .only = pair};
     const epic_regroup_args second = {.patience_ms = 5000, .authority = 8, .only = one};
     epic_members_info info;
     (void)self;
     check_failed(ctx, epic_regroup(ctx, &strict, NULL), EPIC_EPEER, "min_members is 3");
     if (bootstrap->rank >= 2) {
-        run_nap_us(1000000);
+        meet(bootstrap);
         check_failed(ctx, epic_regroup(ctx, &second, NULL), EPIC_EEVICTED, "without rank");
     } else {
         CHECK_SAY(epic_regroup(ctx, &first, &info) == EPIC_OK, "%s", epic_error(ctx));
+        meet(bootstrap);
         check_set(info.members, 3);
         check_sum(ctx, 3);
         const epic_result result = epic_regroup(ctx, &second, &info);
@@ -284,6 +285,14 @@ static void old_plan(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
+static bool has_operation(epic_context *ctx)
+{
+    pthread_mutex_lock(&ctx->tags.mutex);
+    const bool any = ctx->tags.in_flight > 0;
+    pthread_mutex_unlock(&ctx->tags.mutex);
+    return any;
+}
+
 static void *sum_in_thread(void *self)
 {
     check_sum(self, 3);
@@ -299,7 +308,7 @@ static void in_flight(const epic_bootstrap *bootstrap, void *self)
     (void)self;
     if (bootstrap->rank == 0) {
         pthread_create(&thread, NULL, sum_in_thread, ctx);
-        run_nap_us(100000);
+        while (!has_operation(ctx)) run_nap_us(1000);
         check_failed(ctx, epic_regroup(ctx, &args, NULL), EPIC_EINVAL, "in flight");
         meet(bootstrap);
         pthread_join(thread, NULL);
