@@ -10,6 +10,8 @@
 
 #include "backend/seat_set.h"
 
+#define REGROUP_MESSAGE_BYTES 480 /* largest size of a message */
+
 typedef struct epic_regroup_transport {
     /* Sends a message to a seat. It may be lost if memory is short. If group_id is not 0, the
      * receiver may have to prepare the generation group_id, so its memory is sent too. */

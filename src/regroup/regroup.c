@@ -21,6 +21,9 @@
 /* If a wait for messages takes this much longer than its limit, the process was suspended. */
 #define SLACK_NS (100 * MS)
 
+_Static_assert(sizeof(members_message) <= REGROUP_MESSAGE_BYTES, "members_message");
+_Static_assert(EPIC_RANK_WORDS == SEAT_SET_WORDS, "EPIC_RANK_WORDS");
+
 /* The members of a context. It exists from the first call of epic_regroup on. */
 struct context_decision {
     members machine;

@@ -22,14 +22,13 @@
 #include "base/error.h"
 
 #define MAGIC 0x7075727063697065ull /* "epicrpup" in memory */
-#define MESSAGE_BYTES 480           /* largest size of a message */
 #define MAX_MEMORIES 8
 
 /* A message, as it travels over a connection. */
 typedef struct frame {
     uint64_t magic;
     uint64_t group_id; /* generation of the descriptor that travels with the message */
-    unsigned char message[MESSAGE_BYTES];
+    unsigned char message[REGROUP_MESSAGE_BYTES];
 } frame;
 
 #define FRAME_BYTES(bytes) (offsetof(frame, message) + (bytes))
@@ -184,7 +183,7 @@ static void shm_send(epic_group *group, int to, const void *message, size_t byte
     const shm_connections *c = group->backend_data;
     const memory *m = group_id ? find_memory(c->generations, group_id) : NULL;
     frame f = {.magic = MAGIC, .group_id = m ? group_id : 0};
-    if (bytes > sizeof f.message || c->sockets[to] < 0) return;
+    if (c->sockets[to] < 0) return;
     memcpy(f.message, message, bytes);
     shm_send_message(c->sockets[to], &f, FRAME_BYTES(bytes), m ? m->fd : -1);
 }
