@@ -29,7 +29,7 @@ PACKAGES = ("torch", "jax")
 MODULES = {"torch": (), "jax": ("linen", "nnx", "gemm")}  # public modules that are not in __all__
 # Pages with single names, which are not those of one package.
 PAGES = {
-    "epic": ("read_trace", "TraceStep", "read_placement", "Placement", "Members"),
+    "epic": ("read_trace", "TraceStep", "TraceWriter", "read_placement", "Placement", "Members"),
     "adapters": (
         "torch.megatron.use_epic",
         "torch.titan.epic",

@@ -5,7 +5,10 @@ import os
 from pathlib import Path
 
 import numpy as np
+import pytest
+import torch
 
+import epic
 from world import torch_server
 
 PROGRAM = """
@@ -25,3 +28,43 @@ def test_ids_are_recorded(tmp_path: Path) -> None:
     tokens, top_k, experts = np.frombuffer(data[128 + 40 : 128 + 56], "<i8,<u4,<u4")[0]
     assert (tokens, top_k, experts) == (3, 2, 8)
     assert list(data[192:198]) == [7, 0, 3, 255, 2, 5]
+
+
+@pytest.mark.parametrize("experts", [8, 300, 70000])
+def test_writer(tmp_path: Path, experts: int) -> None:
+    """Check that read_trace returns what TraceWriter wrote, for each size of an id."""
+    ranks, layers, steps = 3, 2, 4
+    draw = torch.Generator().manual_seed(experts)
+    written = [
+        [torch.randint(-1, experts, (rank + step, 2), generator=draw) for rank in range(ranks)]
+        for step in range(layers * steps)
+    ]
+    for rank in range(ranks):
+        with epic.TraceWriter(tmp_path, rank=rank, num_ranks=ranks, group="a b") as writer:
+            for plan in written:
+                ids = plan[rank]
+                writer.write(ids if rank else ids.numpy(), num_experts=experts)
+        writer.close()
+    found = epic.read_trace(tmp_path, num_layers=layers, group="a b")
+    for layer in range(layers):
+        assert len(found[layer]) == steps
+        for step, plan in enumerate(written[layer::layers]):
+            got = found[layer][step]
+            assert got.num_experts == experts
+            for rank in range(ranks):
+                assert np.array_equal(got.of_rank(rank), plan[rank].numpy())
+
+
+def test_writer_refuses(tmp_path: Path) -> None:
+    """Check that wrong arguments are named, and that nothing is written then."""
+    with pytest.raises(epic.EpicArgumentError, match="rank is 2: must be from 0 to 1"):
+        epic.TraceWriter(tmp_path, rank=2, num_ranks=2)
+    with epic.TraceWriter(tmp_path, rank=0, num_ranks=1) as writer:
+        for ids, text in (
+            (torch.zeros(2, dtype=torch.int32), r"int32 \[2\]: must be integers"),
+            (torch.zeros(2, 1), "float32"),
+            (torch.full((2, 1), 8), "has the id 8: must be below num_experts 8"),
+        ):
+            with pytest.raises(epic.EpicArgumentError, match=text):
+                writer.write(ids, num_experts=8)
+    assert epic.read_trace(tmp_path) == [[]]

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads placements that epic-place wrote, and traces that programs with EPIC_TRACE wrote."""
+"""Reads placements that epic-place wrote, and reads and writes traces."""
 
+import hashlib
 import os
+import re
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -217,3 +220,93 @@ def plans_of(file: Path, data: bytes, at: int) -> Iterator[tuple[tuple[int, int]
             ids = np.where(none, -1, found.astype(np.int64)).astype(np.int32)
             yield (tag, sequence), RankPlan(time, ids.reshape(num_tokens, top_k), num_experts)
         at += more
+
+
+class TraceWriter:
+    """Writes the chosen experts of one rank to a trace, for groups on GPUs.
+
+    EPIC_TRACE records only groups on CPUs, because the ids of a GPU group are on the device. This
+    class writes the same files on request, at the end of a step. Each rank makes a writer, and all
+    ranks write equally many plans in the same order.
+
+    Args:
+        path: The folder of the trace. It is created, but not its parents.
+        rank: Rank of this process.
+        num_ranks: Number of ranks.
+        group: Name of the group. A folder has one trace for each name.
+
+    Raises:
+        EpicArgumentError: rank is not below num_ranks.
+        OSError: The file cannot be written.
+
+    Example:
+        with epic.TraceWriter("/tmp/run", rank=group.rank, num_ranks=group.num_ranks) as writer:
+            for step in range(100):
+                graph.replay()
+                for ids in ids_of_layers:  # the tensors topk_idx that the graph has written
+                    writer.write(ids, num_experts=64)
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, rank: int, num_ranks: int, group: str = "epic"
+    ) -> None:
+        if not 0 <= rank < num_ranks:
+            raise EpicArgumentError(
+                f"rank is {rank}: must be from 0 to {num_ranks - 1}, because num_ranks is "
+                f"{num_ranks}"
+            )
+        name = group.encode()[:63]
+        group_id = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+        safe = re.sub("[^a-zA-Z0-9.-]", "_", name.decode(errors="replace"))
+        Path(path).mkdir(exist_ok=True)
+        file = Path(path, f"{safe}-{group_id:016x}-{rank}.epictrace")
+        self.file = file.open("wb")
+        self.num_plans = 0
+        self.file.write(
+            HEADER.pack(
+                MAGIC, VERSION, HEADER.size, rank, num_ranks, group_id, time.time_ns(), name
+            )
+        )
+
+    def write(self, topk_idx: Any, num_experts: int, *, alignment: int = 1) -> None:
+        """Write the choices of one plan. For a tensor on a GPU, waits for its stream and copies it.
+
+        Args:
+            topk_idx: [num_tokens, top_k] integers, a tensor of torch, or an array of JAX or NumPy:
+                the chosen experts of this rank's tokens; negative: no expert.
+            num_experts: Number of experts that a token can choose.
+            alignment: The alignment of the layer.
+
+        Raises:
+            EpicArgumentError: topk_idx has another shape or type, or an id is not an expert.
+        """
+        ids = np.asarray(topk_idx.detach().cpu() if hasattr(topk_idx, "detach") else topk_idx)
+        if ids.ndim != 2 or ids.dtype.kind not in "iu":
+            raise EpicArgumentError(
+                f"topk_idx is {ids.dtype} {list(ids.shape)}: must be integers [num_tokens, top_k]"
+            )
+        if ids.size and int(ids.max()) >= num_experts:
+            raise EpicArgumentError(
+                f"topk_idx has the id {int(ids.max())}: must be below num_experts {num_experts}"
+            )
+        id_bytes = 1 if num_experts <= 0xFF else 2 if num_experts <= 0xFFFF else 4
+        none = (1 << 8 * id_bytes) - 1
+        payload = np.where(ids < 0, none, ids).astype(f"<u{id_bytes}").tobytes()
+        payload += bytes(-len(payload) % 8)
+        plan = (*ids.shape, num_experts, alignment, 0)
+        record = RECORD.pack(
+            KIND_PLAN, id_bytes, len(payload), 0, self.num_plans, time.time_ns(), *plan
+        )
+        self.file.write(record + payload)
+        self.file.flush()  # so that the trace of a killed job is complete
+        self.num_plans += 1
+
+    def close(self) -> None:
+        """Close the file. Calling it again does nothing."""
+        self.file.close()
+
+    def __enter__(self) -> "TraceWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cases of check.py. Each case runs on all ranks with a group of its own."""
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+import epic
 import epic.torch
 from epic.torch.experts import slab_mm
 from parts import (
@@ -432,6 +434,24 @@ def case_quantized(group: Group) -> None:
                 results.append([out.detach().cpu(), torch.autograd.grad(out, x, ct)[0].cpu()])
     for a, b in zip(results[:2], results[2:], strict=True):
         assert same(a, b)
+
+
+def case_writer(group: Group) -> None:
+    """Check the trace of the ids that replays of a graph have written."""
+    scores = torch.zeros(6, EXPERTS, device=group.device)
+    graph, (chosen, _) = capture(
+        group, lambda: ((ids := scores.topk(3).indices), epic.torch.plan(group, LAYER, ids))
+    )
+    draw, wanted = torch.Generator().manual_seed(group.rank), []
+    with tempfile.TemporaryDirectory() as folder:
+        with epic.TraceWriter(folder, rank=0, num_ranks=1) as writer:
+            for _ in range(3):
+                wanted.append(torch.rand(6, EXPERTS, generator=draw))
+                scores.copy_(wanted[-1])
+                graph.replay()
+                writer.write(chosen, num_experts=EXPERTS)
+        (steps,) = epic.read_trace(folder)
+    assert [s.topk_idx.tolist() for s in steps] == [s.topk(3).indices.tolist() for s in wanted]
 
 
 def case_host_time(group: Group) -> None:
