@@ -436,6 +436,24 @@ def case_quantized(group: Group) -> None:
         assert same(a, b)
 
 
+def case_waits(group: Group) -> None:
+    """Find a rank that begins each operation late, and read the times while a graph is captured."""
+    x, w, ids, _ = data_of(group, EVEN)
+    before = group.waits()
+    for _ in range(5):
+        wait_for_all(group)
+        time.sleep(0.05 if group.rank == 1 else 0)
+        epic.torch.plan_dispatch(group, LAYER, ids, x, w)
+        torch.cuda.synchronize()
+    found = group.waits().since(before)
+    assert sum(t.num_operations for t in found.table if t.peer == 0) == 5, found
+    if group.num_ranks > 1 and group.rank != 1:
+        slow, seconds = found.slowest()
+        assert slow == 1 and seconds > 0.1, found
+    capture(group, lambda: (group.waits(), epic.torch.plan(group, LAYER, ids)))[0].replay()
+    torch.cuda.synchronize()
+
+
 def case_writer(group: Group) -> None:
     """Check the trace of the ids that replays of a graph have written."""
     scores = torch.zeros(6, EXPERTS, device=group.device)
