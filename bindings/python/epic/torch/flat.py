@@ -6,16 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epic.torch.arguments import (
-    EpicFunction,
-    as_rows,
-    as_weights,
-    first_order_only,
-    make_apply,
-    needs_gradient,
-)
+from epic.torch.arguments import EpicFunction, first_order_only, make_apply, needs_gradient
 from epic.torch.ops import parts_of, translate_errors, write_out
-from epic.torch.plans import Plan, limit_plan, wrong_layout
+from epic.torch.plans import Plan, limit_plan, rows_and_weights, wrong_layout
 from epic.torch.steps import ZERO_TAIL, check_pair, save_plan, token_gradients
 
 ops = torch.ops.epic
@@ -111,8 +104,7 @@ def dispatch_flat(
     spec = plan.spec
     if not spec.flat:
         raise wrong_layout(spec, "dispatch")
-    rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, spec.top_k), tokens)
+    rows, weights = rows_and_weights(plan, tokens, weights)
     inputs = (plan, plan.bytes, rows, weights)
     if out is not None:
         recv, slots, experts = parts_of(out, "recv, slot_weights, experts")

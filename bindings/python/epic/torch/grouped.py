@@ -6,17 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from epic.torch.arguments import (
-    EpicFunction,
-    as_rows,
-    as_weights,
-    first_order_only,
-    make_apply,
-    mark_no_offload,
-)
+from epic.torch.arguments import EpicFunction, first_order_only, make_apply, mark_no_offload
 from epic.torch.narrow import dequantize
 from epic.torch.ops import translate_errors
-from epic.torch.plans import Plan, limit_plan, wrong_layout
+from epic.torch.plans import Plan, limit_plan, rows_and_weights, wrong_layout
 from epic.torch.steps import as_block, dispatch_quantized_op, save_plan, token_gradients
 
 
@@ -154,8 +147,7 @@ def dispatch_grouped(
     if plan.spec.flat:
         raise wrong_layout(plan.spec, "dispatch_flat")
     plan = limit_plan(plan, max_sms)
-    rows = as_rows("tokens", tokens, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.spec.top_k), tokens)
+    rows, weights = rows_and_weights(plan, tokens, weights)
     given = (plan, plan.bytes, rows, weights, as_block("block", block, "tokens", rows))
     data, scales, slots, carrier = dispatch_grouped_apply(*given)
     ends = plan.counted("expert_rows").cumsum(0, dtype=torch.int32)

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import BLOCKS, check_choice
-from epic.torch.arguments import as_rows, as_weights, needs_gradient
+from epic.torch.arguments import as_rows, needs_gradient
 from epic.torch.ops import write_out
-from epic.torch.plans import Plan
+from epic.torch.plans import Plan, rows_and_weights
 
 # The dtypes of rows that are sent as bytes.
 NARROW = (
@@ -67,9 +67,8 @@ def dispatch_bytes(
             f"tokens is {tokens.dtype} and a gradient is required: rows of this type have no "
             "gradient; call under torch.no_grad(), or detach tokens and weights"
         )
-    rows = as_rows("tokens", tokens, plan.num_tokens)
+    rows, weights = rows_and_weights(plan, tokens, weights)
     scale_rows = None if scales is None else as_rows("scales", scales, plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.spec.top_k), tokens)
     spec = plan.spec
     place = (plan.capacity, spec.layer, spec.tag, int(zero_tail))
     sent = (as_bytes(rows), None if scale_rows is None else as_bytes(scale_rows), weights)

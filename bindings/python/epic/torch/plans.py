@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import Layer
-from epic.torch.arguments import as_int32, count_of, is_traced
+from epic.torch.arguments import as_int32, as_rows, as_weights, count_of, is_traced
 from epic.torch.groups import Group
 
 EXACT = 0  # a value of capacity: as many slots as rows arrive
@@ -189,6 +189,15 @@ def limit_spec(spec: PlanSpec, max_sms: int | None) -> PlanSpec:
 def limit_plan(plan: Plan, max_sms: int | None) -> Plan:
     """Return a plan for calls that use at most max_sms SMs; None: the plan unchanged."""
     return plan if max_sms is None else plan._replace(spec=limit_spec(plan.spec, max_sms))
+
+
+def rows_and_weights(
+    plan: Plan, tokens: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return tokens as [num_tokens, hidden] and weights as [num_tokens, top_k], after checks."""
+    num_tokens = plan.num_tokens
+    rows = as_rows("tokens", tokens, num_tokens)
+    return rows, as_weights("weights", weights, (num_tokens, plan.spec.top_k), tokens)
 
 
 def wrong_layout(spec: PlanSpec, other: str) -> EpicArgumentError:

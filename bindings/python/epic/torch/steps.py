@@ -40,6 +40,7 @@ from epic.torch.plans import (
     limit_plan,
     limit_spec,
     resolve_request,
+    rows_and_weights,
     wrong_layout,
 )
 
@@ -222,17 +223,9 @@ class DispatchOut(EpicFunction):
     """dispatch with out=: it writes into tensors of the caller, and has a gradient."""
 
     @staticmethod
-    def forward(
-        plan: Plan,
-        data: Tensor,
-        tokens: Tensor,
-        weights: Tensor | None,
-        zero_tail: bool,
-        recv: Tensor,
-        slots: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Call the operator."""
-        return dispatch_into(plan._replace(bytes=data), tokens, weights, zero_tail, recv, slots)
+    def forward(plan: Plan, data: Tensor, *args: Any) -> tuple[Tensor, Tensor | None]:
+        """Call the operator. args: the other arguments of dispatch_into."""
+        return dispatch_into(plan._replace(bytes=data), *args)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], out: tuple[Any, ...]) -> None:
@@ -358,8 +351,7 @@ def dispatch(
             raise wrong_layout(spec, "dispatch_flat")
         if tokens.dtype in NARROW:
             return dispatch_narrow(plan, tokens, weights, quantize, zero_tail, out)
-        rows = as_rows("tokens", tokens, plan.num_tokens)
-        weights = as_weights("weights", weights, (plan.num_tokens, spec.top_k), tokens)
+        rows, weights = rows_and_weights(plan, tokens, weights)
         if out is not None:
             if quantize is not None:
                 raise EpicArgumentError(
@@ -499,10 +491,9 @@ def dispatch_quantized(
     plan = limit_plan(plan, max_sms)
     if scales is not None:
         return with_scales(plan, tokens, scales, weights, out)
-    rows = as_rows("tokens", tokens.detach(), plan.num_tokens)
-    weights = as_weights("weights", weights, (plan.num_tokens, plan.spec.top_k), tokens)
     if weights is not None:
         weights = weights.detach()
+    rows, weights = rows_and_weights(plan, tokens.detach(), weights)
     inputs = (plan, plan.bytes, rows, weights, as_block("block", block, "tokens", rows))
     if out is not None:
         recv, scales, slots = parts_of(out, "recv, scales, slot_weights")
@@ -621,12 +612,9 @@ class PlanDispatchOut(EpicFunction):
         tokens: Tensor,
         weights: Tensor | None,
         zero_tail: bool,
-        plan: Plan,
-        recv: Tensor,
-        slots: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Call the operator."""
-        out = (plan, recv, slots)
+        *out: Any,
+    ) -> tuple[Tensor, ...]:
+        """Call the operator. out: the plan, recv and slot_weights to write."""
         return plan_dispatch_into(out, request, chosen, tokens, weights, zero_tail)[1:]
 
     @staticmethod
