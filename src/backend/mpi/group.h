@@ -322,17 +322,17 @@ void progress_slot(epic_group *group, op_slot *slot);
 void progress_after_miss(epic_group *group, op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 
-/* wait.c: how a thread waits while MPI makes progress */
+/* wait.c: lets a thread wait while MPI makes progress */
 void mpi_wait(epic_group *group, int index, uint32_t phase, const uint64_t *waits_for,
               uint32_t ms);
 
-/* drain.c: finished op slots, until MPI has sent their messages */
+/* drain.c: keeps finished op slots until MPI has sent their messages */
 epic_result drain_start(epic_group *group);
 void drain_stop(epic_group *group);
 void mpi_finish(epic_group *group, int op_slot);
 
-/* lifecycle.c: when this process starts and ends MPI */
-/* starts MPI, like runtime_start(), and hooks MPI_Finalize */
+/* lifecycle.c: starts and ends MPI in this process */
+/* calls runtime_start() and hooks MPI_Finalize */
 epic_result lifecycle_start(void);
 void lifecycle_add_open(void);
 void lifecycle_mark_broken(void);         /* this process must not call MPI_Finalize */
