@@ -213,7 +213,7 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like wait_announcements(self, op), for kernels that do not keep `self` in registers. */
+/* For kernels that do not keep `self` in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -251,7 +251,7 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like read_announcement(self, ...), for kernels that do not keep `self` in registers. */
+/* For kernels that do not keep `self` in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, RankNumbers &values)
 {
     return read_announcement(*op.self, op, which, values);
@@ -282,8 +282,8 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Like finish_operation(self, ...), with the arguments of most kernels: CTA 0 waits until all
- * ranks have announced, and the CTA that finishes last may read their announcements. */
+/* Ends the operation of most kernels: CTA 0 waits until all ranks have announced, and the CTA
+ * that finishes last may read their announcements. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
