@@ -23,8 +23,8 @@ typedef struct plugin {
 } plugin;
 
 #define NUM_PLUGINS 5
-/* A backend may have several plugins. A group uses the first one that allows its number of ranks,
- * or the last one, which then refuses the group. */
+/* A backend may have several plugins. A group uses the first one that allows its number of
+ * ranks, or the last one, which then refuses the group. */
 static const plugin plugins[NUM_PLUGINS] = {
     {EPIC_MAX_RANKS, "mpi", "libepic_mpi.so", "epic_backend_mpi",
      "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "

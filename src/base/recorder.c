@@ -43,8 +43,8 @@ static int64_t wall_ns(void)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Creates a sealed memfd of `bytes` bytes for one recorder_page.  Returns its descriptor, or -1 and sets errno.
- * All of its memory is allocated here, so that no later write to it can fail. */
+/* Creates a sealed memfd of `bytes` bytes for one recorder_page.  Returns its descriptor, or -1
+ * and sets errno. All of its memory is allocated here, so that no later write can fail. */
 static int make_memfd(const char *group, int rank, size_t bytes)
 {
     char name[160];

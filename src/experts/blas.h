@@ -44,10 +44,10 @@ void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);
 
-/* gemm_has_few() returns true if gemm_few() is faster on this processor than other products
- * with at most HOST_FEW_ROWS rows: if its kernels have vectors. gemm_few() multiplies without
- * OpenBLAS, like gemm_invariant_f32(), matrices A and B of type EPIC_F32 or EPIC_BF16. m is at most HOST_FEW_ROWS, and no matrix is transposed. `memory` has
- * HOST_FEW_MEMORY floats. */
+/* gemm_few() multiplies matrices A and B of type EPIC_F32 or EPIC_BF16 without OpenBLAS. m is
+ * at most HOST_FEW_ROWS, and no matrix is transposed. `memory` has HOST_FEW_MEMORY floats.
+ * gemm_has_few() returns true if gemm_few() is the fastest product with few rows on this
+ * processor, because its kernels have vectors. */
 bool gemm_has_few(void);
 void gemm_few(const gemm *g, uint32_t a_type, uint32_t b_type, void *memory);
 

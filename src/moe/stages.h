@@ -41,9 +41,9 @@ static inline const int32_t *moe_router_load(const moe_job *j)
     return j->layer.num_logical ? j->saved.logical_load : j->saved.load;
 }
 
-/* Returns EPIC_LEAVE_PADDING or 0, as a flag for operations and experts. On a device no stage of
- * the layer reads padding slots. On the host the experts multiply whole slabs, so that padding
- * slots must be zero. */
+/* Returns EPIC_LEAVE_PADDING or 0, as a flag for operations and experts. On a device no stage
+ * of the layer reads padding slots. On the host the experts multiply whole slabs, so that
+ * padding slots must be zero. */
 uint32_t moe_padding_flag(const moe_job *j);
 
 /* Weights of float64 layers (f64_weights.c).

@@ -3,7 +3,7 @@
  *
  *     experts/grouped_hopper.cu   Hopper's tensor cores
  *     experts/grouped_plain.cu    plain loops, for every GPU, type and shape
- *     experts/grouped_few.cu      a few rows with sums in slices; grouped_plain.cu launches it */
+ *     experts/grouped_few.cu      few rows with sums in slices; grouped_plain.cu launches it */
 #include "cuda/experts/grouped.h"
 
 extern "C" cudaError_t p2p_launch_gemm(const p2p_gemm *g, cudaStream_t stream)

@@ -29,7 +29,7 @@
 #define EXPERTS_FEW_ROWS 128
 
 /* Returns the number of terms of a slice in the kernels without tensor cores: a multiple of
- * EXPERTS_PLAIN_STEP. `depth`: terms of the whole sum. The last slices may be short or empty. */
+ * EXPERTS_PLAIN_STEP. `depth`: terms of the sum. The last slices may be short or empty. */
 RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 {
     const int64_t cut = slices * EXPERTS_PLAIN_STEP;
@@ -215,10 +215,10 @@ typedef struct p2p_loss_gradients_job {
 } p2p_loss_gradients_job;
 
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
- * (experts/grouped_components.cu), with which bf16 tensor cores multiply float32 matrices.
- * The comments call them split, fold and fold_slices. split writes each number as the sum of three bf16 numbers, its components. The product of the
- * components computes GATE_COMPONENTS sums for each result. fold adds these sums, and
- * fold_slices those of all slices of the product. */
+ * (experts/grouped_components.cu), with which bf16 tensor cores multiply float32 matrices. The
+ * comments call them split, fold and fold_slices. split writes each number as the sum of three
+ * bf16 numbers, its components. The product of the components computes GATE_COMPONENTS sums for
+ * each result. fold adds these sums, and fold_slices those of all slices of the product. */
 typedef struct p2p_components_job {
     /* Input, float32. split: the numbers [rows, columns]. fold: the sums of the product [rows,
      * GATE_COMPONENTS, columns]. fold_slices: [slices, rows, GATE_COMPONENTS, columns]. */

@@ -34,8 +34,8 @@
  * The sums of WEIGHT must contain only the slab's tokens, not its padding or the next slab. A
  * stage has a block of 64 slots. WEIGHT starts with the last block of the slab, which can be
  * incomplete, and the consumers set the lines after the slab's last token to zero in shared
- * memory. FORWARD and INPUT compute 64 rows if at least one of them holds a token, and store only
- * rows of the slab. */
+ * memory. FORWARD and INPUT compute 64 rows if at least one of them holds a token, and store
+ * only rows of the slab. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 

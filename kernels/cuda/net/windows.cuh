@@ -156,8 +156,8 @@ __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState
 
 /* -------------------------------------------------------------------------- completion ---- */
 
-/* Counts this CTA among the `ctas` remote CTAs. The last one reports to all peers that this rank
- * has stored all its rows. Called by all threads of a CTA. */
+/* Counts this CTA among the `ctas` remote CTAs. The last one reports to all peers that this
+ * rank has stored all its rows. Called by all threads of a CTA. */
 __device__ __forceinline__ void count_stores(const p2p_self &self, const OpState &op, int ctas)
 {
     __syncthreads();
@@ -225,7 +225,8 @@ template <int THREADS> struct RowList {
 
 /* Calls make(begin, end) and then copies the rows of the list, until all items are done. Each
  * call is for items [begin, end), of which a list has at most `most`. All CTAs of a team get
- * about equally many items. make() is called by all threads of a CTA, and must end with a barrier.
+ * about equally many items. make() is called by all threads of a CTA, and must end with a
+ * barrier.
  *
  *   from   rows to copy
  *   own    output of this rank, if the team is not remote

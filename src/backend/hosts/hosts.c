@@ -19,7 +19,7 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
-/* largest number of ranks per host with relays: kernels use one bit of a word for each of them */
+/* largest number of ranks per host with relays: kernels use one bit of a word for each */
 #define MAX_RELAYS 31
 
 /* The data that each rank sends to all ranks, through the bootstrap, while it joins the group.

@@ -95,10 +95,10 @@ static bool has_core_per_rank(epic_group *g)
     return core_per_rank == 2;
 }
 
-/* Polls the futex for up to SPIN_NS from `begin` on, before the thread sleeps. Returns true if a
- * peer has set the futex to idle. If there is a core for each rank, the thread keeps its core while it
- * polls. Otherwise the thread yields the core between polls, because the peer that will wake it
- * may need the core. If yielding was slow before, the thread does not poll at all
+/* Polls the futex for up to SPIN_NS from `begin` on, before the thread sleeps. Returns true if
+ * a peer has set the futex to idle. If there is a core for each rank, the thread keeps its core
+ * while it polls. Otherwise the thread yields the core between polls, because the peer that
+ * will wake it may need the core. If yielding was slow before, the thread does not poll at all
  * (base/patience.h). */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot, int64_t begin)
 {

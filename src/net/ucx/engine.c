@@ -7,8 +7,8 @@
 #include "net/striped/striped.h"
 #include "net/ucx/networks.h"
 
-/* Preferred size of a put. It is less than one segment of UCX over TCP, 256 KB (networks.c). A put
- * of this size holds 16 rows of 14 KB. */
+/* Preferred size of a put. It is less than one segment of UCX over TCP, 256 KB (networks.c). A
+ * put of this size holds 16 rows of 14 KB. */
 #define PREFERRED_BYTES (224 << 10)
 
 /* Implements net_engine.is_available. Tries to open a UCX context. */

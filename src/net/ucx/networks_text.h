@@ -41,8 +41,8 @@ static inline bool networks_have_port(const char *text, const char *port)
 }
 
 /* Writes to `to` the devices that UCX may use if `port` is the only port of an RDMA NIC: the
- * port and all devices for TCP, separated by commas. `text` is as in networks_have_port(). Returns
- * false if they do not fit into `size` bytes. */
+ * port and all devices for TCP, separated by commas. `text` is as in networks_have_port().
+ * Returns false if they do not fit into `size` bytes. */
 static inline bool networks_list_devices(const char *text, const char *port, char *to,
                                          size_t size)
 {

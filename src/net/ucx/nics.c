@@ -184,7 +184,7 @@ static uint64_t find_usable_ports(const nics_host *host)
     return usable;
 }
 
-/* Returns which of the ports are nearest to the GPU and, among these, have the highest speed. */
+/* Returns which ports are nearest to the GPU and, among these, have the highest speed. */
 static uint64_t find_best_ports(const nics_host *host, uint64_t usable, const nics_device *gpu)
 {
     uint64_t best = 0;
