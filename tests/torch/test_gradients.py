@@ -9,6 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import epic.torch
@@ -181,6 +186,29 @@ def test_tensor_parallel(world: World, norm_type: float) -> None:
     true = torch.linalg.vector_norm(everything, norm_type).item()
     for norm in world.run(clip_tensor_parallel, norm_type):
         assert abs(norm - true) < 1e-6 * true
+
+
+def clip_tensor_parallel_fsdp(rank: int, norm_type: float) -> tuple[float, float]:
+    """Clip parameters of both tensor parallelism and fully_shard; return the norms of both."""
+    with group_of(2) as group:
+        mesh = meshes[2]
+        model = nn.Sequential(nn.Linear(20, 24, bias=False), nn.Linear(24, 20, bias=False))
+        parallelize_module(model, mesh["ep"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp"])
+        x = numbers(5, 4, 20, dtype=torch.float32) * (1 + mesh["dp"].get_local_rank())
+        model(x).square().sum().backward()
+        gradients = [whole_gradient(p) for p in model.parameters()]
+        true = torch.nn.utils.get_total_norm([g for g in gradients if g is not None], norm_type)
+        return epic.torch.clip_grad_norm_(model, 1e9, group, norm_type).item(), true.item()
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_tensor_parallel_with_fsdp(world: World, norm_type: float) -> None:
+    """Check parameters that are sharded over two dimensions of the mesh (_StridedShard)."""
+    answers = world.run(clip_tensor_parallel_fsdp, norm_type)
+    for norm, true in answers:
+        assert norm == answers[0][0]
+        assert abs(norm - true) < 1e-5 * true
 
 
 def clip_nan(rank: int) -> Any:

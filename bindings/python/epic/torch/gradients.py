@@ -157,7 +157,7 @@ def shards_of(parameter: Any, mesh: Any) -> tuple[tuple[Any, int], ...]:
     """
     if hasattr(parameter, "placements"):
         over = parameter.device_mesh
-        return tuple((over, i) for i, p in enumerate(parameter.placements) if p.is_shard())
+        return tuple((over, i) for i, p in enumerate(parameter.placements) if not p.is_replicate())
     if mesh is not None and getattr(parameter, "tensor_model_parallel", False):
         return ((mesh, 0),)
     return ()
