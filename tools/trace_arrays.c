@@ -32,13 +32,28 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
     return -1;
 }
 
+/* Returns true if the array has at least two rows of k values, and the sums of all rows are equal.
+ * Rows of ids in which every row has every expert do not count. */
+static bool has_equal_sums(const npy *a, int64_t k, int64_t most)
+{
+    int64_t first = 0;
+    if (a->num < 2 * k || most < k) return false;
+    for (int64_t i = 0; i < a->num; i += k) {
+        int64_t sum = 0;
+        for (int64_t c = 0; c < k; c++) sum += a->values[i + c];
+        if (i == 0) first = sum;
+        if (sum != first) return false;
+    }
+    return true;
+}
+
 /* Guesses whether an array contains loads (counts of choices) and not ids of experts. If it
  * looks like loads, returns true and writes the reason to `why`.
  *
  * An array of ids has three signs: no row contains an expert twice, a row is short compared
  * with the number of rows, and most experts occur in some row. A table of loads has other
- * signs: values repeat, there are as many columns as experts, and the counts grow with the
- * number of tokens. */
+ * signs: values repeat, there are as many columns as experts, the counts grow with the number
+ * of tokens, and all layers count equally many choices. */
 static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t size)
 {
     const int64_t k = a->shape[a->dims - 1], tokens = a->dims > 1 ? a->shape[a->dims - 2] : 1;
@@ -60,6 +75,10 @@ static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t
     }
     if (k > 8 && tokens < k) {
         snprintf(why, size, "it has %" PRId64 " rows of %" PRId64 " values", tokens, k);
+        return true;
+    }
+    if (has_equal_sums(a, k, most)) {
+        snprintf(why, size, "the sums of all rows are equal");
         return true;
     }
     if (experts_given || most < FEW_EXPERTS || most < a->num / 16) return false;

@@ -51,6 +51,10 @@ static void refused(const char *file, const char *why)
 static void tables_as_ids(void)
 {
     static int64_t wide[3][128], few[32][8], level[40][16];
+    /* all layers route the same tokens */
+    static const int64_t sums[3][8] = {{90, 132, 40, 61, 104, 165, 39, 4},
+                                       {4, 90, 132, 40, 61, 104, 165, 39},
+                                       {10, 20, 30, 40, 50, 60, 70, 355}};
     for (int i = 0; i < 3 * 128; i++) (&wide[0][0])[i] = i;
     for (int i = 0; i < 32 * 8; i++) (&few[0][0])[i] = 3000 + 7 * i;
     for (int i = 0; i < 40 * 16; i++) (&level[0][0])[i] = 10 + i % 16 / 2;
@@ -63,6 +67,8 @@ static void tables_as_ids(void)
     refused("wide.npy", "its rows have 128 values, and top_k is at most 64");
     refused("few.npy", "it has 256 values, the largest of them 4785");
     refused("level.npy", "row 0 has the value 10 twice");
+    write_npy("sums.npy", "(3, 8)", &sums[0][0], 24);
+    refused("sums.npy", "the sums of all rows are equal");
     refused("line.npy", "it has 1 rows of 12 values");
     CHECK_EQ(tool("epic-trace", "show published.npy --ids"), 0);
     CHECK(says("198 experts") && says("tokens      2\n"));
