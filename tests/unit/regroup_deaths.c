@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -17,7 +18,9 @@
 #include "run.h"
 #include "step.h"
 
-#define MOST_RANKS 16
+#define MOST_RANKS 64
+#define FEW_RANKS 16 /* most ranks of a group, unless the test has many ranks */
+#define CHUNK 16     /* bits of members in one float of a sum */
 #define MOST_GENERATIONS 64
 #define TEST_S 60
 
@@ -125,11 +128,13 @@ static void count_steps(epic_context *ctx)
 
 /* -------------------------------------------------------------------------- one process ---- */
 
-static int count_entries(const char *folder)
+/* Returns how many entries of a folder have names that contain `part`. */
+static int count_entries(const char *folder, const char *part)
 {
     int count = 0;
     DIR *open = opendir(folder);
-    while (open && readdir(open)) count++;
+    for (struct dirent *e; open && (e = readdir(open));)
+        count += strstr(e->d_name, part) != NULL;
     if (open) closedir(open);
     return count;
 }
@@ -189,12 +194,15 @@ static bool act(int num_sums)
 /* Makes a sum of the bits of the members. Returns whether it has succeeded. */
 static bool add_bits(epic_context *ctx, const epic_members_info *info)
 {
-    float data = (float)(1 << epic_rank(ctx));
-    const epic_allreduce_sum_args args = {.data = &data, .count = 1};
+    float data[MOST_RANKS / CHUNK] = {0};
+    data[epic_rank(ctx) / CHUNK] = (float)(1 << epic_rank(ctx) % CHUNK);
+    const epic_allreduce_sum_args args = {.data = data, .count = MOST_RANKS / CHUNK};
     const epic_result result = epic_allreduce_sum(ctx, &args);
+    uint64_t sum = 0;
     CHECK_SAY(result == EPIC_OK || result == EPIC_EPEER || result == EPIC_ETIMEOUT, "%s",
               epic_error(ctx));
-    if (result == EPIC_OK) CHECK_EQ((uint64_t)data, info->members[0]);
+    for (int i = 0; i < MOST_RANKS / CHUNK; i++) sum |= (uint64_t)data[i] << i * CHUNK;
+    if (result == EPIC_OK) CHECK_EQ(sum, info->members[0]);
     return result == EPIC_OK;
 }
 
@@ -239,7 +247,8 @@ static void run_step(epic_context *ctx)
     const epic_call call = {.tag = 3};
     epic_result result = EPIC_OK;
     step s;
-    step_open(&s, ctx, STEP_MAX_TOKENS, 512);
+    const bool is_many = epic_num_ranks(ctx) > FEW_RANKS;
+    step_open(&s, ctx, is_many ? 4 : STEP_MAX_TOKENS, is_many ? 32 : 512);
     for (int i = 0; result == EPIC_OK; i++)
         result = step_call(&s, operations[i % 6], &call, STEP_SAME);
     CHECK_SAY(result == EPIC_EPEER, "%s", epic_error(ctx));
@@ -254,7 +263,7 @@ static void be_rank(trial *t, int rank)
                                 .timeout_ms = t->timeout_ms,
                                 .backend = "shm"};
     const epic_bootstrap bootstrap = run_rendezvous_seat(t->rendezvous, rank);
-    const int descriptors = count_entries("/proc/self/fd");
+    const int descriptors = count_entries("/proc/self/fd", "");
     epic_context *ctx;
     run_alarm(TEST_S);
     group = t;
@@ -266,7 +275,7 @@ static void be_rank(trial *t, int rank)
     if (t->has_steps) run_step(ctx);
     atomic_fetch_add(run_sums(t, ctx) ? &t->num_done : &t->num_evicted, 1);
     epic_close(ctx);
-    CHECK_EQ(count_entries("/proc/self/fd"), descriptors);
+    CHECK_EQ(count_entries("/proc/self/fd", ""), descriptors);
     CHECK_EQ(count_mappings(), 0);
     fflush(NULL);
     _exit(0);
@@ -363,7 +372,7 @@ static void die_at_random(uint64_t seed)
     static const enum action actions[] = {DIES,   DIES_IN_CALL, CLOSES,
                                           LEAVES, DIES_IN_CALL, DIES};
     run_random random = {seed};
-    trial *t = new_trial((int)run_between(&random, 2, MOST_RANKS));
+    trial *t = new_trial((int)run_between(&random, 2, FEW_RANKS));
     const int stays = (int)run_below(&random, t->num_ranks);
     int deaths = 0;
     check_seed = seed;
@@ -401,6 +410,30 @@ static void kill_at_random(uint64_t seed)
     run_unshare(t, sizeof *t);
 }
 
+/* One to eight of many ranks die: they are killed while they run all operations, or die in a step
+ * of a call. */
+static void lose_many(int num_ranks, uint64_t seed)
+{
+    run_random random = {seed};
+    trial *t = new_trial(num_ranks);
+    const int most = (int)run_between(&random, 1, 8);
+    int deaths = 0;
+    check_seed = seed;
+    t->has_steps = true;
+    for (int i = 0; i < most; i++) {
+        part *p = &t->parts[run_below(&random, num_ranks)];
+        if (p->action != STAYS) continue;
+        const bool in_call = deaths > 0 && run_chance(&random, 60);
+        *p = (part){.action = in_call ? DIES_IN_CALL : KILLED,
+                    .when = in_call ? 0 : (int)run_below(&random, 40000),
+                    .step = (int)run_below(&random, 8)};
+        deaths++;
+    }
+    run_trial(t, 0);
+    CHECK_EQ(t->num_done, num_ranks - deaths);
+    run_unshare(t, sizeof *t);
+}
+
 /* One rank stops at random and continues later. Whether the others go on with or without it, at
  * least one rank finishes, and no rank is left waiting. Returns the number of evicted ranks. */
 static int stop_at_random(uint64_t seed)
@@ -424,10 +457,14 @@ static int stop_at_random(uint64_t seed)
     return num_evicted;
 }
 
-int main(void)
+/* regroup_deaths [RANKS]: with an argument, only groups of RANKS ranks, up to 64. */
+int main(int argc, char **argv)
 {
     check_begin();
-    const int files = count_entries("/dev/shm");
+    const int num_ranks = argc > 1 ? atoi(argv[1]) : 0;
+    for (int i = 1; num_ranks && i <= run_scaled(10); i++)
+        lose_many(num_ranks, run_mix(run_seed(), 3000000 + (uint64_t)i));
+    if (num_ranks) return check_end();
     die_in_each_step();
     for (uint64_t i = 1; i <= (uint64_t)run_scaled(40); i++)
         die_at_random(run_mix(run_seed(), i));
@@ -438,6 +475,6 @@ int main(void)
     for (int i = 1; i <= num_stops; i++)
         num_evicted += stop_at_random(run_mix(run_seed(), 1000000 + (uint64_t)i));
     printf("%d stops, %d evicted\n", num_stops, num_evicted);
-    CHECK_EQ(count_entries("/dev/shm"), files);
+    CHECK_EQ(count_entries("/dev/shm", "epic"), 0);
     return check_end();
 }
