@@ -48,8 +48,8 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
     memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
 }
 
-/* First half of the sum, callback collect.fill_entry (exchange.h). A block fits into one entry,
- * so `piece` is 0. */
+/* Callback collect.fill_entry (exchange.h): sends a block of this rank's array to the owner. A
+ * block fits into one entry, so `piece` is 0. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
@@ -85,8 +85,7 @@ static void sum_add_rows(const sum_call *s, float *out, const void *const *rows,
         s->kernels->add(out, EPIC_F32, list, count, EPIC_F32, n);
 }
 
-/* First half of the sum, callback collect.read_rows: adds the numbers of all ranks for one of
- * this rank's blocks. */
+/* Callback collect.read_rows: adds the numbers of all ranks for one of this rank's blocks. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     sum_call *s = self;
@@ -98,15 +97,15 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both halves of the sum. Every member sends and
- * receives every item. */
+/* The callbacks is_sent and is_received of both flows. Every member sends and receives every
+ * item. */
 static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
     (void)item;
     return context_has_member(((sum_call *)self)->x->ctx, rank);
 }
 
-/* Second half of the sum, callback scatter.fill_entry. */
+/* Callback scatter.fill_entry: sends the sum of one of this rank's blocks to all ranks. */
 static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry)
 {
     sum_call *s = self;
@@ -114,7 +113,7 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
     sum_copy_block(s, s->x->rank, item, entry);
 }
 
-/* Second half of the sum, callback scatter.read_entry. */
+/* Callback scatter.read_entry: stores the sum of a block of rank `from` in the array. */
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {
@@ -124,8 +123,7 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-/* Second half of the sum, callback scatter.read_own_item. Does nothing, because the sums of
- * this rank's own blocks are already in the array. */
+/* Callback scatter.read_own_item. Does nothing: the sums of this rank's blocks are in place. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

@@ -143,7 +143,7 @@ static bool is_always_sent(void *self, int rank, int64_t item)
     return true;
 }
 
-/* Callback scatter.fill_entry. */
+/* Callback scatter.fill_entry: copies the ids of a token into a ring entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;
@@ -151,7 +151,7 @@ static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
     memcpy(entry, ids_of_token(p, p->x->rank, item), p->layer.top_k * sizeof(int32_t));
 }
 
-/* Callback scatter.read_entry. */
+/* Callback scatter.read_entry: stores the ids of a token of rank `from`. */
 static void read_ids(void *self, int from, int64_t item, int32_t piece, const void *entry)
 {
     planning *p = self;

@@ -31,8 +31,8 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 /* Adds the outputs of the zero-experts and of the shared expert to the combined rows `out`. */
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 /* Runs the second half of backward, after the gradient rows have returned to their tokens.
- * Computes the gradients of the router, the losses, the shared expert and the gate. Sums those
- * of the gate and the shared expert over the blocks and (EPIC_SUM_DENSE) the ranks. */
+ * Computes the gradients of the router, the losses, the shared expert and the gate. Sums the
+ * last two over the blocks and, with EPIC_SUM_DENSE, over the ranks. */
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 

@@ -51,8 +51,8 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* Returns compute_swish() for rows of 16-bit numbers. Is faster, because it uses approximate
- * instructions. The error is a few units in the last place of float32. */
+/* Computes compute_swish() with approximate instructions, for rows of 16-bit numbers. The error
+ * is a few units in the last place of float32. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));

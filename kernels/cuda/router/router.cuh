@@ -184,8 +184,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest of the lanes' `mine`, without NaNs. But if `first`, the first value of
- * the row, is NaN, returns NaN, as the CPU code does. */
+/* Returns the largest `mine` of all lanes, without NaNs. But if `first`, the first value of the
+ * row, is NaN, returns NaN, as the CPU code does. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
