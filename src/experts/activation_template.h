@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Activations and their derivatives. pass_template.h includes this file. In a row of the first
- * product, the numbers of the gate and of the up projection alternate if experts.interleaved is
- * set. So the functions read n numbers that are `step` elements apart. `step` is 2 if
- * experts.interleaved is set, else 1.
+/* Activations and their derivatives. pass_template.h includes this file. The functions read n
+ * numbers that are `step` elements apart: 2 if experts.interleaved is set, because then the
+ * numbers of the gate and of the up projection alternate in a row, else 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
@@ -17,14 +16,13 @@
 #define INV_SQRT_2_PI ((REAL)0.39894228040143267794)
 #define TANH_CUBIC ((REAL)0.044715)
 
-/* Returns the sigmoid of x, 1 / (1 + e^-x). Computes it from e^-|x|, which cannot overflow. */
+/* Returns the sigmoid of x. Uses e^-|x|, which cannot overflow. */
 static inline REAL sigmoid_of(REAL x)
 {
     const REAL e = OF(exp)(x > 0 ? -x : x, 0);
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns Phi(x), the normal distribution function, from the error function. */
 static inline REAL normal_cdf(REAL x)
 {
     return sizeof x == sizeof(float) ? (REAL)(0.5f * (1 + erff((float)x * (float)SQRT_HALF)))
@@ -37,8 +35,7 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of the gate's number in[i * step], for i below n. up_factor()
- * handles the up projection. */
+/* Sets out[i] to the activation of the gate's number in[i * step], without up_factor(). */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -69,14 +66,12 @@ static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
     }
 }
 
-/* Returns the derivative of x s(alpha x), with s the sigmoid. `ax` is alpha x. The derivative
- * is s(ax) (1 + ax (1 - s(ax))). */
+/* Returns the derivative of x s(alpha x), with s the sigmoid and `ax` = alpha x. */
 static inline REAL swish_slope(REAL ax)
 {
     return sigmoid_of(ax) * (1 + ax * sigmoid_of(-ax));
 }
 
-/* Returns the derivative of the tanh form of GELU. */
 static inline REAL gelu_tanh_slope(REAL x)
 {
     const REAL t = gelu_tanh(x);
@@ -84,8 +79,7 @@ static inline REAL gelu_tanh_slope(REAL x)
     return (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope;
 }
 
-/* Sets out[i] to the derivative of the activation at in[i * step], for i below n. Above the
- * limit of a clamped activation the derivative is 0. */
+/* Sets out[i] to the derivative of the activation at in[i * step]. It is 0 above a limit. */
 static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -112,8 +106,7 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor by which an activation is multiplied. u is the element of the up
- * projection in the same column. */
+/* Returns the factor of an activation. u: element of the up projection in its column. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -122,8 +115,7 @@ static inline REAL up_factor(REAL u, const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU ? clamped + 1 : clamped;
 }
 
-/* Returns the derivative of up_factor(): 0 outside the limits of a clamped activation, else
- * 1. */
+/* Returns the derivative of up_factor(): 0 outside of the limits, else 1. */
 static inline REAL up_slope(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

@@ -24,8 +24,7 @@ static double dot_product(const REAL *a, const REAL *b, int64_t n)
     return sum;
 }
 
-/* Computes one row of d_gate_up from one row of the first product, gate_up, and from d [inner],
- * the gradient of the row's activations. */
+/* Computes one row of d_gate_up from the rows gate_up and d, the gradient of activations. */
 static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const REAL *gate_up,
                                   const REAL *d)
 {
@@ -49,8 +48,7 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
 }
 
 /* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY: dot(d, a) + dot(d_y, b_down).
- * d is the gradient of the slot's activations after they were multiplied by the weight. `row`
- * is the number of the slot in its slab. */
+ * d is the gradient of the weighted activations. `row` is the slot's number in its slab. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
@@ -61,9 +59,9 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up from d [slots, inner], the gradient of the activations. With
- * EPIC_WEIGHT_EARLY, d is the gradient of the weighted activations, and the gradients of the
- * slots' weights are computed too. Sets the rows of padding to 0. */
+/* Computes job->d_gate_up from d [slots, inner], the gradient of the activations or, with
+ * EPIC_WEIGHT_EARLY, of the weighted ones. Then also computes the gradients of the weights.
+ * Sets the rows of padding to 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -85,8 +83,8 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* For EPIC_WEIGHT_INPUT: computes the gradients of the slots' weights from d, the gradient of w
- * x. Then multiplies each row of d by its slot's weight, which makes it the gradient of x. */
+/* For EPIC_WEIGHT_INPUT: computes the gradients of the weights from d, the gradient of w x.
+ * Then multiplies each row of d by its weight, which makes it the gradient of x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->row_scratch;
@@ -124,8 +122,7 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
     const void *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
-    /* Sets the gradients of all slots' weights to 0. The functions below overwrite those of
-     * slots with tokens, so padding slots keep 0. */
+    /* padding slots keep 0 */
     for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)
         store_weight_gradient(job, slab->first + r, 0);
     bias_gradient(job, slab, job->d_b_down, d_y, hidden, true);

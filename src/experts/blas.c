@@ -17,8 +17,8 @@
 /* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
 enum { ROW_MAJOR = 101, NOT_TRANSPOSED = 111, TRANSPOSED = 112 };
 
-/* Function types of cblas_sgemm and cblas_dgemm. Some builds of OpenBLAS have 32-bit integers
- * for sizes (int), others 64-bit integers (wide). */
+/* Function types of cblas_sgemm and cblas_dgemm. Builds of OpenBLAS have sizes of 32 bits (int)
+ * or 64 bits (wide). */
 #define GEMM(name, integer, real)                                                         \
     typedef void name(int order, int op_a, int op_b, integer m, integer n, integer k,     \
                       real alpha, const real *a, integer lda, const real *b, integer ldb, \
@@ -28,10 +28,9 @@ GEMM(dgemm_int, int, double);
 GEMM(sgemm_wide, int64_t, float);
 GEMM(dgemm_wide, int64_t, double);
 
-/* Functions of the OpenBLAS that was loaded. If none was found, `loaded` is false. */
+/* Functions of OpenBLAS. If it was not found, `loaded` is false. */
 typedef struct blas {
-    /* the first two are set if the build has 32-bit integers, the last two if it has 64-bit
-     * integers */
+    /* the first two are for sizes of 32 bits, the last two for 64 bits */
     sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
@@ -67,8 +66,7 @@ static bool find_symbol(void *library, const naming *n, const char *name, void *
     return address != NULL;
 }
 
-/* Writes b->name from the version in `config` and the processor core that OpenBLAS detected,
- * for example "OpenBLAS 0.3.21 Haswell". */
+/* Writes b->name from the version in `config` and the processor core that OpenBLAS detected. */
 static void make_name(blas *b, void *library, const naming *n, const char *config)
 {
     char *(*core)(void) = NULL;
@@ -79,9 +77,8 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
              core ? " " : "", core ? core() : "");
 }
 
-/* Reads the addresses of all functions of struct blas from `library`. Returns false if one is
- * missing. A build of OpenBLAS has 64-bit sizes if its names have a suffix, or if its
- * configuration string contains USE64BITINT. */
+/* Reads the functions of struct blas from `library`. Returns false if one is missing. OpenBLAS
+ * has 64-bit sizes if its names have a suffix, or if its configuration contains USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
@@ -114,8 +111,8 @@ static bool try_library(const char *path, int flags)
     return false;
 }
 
-/* Callback of dl_iterate_phdr(). If the name of a loaded library contains "openblas", copies
- * its path to `path` and returns 1, which ends the search. */
+/* Callback of dl_iterate_phdr(). Copies the path of a library with "openblas" in its name to
+ * `path`, and returns 1 to end the search. */
 static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 {
     (void)size;
@@ -146,8 +143,7 @@ static void find_library(void)
 
 #endif
 
-/* Runs once: loads OpenBLAS, then oneDNN, and appends the name of oneDNN to the name that
- * epic_blas_name() returns. */
+/* Runs once: loads OpenBLAS, then oneDNN, whose name it appends to that of OpenBLAS. */
 static void load_libraries(void)
 {
     blas *b = &the_blas;
@@ -157,8 +153,7 @@ static void load_libraries(void)
         snprintf(b->name + length, sizeof b->name - length, ", %s for bfloat16", onednn_name());
 }
 
-/* Returns the functions of OpenBLAS. The first call loads it. If it was not found, the field
- * `loaded` is false. */
+/* Returns the functions of OpenBLAS. The first call loads it. */
 static const blas *get_blas(void)
 {
     pthread_once(&once, load_libraries);
@@ -203,7 +198,6 @@ void gemm_f64(const gemm *g)
         MULTIPLY(b->wide_dgemm, int64_t);
 }
 
-/* Multiplies with host_kernels.product. */
 static void multiply_own(const gemm *g, epic_type a_type, epic_type b_type, void *memory)
 {
     const host_product product = {.m = g->m,
@@ -263,8 +257,7 @@ static float number_at(const void *matrix, int64_t index)
     return x;
 }
 
-/* Multiplies bfloat16 matrices by plain loops, if oneDNN reports an error, for example if
- * memory is short. */
+/* Multiplies bfloat16 matrices by plain loops, if oneDNN reports an error. */
 static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)

@@ -10,11 +10,10 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
-/* Largest number of elements of a weight array of all local experts, so that its size in bytes
- * fits into an int64_t. */
+/* most elements of a weight array of all experts, so that its bytes fit into an int64_t */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Size of a tile in elements: 4 MiB of float32. A tile of this size fits into a core's cache
- * and still has many columns or rows. */
+/* Elements of a tile: 4 MiB of float32, which fit into a core's cache and still are many
+ * columns or rows. */
 #define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
@@ -25,8 +24,7 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types of rows and weights. F64 rows need F64 weights, and F64 weights need F64
- * rows. Only weights may be E4M3. */
+/* Checks the types. F64 rows and F64 weights need each other. Only weights may be E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -79,8 +77,7 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     const bool silu = ex->activation == EPIC_CLAMPED_SILU;
     if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
-    /* With alpha 1, swish(x) is SiLU. So the code for clamped SwiGLU also computes clamped
-     * SiLU. */
+    /* swish(x) with alpha 1 is SiLU: the code for clamped SwiGLU computes clamped SiLU too */
     if (silu) ex->alpha = 1;
     TRY(check_range("num_local_experts", ex->num_local_experts, 1, MAX_EXPERTS));
     TRY(check_range("hidden", ex->hidden, 1, MAX_ROW_NUMBERS));
@@ -131,8 +128,7 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the number of elements of the largest weight tile that forward or backward converts.
- * It is 0 if the weights need no conversion. */
+/* Returns the elements of the largest tile of weights to convert, or 0 without conversion. */
 static int64_t tile_numbers(const experts_job *job)
 {
     const int64_t h = job->hidden, i = job->inner, w = job->width;
@@ -142,14 +138,12 @@ static int64_t tile_numbers(const experts_job *job)
     return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
-/* Rounds up to a multiple of 16 numbers (64 bytes of float32), so that each part of the
- * workspace begins on a cache line. */
+/* Rounds up to 64 bytes of float32, so that each part of the workspace begins a cache line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
 }
 
-/* Returns the size of one number in the workspace in bytes. */
 static int64_t number_bytes(const experts_job *job)
 {
     return job->is_f64 ? 8 : 4;
@@ -161,16 +155,14 @@ int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots)
     return num_slots * job->width * number_bytes(job);
 }
 
-/* Returns the number of elements of job->product_memory. */
 static int64_t product_numbers(const experts_job *job)
 {
     if (job->is_invariant) return gemm_invariant_bytes(job->is_f64) / number_bytes(job);
     return job->has_few ? HOST_FEW_MEMORY : 0;
 }
 
-/* Divides the memory at `at` into the parts of the workspace, and sets the workspace pointers
- * of *job to them. If `at` is NULL, the pointers keep their values. Returns the size of all
- * parts as a number of float32 elements, or of float64 elements for F64 rows. */
+/* Sets the workspace pointers of *job to parts of the memory at `at`, unless it is NULL.
+ * Returns the size of all parts in numbers, float32 or (F64 rows) float64. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

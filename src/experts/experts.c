@@ -58,15 +58,13 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
 
 /* ------------------------------------------------------------------------------ checks ---- */
 
-/* Returns the number of slots of a local expert without padding. If the caller passed no
- * expert_tokens, no slot is padding. */
+/* Returns the slots of a local expert without padding: all slots if expert_tokens is NULL. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
 {
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
 }
 
-/* Checks expert_rows and expert_tokens of each local expert, and the sum of expert_rows. Not on
- * a device, because the host cannot read counts in device memory. */
+/* Checks expert_rows and expert_tokens of each local expert, and the sum of expert_rows. */
 static epic_result check_counts(const experts_job *job, int64_t num_slots)
 {
     int64_t sum = 0;
@@ -94,8 +92,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights if the experts multiply by them, and NULL if the
- * experts do not. */
+/* Checks that the caller passed slot weights exactly if the experts multiply by them. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -114,7 +111,7 @@ static epic_result check_weighting(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that a buffer of the caller, `saved` or the workspace, has the needed size. */
+/* Checks that `saved` or the workspace has the needed size. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -125,7 +122,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* An array of scales. It must be set for E4M3 weights, and NULL for other types. */
+/* Scales that must be set for E4M3 weights, and NULL for other types. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -146,8 +143,7 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP if the weights are E4M3 and cannot be multiplied: on host contexts, and
- * with the caller's own function for products (experts.gemm). */
+/* Returns EPIC_ENOTSUP for E4M3 weights on host contexts, and with experts.gemm. */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;
@@ -207,8 +203,7 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
 
 /* Sizes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* Numbers of elements of arrays. `local` is the number of local experts, and `slots` the
-     * number of slots. */
+    /* numbers of elements; `local` is the number of local experts, `slots` that of slots */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     /* numbers of scales; only with E4M3 weights */
     int64_t x_scales, gate_up_scales, down_scales;
@@ -416,8 +411,7 @@ static epic_result prepare_backward(experts_job *job, const epic_experts_backwar
     return EPIC_OK;
 }
 
-/* Sets the weight and bias gradients of an expert without slots to zero, because backward does
- * not run for it. */
+/* Zeroes the gradients of an expert without slots, for which backward does not run. */
 static void zero_gradients(const experts_job *job, int64_t expert)
 {
     const struct {

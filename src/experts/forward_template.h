@@ -3,7 +3,7 @@
  * product (gate_up, config.h) to `saved` for backward. Then computes the activations, and the
  * second product. */
 
-/* Adds the bias [n] to each of num_rows rows of n numbers. Does nothing if `bias` is NULL. */
+/* Adds the bias [n], which may be NULL, to each of num_rows rows. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 {
     if (bias == NULL) return;
@@ -12,8 +12,7 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 }
 
 /* Computes one row of activations, out [inner], from one row of the first product, gate_up
- * [width]: first the gate's numbers, then those of the up projection, or alternating if
- * experts.interleaved is set. */
+ * [width]: first the gate, then the up projection, or both in turn with experts.interleaved. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -24,9 +23,8 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Computes the activations of the slab, the left matrix of the second product, and returns
- * them. With EPIC_WEIGHT_EARLY, each row is multiplied by the weight of its slot. The rows of
- * padding are 0. */
+/* Returns the activations of the slab, the left matrix of the second product, with
+ * EPIC_WEIGHT_EARLY times the slots' weights. The rows of padding are 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {
@@ -43,8 +41,7 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds the bias b_down, with EPIC_WEIGHT_EARLY times the weight of the row's slot, to each row
- * of y that is not padding. */
+/* Adds b_down, with EPIC_WEIGHT_EARLY times the slot's weight, to the rows of y with tokens. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

@@ -24,7 +24,7 @@ typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k,
 typedef struct version {
     int major, minor, patch;
     const char *hash;
-    /* library that runs the threads of oneDNN: SEQUENTIAL (none), OPENMP or another value */
+    /* library of the threads: SEQUENTIAL (none), OPENMP or another value */
     unsigned runtime;
 } version;
 
@@ -41,9 +41,8 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* State of onednn_enter() for this thread. depth: number of calls of onednn_enter() without
- * their onednn_leave(). threads_before: OpenMP's number of threads before the first of these
- * calls. */
+/* State of onednn_enter() for this thread: number of calls without their onednn_leave(), and
+ * OpenMP's number of threads before the first of them. */
 static _Thread_local int depth, threads_before;
 
 /* Stores the address of the named function in the function pointer at `function`. Returns false
@@ -73,8 +72,8 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* Loads the library and reads its functions. A library that can be used is never unloaded,
- * because its threads and tables live until the process ends. */
+/* Loads a library and reads its functions. It is never unloaded if it can be used, because its
+ * threads and tables live until the process ends. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};
@@ -88,8 +87,8 @@ bool onednn_load_file(const char *file)
     return false;
 }
 
-/* Loads the oneDNN that the build found, unless a test has loaded another one. Requires a
- * processor with bfloat16 instructions (AVX512-BF16). */
+/* Loads the oneDNN that the build found, unless a test has loaded another one, on processors
+ * with bfloat16 instructions (AVX512-BF16). */
 static void load_default(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)
