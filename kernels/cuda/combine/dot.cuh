@@ -93,8 +93,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes(float), but a single lane adds the results of lane_sum() of all 32 lanes,
- * which are in shared memory (`lanes`). */
+/* Adds the results of lane_sum() of all 32 lanes, which are in shared memory (`lanes`). Called by
+ * a single lane. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));

@@ -30,7 +30,7 @@
 
 #include "cuda/combine/leaf_stack.cuh"
 
-/* Like read_slot(), but returns slot 0 if the caller's buffer has no row for the slot
+/* Returns the slot that read_slot() returns, or 0 if the caller's buffer has no row for it
  * (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int chunk)
@@ -149,7 +149,7 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Like sum_local_rows(), for a rank with several leaves of the sum tree: adds the rows of each
+/* Adds the local rows of a rank with several leaves of the sum tree: first the rows of each
  * leaf, and then the sums of the leaves in the order of the tree. A piece has one vector per
  * lane. Returns false if the token has no slot on this rank. Called by a whole warp. */
 template <class ROW, class PART>

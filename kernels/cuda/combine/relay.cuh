@@ -15,9 +15,8 @@
  *                            the token's home rank.
  *
  * Ranks cannot wait for each other in a circle. While partial sums are sent (expert units,
- * combine.cu), only the mate waits. It waits for other ranks of its host to send theirs for the
- * same token, and these ranks need not wait for anything. For each token number, the units in
- * which this rank is the mate are the last ones in the list of work. */
+ * combine.cu), only the mate waits, and only for ranks that wait for nothing. For each token
+ * number, the units in which this rank is the mate are the last ones in the list of work. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 

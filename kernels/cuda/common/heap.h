@@ -38,9 +38,9 @@
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
-/* Like P2P_LOWLAT_TOKENS, but for calls of dispatch that quantize rows. */
+/* The same limit for calls of dispatch that quantize rows. */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* like P2P_LOWLAT_TOKENS, but for calls of combine */
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the same limit for combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because these
  * kernels keep the plan in shared memory. */
 /* largest number of choices (pairs of token and k) of all ranks together */
@@ -87,8 +87,8 @@ typedef struct p2p_heap {
     /* Counters and flags by which the CTAs of this rank's kernels coordinate. A struct
      * p2p_control, which only this rank writes. */
     int64_t control;
-    /* For each rank with wrong input, a description of the first wrong value.
-     * Stamped words [2][MAX_RANKS][P2P_FAULT_WORDS]. */
+    /* Stamped words [2][MAX_RANKS][P2P_FAULT_WORDS]. For each rank with wrong input they
+     * describe the first wrong value. */
     int64_t faults;
     /* For each planner CTA of this rank, the index of the first wrong choice that it has found.
      * Only this rank writes it: stamped words [MAX_PLANNERS]. */

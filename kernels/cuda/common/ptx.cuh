@@ -129,8 +129,7 @@ __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
     return v;
 }
 
-/* Like load_once(), but for bytes that are read again soon. Their cache line stays in the L2
- * cache. */
+/* Loads 16 bytes that are read again soon. Their cache line stays in the L2 cache. */
 __device__ __forceinline__ uint4 load_again(const void *p)
 {
     uint4 v;

@@ -256,8 +256,8 @@ struct QuantizedRows {
     bool whole, words;
 };
 
-/* Stores N quantized elements of this lane, q, from byte `at` of a slot's row on, as far as the
- * row goes. */
+/* Stores this lane's N quantized elements q from byte `at` of a slot's row on, except those past
+ * the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)

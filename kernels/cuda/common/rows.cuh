@@ -77,7 +77,7 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Like load_row(), but for rows that are read again soon. Words past the end are `fill`. */
+/* Loads a vector of a row that is read again soon. Words past the end are `fill`. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -127,7 +127,7 @@ __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const R
             store_row(row, first + v * WARP + lane_id(), s, q[v], policy);
 }
 
-/* Like store_piece(), but stores zeros. */
+/* Stores zeros to a piece. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const RowShape &s,
                                            uint64_t policy)

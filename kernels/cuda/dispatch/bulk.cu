@@ -57,8 +57,8 @@ __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &uni
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Returns true if the unit's token exists in the running round, which ends before token `end`.
- * In the first steps there is nothing to receive, and in the last steps nothing to send. */
+/* Returns true if the unit's token is in the running round, which ends before token `end`. Units
+ * that receive have no token in the first steps, and units that send have none in the last. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);

@@ -30,7 +30,7 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Like read_record(), but for FLAT plans: waits for the number of the row of a token of `rank`
+/* For FLAT plans: waits for the number of the row of a token of `rank`
  * on this rank, its only slot here. `word`: from peek_row(). `slot` becomes the row number in
  * lane 0, and -1 in all other lanes. `more` becomes false. If `keep` is true, also copies the
  * row number into the plan that this kernel makes. Called by a whole warp. Returns false if the

@@ -37,8 +37,8 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 /* rows of at most this many pieces (64 KB) are sent with one put */
 #define MAX_ROW_PUT_PIECES 32
 
-/* Like deal_units(), which divides units among warps. But with ranks on other hosts and enough
- * tokens, each unit is a whole row: a unit becomes an entry of the proxy ring, for which the
+/* Divides units among warps. With ranks on other hosts and enough tokens, each unit is a whole
+ * row: a unit becomes an entry of the proxy ring, for which the
  * proxy thread needs time. Longer units do not slow down the operation, because the net is
  * slower than the warps. */
 template <class Job>
@@ -162,8 +162,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), but reads the padding slots of each slab from a table in the
- * plan. */
+/* Calls `write` for the pieces of all padding slots, which it reads from a table in the plan. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

@@ -276,7 +276,7 @@ struct JoinedPiece {
     {
         make_raw(m, raw);
     }
-    /* Like make_piece(), but does not need the token and the piece number. */
+    /* Makes a piece from its raw numbers alone. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll

@@ -215,8 +215,8 @@ static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
     }
 }
 
-/* Like send_early_tokens(), but for backend `hosts`. A warp sends a whole span (several pieces
- * of a row) with one put, because each put has a fixed cost. */
+/* Sends the early tokens in backend `hosts`. A warp sends a whole span (several pieces of a row)
+ * with one put, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;

@@ -18,7 +18,7 @@
 #include "cuda/dispatch/list_rows.cuh"
 #include "cuda/dispatch/stream.cuh"
 
-/* Like DispatchMove, for kernels that store into windows. */
+/* The DispatchMove of kernels that store into windows. */
 struct WindowMove : DispatchMove {
     WindowState &windows;
     /* [num_tokens, top_k]: slot of each choice of this rank's tokens */
@@ -147,8 +147,8 @@ __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32
     return ok;
 }
 
-/* Like receive_one(), but for up to 32 tokens from `first` on, one per lane, with one choice
- * each, which were not sent early. Called by a whole warp. Returns false if the group has
+/* Receives up to 32 tokens from `first` on, one per lane, with one choice each, which were not
+ * sent early. Called by a whole warp. Returns false if the group has
  * failed. */
 __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, int32_t first)
 {

@@ -86,7 +86,7 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Like receive_words(), but for mixed plans: receives the weights and records (lists of slots)
+/* For mixed plans: receives the weights and records (lists of slots)
  * of the tokens that this worker handles. Slots come from the records, not from the tables in
  * shared memory (LowlatPlan). Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Like receive_all(), but for mixed plans: receives the pieces of rows that this worker
+/* For mixed plans: receives the pieces of rows that this worker
  * handles, and stores them to the receive buffer. Slots come from the records, not from the
  * tables in shared memory. Returns false if the group has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)

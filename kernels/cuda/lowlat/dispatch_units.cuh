@@ -462,8 +462,8 @@ __device__ __forceinline__ int first_words(const LowlatMove &m)
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns for how many tokens this rank receives words (weights and record). Tokens of all
- * ranks are counted. */
+/* Returns the number of tokens, of all ranks, whose words (weights and record) this rank
+ * receives. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);

@@ -57,7 +57,7 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
     return base + before;
 }
 
-/* Like count_group() above, but does not report which lanes have the same expert (same_id). */
+/* Counts a group without reporting which lanes have the same expert (same_id). */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same_id;

@@ -110,9 +110,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Like place_choices(), but for layout FLAT: stores the fate and the rank of each of this
- * warp's choices in the plan, and sends row numbers and records to all ranks. The fate of a
- * kept choice is its token's row. */
+/* For the layout FLAT: stores the fate and the rank of each of this warp's choices in the plan,
+ * and sends row numbers and records to all ranks. The fate of a kept choice is its token's row. */
 template <int FEATURES>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {

@@ -135,8 +135,7 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Like place_choices() (below), but for a warp that has kept all its choices in registers
- * (`counted`). */
+/* Places the choices of a warp that has kept all of them in registers (`counted`). */
 template <int FEATURES>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,

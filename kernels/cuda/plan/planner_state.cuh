@@ -123,14 +123,14 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but tests job.by_k only if FEATURES allows EPIC_BY_K. */
+/* Returns the number of tallies of choices. Tests job.by_k only if FEATURES allows EPIC_BY_K. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
                                              : (int)job.layer.num_experts;
 }
 
-/* Like num_tallies(), but FEATURES decides at compile time whether the layout is FLAT. */
+/* Returns the number of tallies. FEATURES decides at compile time whether the layout is FLAT. */
 template <int FEATURES> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<FEATURES>(job) + (FEATURES & PLAN_FLAT ? job.self.num_ranks : 0);

@@ -35,8 +35,7 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
 }
 
 /* Computes p.first_replica, the prefix sums of the numbers of replicas of the logical experts.
- * These are in p.logical_load, which has no other use until choices are counted. Called by one
- * warp. */
+ * The numbers are in p.logical_load until choices are counted. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;

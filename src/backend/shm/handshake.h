@@ -27,8 +27,8 @@ ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory);
  * arrived. */
 ssize_t shm_receive_any(int fd, void *bytes, size_t size, int *memory);
 
-/* Like shm_receive_any(), for a message of `size` bytes. Returns false if no message has arrived,
- * or if it has another size. */
+/* Receives a message of `size` bytes, as shm_receive_any() does. Returns false if no message has
+ * arrived, or if it has another size. */
 bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
 
 /* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,
