@@ -340,12 +340,16 @@ def test_balance_loss(name: str) -> None:
 
 
 def test_save_pretrained_keeps_whose_experts_they_are(tmp_path: Path) -> None:
-    """Check that another rank refuses to load this rank's experts."""
+    """Check that save_pretrained refuses, and that another rank does not load its files."""
     model = model_of("Qwen3Moe")
     copies = [copy.deepcopy(model) for _ in range(2)]
 
     def run(rank: int, mine: Any, _: Any) -> Any:
-        mine.save_pretrained(tmp_path / str(rank))
+        for inner in (mine, mine.model, copy.deepcopy(mine)):
+            with pytest.raises(epic.torch.EpicUnsupportedError, match="call epic"):
+                inner.save_pretrained(tmp_path / str(rank))
+        assert not (tmp_path / str(rank)).exists()
+        type(mine).save_pretrained(mine, tmp_path / str(rank))
         return mine
 
     models = on_two(copies, run)

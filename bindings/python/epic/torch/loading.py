@@ -24,7 +24,7 @@ from epic.torch.experts import GroupedMm
 from epic.torch.families import family_of, read_tensor
 from epic.torch.groups import Group
 from epic.torch.module import EXPERT_WEIGHTS
-from epic.torch.pretrained import Block, find_blocks, make_layer
+from epic.torch.pretrained import Block, find_blocks, make_layer, refuse_saving, saving_models
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FLOATS = {
@@ -511,6 +511,7 @@ def fill_layers(
         )
         setattr(parent, name, new_block.train(block.training))
         checkpoint.close()
+    refuse_saving(saving_models(whole))
     return whole
 
 

@@ -2,7 +2,7 @@
 """Replaces Mixture-of-Experts blocks of the transformers package (release 5) by epic.torch.MoE."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -350,7 +350,38 @@ def replace_moe(
     for parent, name, block in found:
         new_block = Block(make_layer(block, group, grouped_mm, invariant=invariant), block)
         setattr(parent, name, new_block.train(block.training))
+    refuse_saving(saving_models(model))
     return len(found)
+
+
+def refuse_to_save(*_: Any, **__: Any) -> None:
+    """Take the place of save_pretrained in a model that replace_moe has changed.
+
+    Raises:
+        EpicUnsupportedError: Always. transformers would write the experts of one rank only, under
+            names that it does not know. It would load such a folder without an error, with random
+            experts and routers.
+    """
+    raise EpicUnsupportedError(
+        "save_pretrained of a model with blocks of EPIC would write the experts of one rank only: "
+        "call epic.torch.save_pretrained(model, folder, group) on every rank"
+    )
+
+
+def saving_models(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that have save_pretrained: the model, and models in it."""
+    return [module for module in model.modules() if hasattr(type(module), "save_pretrained")]
+
+
+def refuse_saving(modules: Iterable[nn.Module]) -> None:
+    """Let save_pretrained of these models of transformers raise an error."""
+    for module in modules:
+        module.save_pretrained = refuse_to_save  # type: ignore[assignment]
+
+
+def allow_saving(model: nn.Module) -> list[nn.Module]:
+    """Undo refuse_saving for a model and the models in it; return those that were changed."""
+    return [m for m in model.modules() if vars(m).pop("save_pretrained", None) is not None]
 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:

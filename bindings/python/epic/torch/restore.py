@@ -20,7 +20,7 @@ from epic.torch.adapters import adapt_block
 from epic.torch.families import FAMILIES, fill_block, router_of, unwrapped, wrappers_of
 from epic.torch.groups import Group
 from epic.torch.module import EXPERT_WEIGHTS, MoE
-from epic.torch.pretrained import Block
+from epic.torch.pretrained import Block, allow_saving, refuse_saving
 from epic.torch.state import check_sharding
 from epic.torch.sums import sum as sum_over_ranks
 
@@ -166,6 +166,7 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
     found = list(replaced_blocks(model))
     for parent, name, block in found:
         setattr(parent, name, original_block(block, group, True, device))
+    allow_saving(model)
     return len(found)
 
 
@@ -213,6 +214,7 @@ def save_pretrained(
     blocks = [original_block(block, group, writes, "cpu", only) for *_, block in found]
     failure: Exception | None = None
     if writes:
+        refusing = allow_saving(model)
         try:
             for (parent, name, _), original in zip(found, blocks, strict=True):
                 setattr(parent, name, original)
@@ -222,6 +224,7 @@ def save_pretrained(
         finally:
             for parent, name, block in found:
                 setattr(parent, name, block)
+            refuse_saving(refusing)
     failed = torch.full((1,), float(failure is not None), device=group.device)
     failed = sum_over_ranks(group, failed)
     if failure is not None:
