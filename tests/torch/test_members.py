@@ -37,6 +37,7 @@ def lose_rank(rank: int) -> epic.Members | None:
     assert group.members == epic.Members(0, (0, 1, 2, 3), (), 0, 0)
     plan = epic.torch.plan(group, LAYER, choices(rank, TOKENS))
     epic.torch.sum(group, torch.ones(1))
+    dist.barrier()  # otherwise a rank that is still in the sum could get the error
     if rank == LOST:
         group.close()
         with pytest.raises(epic.torch.EpicError, match="was closed"):
@@ -80,7 +81,7 @@ def leave_and_evict(rank: int) -> str:
         assert evicted.value.code == "EPIC_EEVICTED"
         group.close()
         return "evicted"
-    assert group.shrink(patience_ms=500).ranks == (0, 2)
+    assert group.shrink(patience_ms=2000).ranks == (0, 2)
     dist.barrier()
     check_works(group, (0, 2))
     only = (0,)
