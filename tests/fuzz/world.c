@@ -41,18 +41,32 @@ int fuzz_nanosleep(const struct timespec *length, struct timespec *rest)
     return 0;
 }
 
+/* Ends a wait for `ms` milliseconds in which `ready` descriptors were found. Returns true if the
+ * caller must look again, because another side may have made a descriptor ready. */
+static int looks_again(int ready, int ms)
+{
+    if (ready == 0 && fuzz_turn && fuzz_turn()) return 1;
+    if (ready != 0)
+        pass(1000);
+    else
+        pass(ms < 0 ? most_ns : (int64_t)ms * 1000000);
+    return 0;
+}
+
 int fuzz_poll(struct pollfd *polls, nfds_t count, int ms)
 {
-    for (;;) {
-        const int ready = poll(polls, count, 0);
-        if (ready != 0) {
-            pass(1000);
-            return ready;
-        }
-        if (!fuzz_turn || !fuzz_turn()) break;
-    }
-    pass(ms < 0 ? most_ns : (int64_t)ms * 1000000);
-    return 0;
+    int ready;
+    do ready = poll(polls, count, 0);
+    while (looks_again(ready, ms));
+    return ready;
+}
+
+int fuzz_epoll_wait(int epoll, struct epoll_event *events, int most, int ms)
+{
+    int ready;
+    do ready = epoll_wait(epoll, events, most, 0);
+    while (looks_again(ready, ms));
+    return ready;
 }
 
 ssize_t fuzz_getrandom(void *to, size_t bytes, unsigned flags)
