@@ -23,14 +23,16 @@ grep -q "5000 MiB of GPU 1 are in use" "$folder/out" || { cat "$folder/out"; exi
 ! idle '17\n23\n' 4 || { echo "other processes are not noticed"; exit 1; }
 grep -q "use the GPUs: 17 23" "$folder/out" || { cat "$folder/out"; exit 1; }
 
-result() { # usage: result US SMS
+result() { # usage: result US SMS [PADDING]
     echo '{"op":"combine","hidden":2048,"top_k":10,"experts":512,"layout":"expert","type":"bf16","quantize":0,' \
+        '"scales":0,"alignment":128,"padding":'"${3:-1}"',' \
         '"routing":"uniform","tokens":128,"sms":'"$2"',"ranks":2,"windows":0,"us":'"$1"',"p90_us":31.5,' \
         '"worst_us":40.0,"floor_us":20.0,"of_floor":1.25}'
 }
 result 25.0 64 >"$folder/now"
 result 26.0 132 >>"$folder/now"
 result 20.0 64 >"$folder/last"
+result 99.0 64 0 >>"$folder/last" # another case
 python3 bench/gpu/table.py "$folder/now" "$folder/last" >"$folder/table"
 grep -Eq '^2048 10/512 +combine +64 +128 +25.0 +31.5 +40.0 +1.25 +1.25$' "$folder/table" &&
     grep -Eq '^2048 10/512 +combine +132 +128 +26.0 +31.5 +40.0 +1.25 *$' "$folder/table" ||

@@ -10,5 +10,6 @@ if [ -n "$pids" ]; then
     exit 1
 fi
 nvidia-smi --query-gpu=index,memory.used --format=csv,noheader,nounits | while IFS=', ' read -r gpu mib; do
+    case $mib in *[!0-9]*) continue ;; esac # "[N/A]": the GPU does not report it
     [ "$mib" -le 1024 ] || { echo "$mib MiB of GPU $gpu are in use: end the process that uses them" >&2; exit 1; }
 done

@@ -22,6 +22,12 @@ def describe_shape(result: dict[str, Any]) -> str:
         text += f" {result['layout']}"
     if result["type"] != "bf16":
         text += f" {result['type']}" + (" quantized on the way" if result["quantize"] else "")
+    if result["scales"]:
+        text += f" scales {result['scales']}"
+    if result["alignment"] != 128:
+        text += f" alignment {result['alignment']}"
+    if not result["padding"]:
+        text += " no padding"
     if result["routing"] != "uniform":
         text += f" {result['routing']}"
     if result.get("windows"):
