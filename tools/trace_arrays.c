@@ -32,12 +32,13 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
     return -1;
 }
 
-/* Returns true if the array has at least two rows of k values, and the sums of all rows are equal.
- * Rows of ids in which every row has every expert do not count. */
+/* Returns true if the array has at least three rows of at least four values, and the sums of all
+ * rows are equal. With small values sums may be equal by chance, so the largest value, `most`, must
+ * be at least 4 k. */
 static bool has_equal_sums(const npy *a, int64_t k, int64_t most)
 {
     int64_t first = 0;
-    if (a->num < 2 * k || most < k) return false;
+    if (k < 4 || a->num < 3 * k || most < 4 * k) return false;
     for (int64_t i = 0; i < a->num; i += k) {
         int64_t sum = 0;
         for (int64_t c = 0; c < k; c++) sum += a->values[i + c];

@@ -70,6 +70,13 @@ static void tables_as_ids(void)
     write_npy("sums.npy", "(3, 8)", &sums[0][0], 24);
     refused("sums.npy", "the sums of all rows are equal");
     refused("line.npy", "it has 1 rows of 12 values");
+    /* ids of few tokens, and of a router with top-1 that chooses one expert */
+    static const int64_t few_ids[3][4] = {{0, 1, 2, 7}, {0, 1, 3, 6}, {0, 1, 4, 5}},
+                         hot[3] = {70, 70, 70};
+    write_npy("few_ids.npy", "(3, 4)", &few_ids[0][0], 12);
+    write_npy("hot.npy", "(3, 1)", hot, 3);
+    CHECK_EQ(tool("epic-trace", "show few_ids.npy"), 0);
+    CHECK_EQ(tool("epic-trace", "show hot.npy"), 0);
     CHECK_EQ(tool("epic-trace", "show published.npy --ids"), 0);
     CHECK(says("198 experts") && says("tokens      2\n"));
     CHECK_EQ(tool("epic-trace", "show few.npy --experts 5000"), 0);
