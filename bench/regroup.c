@@ -22,6 +22,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "clock.h"
 #include "epic/epic.h"
 
 #define MAX_RANKS 256
@@ -46,18 +47,6 @@ typedef struct board {
     _Atomic double lost_us; /* time of SIGKILL */
     double times[MAX_RANKS][NUM_TIMES];
 } board;
-
-static double now_us(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
-}
-
-static void nap(long ns)
-{
-    nanosleep(&(struct timespec){.tv_nsec = ns}, NULL);
-}
 
 static void fail(const char *what, const char *why)
 {

@@ -20,6 +20,7 @@
 #include <mpi.h>
 #endif
 
+#include "clock.h"
 #include "epic/epic.h"
 
 #define MAX_RANKS 64
@@ -48,13 +49,6 @@ static void fail(const char *what, const char *why)
 {
     fprintf(stderr, "sum: %s: %s\n", what, why);
     exit(1);
-}
-
-static double now_us(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e6 + (double)t.tv_nsec * 1e-3;
 }
 
 static void allreduce(float *data, int count)
