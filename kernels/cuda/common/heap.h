@@ -38,9 +38,9 @@
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
-/* The same limit for calls of dispatch that quantize rows. */
+/* This is the limit for calls of dispatch that quantize rows. */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the same limit for combine */
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* largest number for combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because these
  * kernels keep the plan in shared memory. */
 /* largest number of choices (pairs of token and k) of all ranks together */
