@@ -324,13 +324,13 @@ static void run_combine_backward(Rank *r, int sms, bool dots)
     must(p2p_ops.combine_backward(r->me->group, &a));
 }
 
-/* Runs the floor for an operation: 'p' push, 'x' expand, 'X' expand with dot products, 'r'
- * reduce, 'h' hop. */
+/* Runs the floor for an operation: 'p' push of rows of P and D, 'q' push of rows of the other
+ * operations, 'x' expand, 'X' expand with dot products, 'r' reduce, 'h' hop. */
 static void run_floor(Rank *r, char op, int sms)
 {
     const p2p_self &self = r->me->group->self;
     const Model &model = options.model;
-    const bool moves = op == 'p' || op == 'x';
+    const int64_t row_bytes = op == 'p' || op == 'x' ? r->string_bytes : r->sum_bytes;
     const Floor f = {
         self,
         r->plan,
@@ -340,15 +340,15 @@ static void run_floor(Rank *r, char op, int sms)
         op == 'r' ? r->y : r->recv,
         r->y,
         r->out,
-        moves ? r->string_bytes : r->sum_bytes,
+        row_bytes,
         r->slots,
         r->tokens,
         model.top_k,
-        model.experts / self.num_ranks};
+        options.padding ? model.experts / self.num_ranks : 0};
     cudaStream_t stream = r->me->stream;
-    if (op == 'p')
+    if (op == 'p' || op == 'q')
         push_kernel<<<sms, 512, 0, stream>>>(self, r->x, r->touched_device, r->tokens,
-                                             (int)(r->string_bytes / 16));
+                                             (int)(row_bytes / 16));
     else if (op == 'x')
         expand_kernel<false><<<sms, FLOOR_BLOCK, 0, stream>>>(f);
     else if (op == 'X')
@@ -467,17 +467,20 @@ static double median_us(Rank *r, char op, int sms)
     return us[us.size() / 2];
 }
 
-struct Floors { /* Times in us; 0: not measured. */
-    double push, expand, expand_dots, reduce, hop;
+struct Floors {  /* Times in us; 0: not measured. */
+    double push; /* of rows of P and D */
+    double
+        push_sums; /* of rows of the other operations, which are longer if P and D move e4m3 */
+    double expand, expand_dots, reduce, hop;
 };
 
-/* Returns the best time of a push. Afterwards the staging contains poison again. */
-static double best_push(Rank *r)
+/* Returns the best time of a push, 'p' or 'q'. Afterwards the staging contains poison again. */
+static double best_push(Rank *r, char op)
 {
     const p2p_self &self = r->me->group->self;
     double best = 0;
     for (int sms : {8, 16, 24, 64}) {
-        const double us = median_us(r, 'p', sms);
+        const double us = median_us(r, op, sms);
         if (best == 0 || us < best) best = us;
     }
     CHECK_CUDA(fill_in(self.heap[self.rank] + self.at.staging, 0xff,
@@ -534,7 +537,7 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
 {
     const Model &model = options.model;
     const double median = us[us.size() / 2], p90 = us[us.size() * 9 / 10], worst = us.back();
-    const double push = op == 'L' ? 0 : f.push;
+    const double push = op == 'L' ? 0 : strchr("PD", op) ? f.push : f.push_sums;
     const double local = local_floor(f, op), floor = std::max(std::max(push, local), f.hop);
     const double bytes = op == 'L' ? 0 : busiest_bytes(r, op);
     printf("%-18s %6d tokens %4d SMs%s  p50 %8.1f us  p90 %8.1f  worst %8.1f", op_name(op),
@@ -654,7 +657,9 @@ static void run_tokens(Rank *r, int tokens)
     team_barrier(r->me);
     if (r->me->rank == 0) print_routing(r);
     const bool floors = r->row_bytes % 16 == 0 && r->sum_bytes % 16 == 0;
-    if (floors && strcmp(options.ops, "L")) f.push = best_push(r);
+    if (floors && any_op("PD")) f.push = best_push(r, 'p');
+    if (floors && any_op("CTUGgB"))
+        f.push_sums = f.push && r->string_bytes == r->sum_bytes ? f.push : best_push(r, 'q');
     if (tokens < FEW_TOKENS && r->row_bytes >= 128) f.hop = median_us(r, 'h', 1);
     for (int sms : options.sms) {
         make_plan(r, 'P', sms);

@@ -28,7 +28,8 @@ struct Floor { /* One rank's part of an operation. */
     const uint8_t *others; /* rows of slots for the dot products */
     uint8_t *out;
     int64_t row_bytes, num_slots;
-    int32_t tokens, top_k, owned;
+    int32_t tokens, top_k;
+    int32_t padded; /* number of experts of this rank whose padding expand writes */
 };
 
 struct FloorUnit { /* A piece of a row of one source rank, which one warp processes. */
@@ -87,10 +88,10 @@ __device__ __forceinline__ void floor_pad(const Floor &f, uint64_t policy)
     const int warps = (int)(gridDim.x * blockDim.x / WARP);
     const int warp = (int)((blockIdx.x * blockDim.x + threadIdx.x) / WARP);
     const device_padding *padding = (const device_padding *)(f.plan + f.at.padding);
-    const int sharers = max(warps / f.owned, 1);
-    for (int w = warp; w < f.owned * sharers; w += warps) {
-        const device_padding pad = padding[w % f.owned];
-        for (int32_t i = w / f.owned; i < pad.count; i += sharers)
+    const int sharers = max(warps / max(f.padded, 1), 1);
+    for (int w = warp; w < f.padded * sharers; w += warps) {
+        const device_padding pad = padding[w % f.padded];
+        for (int32_t i = w / f.padded; i < pad.count; i += sharers)
             for (int32_t v = lane_id(); v < f.row_bytes / 16; v += WARP)
                 store_once((uint4 *)(f.slots + (pad.first + i) * f.row_bytes) + v,
                            make_uint4(0, 0, 0, 0), policy);
