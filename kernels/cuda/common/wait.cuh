@@ -399,16 +399,27 @@ static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bo
     return has_missing ? missing : peer;
 }
 
-/* Counts the time of a wait. A waiting warp or thread calls it every SPINS_PER_COUNT polls. `peer`:
- * the rank for which this thread waits, or -1. The functions that it calls are not inlined, because
- * waiting warps have few registers. */
-static __device__ __noinline__ void count_wait(const OpState &op, int peer, bool is_warp,
-                                               uint32_t spins)
+/* Counts the time of a wait for `peer`, or for no known rank if it is -1. */
+static __device__ void count_wait(const OpState &op, int peer, bool is_warp, bool is_first)
 {
     peer = rank_to_count(op, peer, is_warp);
-    const uint32_t age =
-        peer < 0 ? 0 : uncounted_time(op, (uint32_t)peer, spins == SPINS_PER_COUNT);
+    const uint32_t age = peer < 0 ? 0 : uncounted_time(op, (uint32_t)peer, is_first);
     if (age) add_wait_time(op, (uint32_t)peer, age);
+}
+
+/* What a waiting warp or thread does every SPINS_PER_COUNT polls: it counts its time or, every
+ * SPINS_PER_CHECK polls, checks whether it must give up, and then returns true. It is one
+ * function because each loop that waits contains the call: with two calls the kernels for few
+ * tokens were up to 9 % slower (docs/lab/cuda.md). */
+static __device__ __noinline__ bool wait_slow_path(const OpState &op, int peer, int phase,
+                                                   uint32_t spins, bool is_warp)
+{
+    if (spins % SPINS_PER_CHECK) {
+        count_wait(op, peer, is_warp, spins == SPINS_PER_COUNT);
+        return false;
+    }
+    const bool over = wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK);
+    return is_warp ? __any_sync(ALL_LANES, over) : over;
 }
 
 /* Counts an operation that begins. Called by one thread of each CTA. */
@@ -451,11 +462,7 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
-        if (spins % SPINS_PER_COUNT) continue;
-        if (spins % SPINS_PER_CHECK)
-            count_wait(op, peer, true, spins);
-        else if (__any_sync(ALL_LANES,
-                            wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK)))
+        if (spins % SPINS_PER_COUNT == 0 && wait_slow_path(op, peer, phase, spins, true))
             return false;
     }
     return true;
@@ -469,10 +476,7 @@ __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, 
 {
     for (uint32_t spins = 1; !ready(); spins++) {
         if (spins > SPINS_TO_SLEEP) __nanosleep(min(spins * 20, 400u));
-        if (spins % SPINS_PER_COUNT) continue;
-        if (spins % SPINS_PER_CHECK)
-            count_wait(op, peer, false, spins);
-        else if (wait_should_abort(op, peer, phase, spins == SPINS_PER_CHECK))
+        if (spins % SPINS_PER_COUNT == 0 && wait_slow_path(op, peer, phase, spins, false))
             return false;
     }
     return true;
