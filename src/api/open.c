@@ -209,6 +209,8 @@ static epic_result set_up_context(epic_context *ctx)
         ctx->backend->describe_net(ctx->group, ctx->net, sizeof ctx->net);
     recorder_open(&ctx->recorder, ctx->name, ctx->group_id, ctx->rank, ctx->num_ranks,
                   ctx->backend_name, ctx->net);
+    if (ctx->backend->ops)
+        ctx->backend->ops->record_waits(ctx->group, recorder_get_page(ctx->recorder));
     TRY(start_trace(ctx));
     TRY(tags_open(&ctx->tags, ctx->config.max_in_flight));
     return ctx->backend->transport ? exchange_open_all(ctx) : EPIC_OK;
@@ -226,16 +228,17 @@ static void release_context(epic_context *ctx)
     const bool ours = is_ours(ctx);
     exchange_close_all(ctx);
     tags_close(&ctx->tags);
-    (ours ? recorder_close : recorder_forget)(ctx->recorder);
-    ctx->recorder = NULL;
-    trace_close(ctx->trace);
-    ctx->trace = NULL;
     free(ctx->decision);
     ctx->decision = NULL;
     if (ctx->backend) windows_close(ctx, ours);
     if (ctx->backend && ours) ctx->backend->leave(ctx->group);
     if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);
     ctx->backend = NULL;
+    /* A thread of the backend may write to the recorder until it has left the group. */
+    (ours ? recorder_close : recorder_forget)(ctx->recorder);
+    ctx->recorder = NULL;
+    trace_close(ctx->trace);
+    ctx->trace = NULL;
 }
 
 /* Opens a group in three parts, each of which ends with a gather. All ranks compare their

@@ -8,6 +8,8 @@
 #include "rules/gate_layout.h"
 #include "rules/layer_tokens.h"
 
+struct recorder_page; /* defined in base/recorder.h */
+
 /* Arguments of the four loss functions: forward and backward pass of the balance loss and of
  * the z-loss.  Fields that exist in the public structs of these calls have the same names and
  * meanings there. */
@@ -180,6 +182,11 @@ typedef struct epic_ops {
      * from `first` to `last` (epic_operation). Copies the times from the device without waiting
      * for kernels. Any threads may call it. Errors: EPIC_EDEVICE. */
     epic_result (*read_waits)(epic_group *, uint32_t first, uint32_t last, epic_wait_info *out);
+
+    /* From now on a thread of the backend copies the waiting times to this page of the flight
+     * recorder, so that epic-info shows them, until epic_backend.leave returns. NULL: there is
+     * none. */
+    void (*record_waits)(epic_group *, struct recorder_page *);
 
     /* Returns the largest number of SMs that one operation uses. */
     uint32_t (*max_sms)(const epic_group *);

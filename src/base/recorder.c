@@ -225,8 +225,8 @@ void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase, in
     publish_entry(recorder->page, record % RECORDER_RECORDS, &entry, NULL);
 }
 
-/* The release order pairs with the acquire in recorder_read_wait(): a reader that finds the new
- * alone_ns also finds the new wait_ns. */
+/* The release order here and in recorder_set_wait() pairs with the acquire in
+ * recorder_read_wait(): a reader that finds the new alone_ns also finds the new wait_ns. */
 void recorder_add_wait(epic_recorder *recorder, uint32_t operation, const uint64_t *peers,
                        uint64_t ns)
 {
@@ -268,7 +268,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-const recorder_page *recorder_get_page(const epic_recorder *recorder)
+recorder_page *recorder_get_page(const epic_recorder *recorder)
 {
     return recorder ? recorder->page : NULL;
 }

@@ -146,7 +146,17 @@ static inline size_t recorder_bytes(int32_t num_ranks)
 }
 
 /* Returns the memory of a recorder of this process; NULL if the recorder is NULL. */
-const recorder_page *recorder_get_page(const epic_recorder *recorder);
+recorder_page *recorder_get_page(const epic_recorder *recorder);
+
+/* Sets how long the operations of one kind have waited for one peer. For a backend that counts
+ * waits itself. The backend is in a library of its own, so the function is inline. */
+static inline void recorder_set_wait(recorder_page *page, uint32_t operation, int32_t peer,
+                                     uint64_t wait_ns, uint64_t alone_ns)
+{
+    recorder_wait *wait = &page->waits[operation * (size_t)page->num_ranks + (size_t)peer];
+    atomic_store_explicit(&wait->wait_ns, wait_ns, memory_order_relaxed);
+    atomic_store_explicit(&wait->alone_ns, alone_ns, memory_order_release);
+}
 
 /* Adds to *out how long the operations of one kind have waited for `peer`, and how many of them
  * have begun. Keeps alone_ns at most wait_ns. The page has num_ranks ranks. The caller passes

@@ -93,6 +93,10 @@ typedef struct p2p_status {
      * is not suspended. 0: there is no such thread. */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
+    /* Copies of p2p_waits for the process, which shows them to epic-info. A kernel that adds to a
+     * waiting time also stores the sum here, and the number of operations of this kind. */
+    uint64_t num_operations[P2P_OPERATIONS];
+    p2p_wait_time waits[P2P_OPERATIONS][DEVICE_MAX_RANKS];
 } p2p_status;
 
 /* Packs two counts into one word: how often a host thread has run (beats), and how often it

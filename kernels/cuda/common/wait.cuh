@@ -365,14 +365,25 @@ static __device__ __noinline__ uint32_t uncounted_time(const OpState &op, uint32
     return atomicCAS(counted_at, before, now) == before ? age : 0;
 }
 
+/* Adds `age` to a sum in control memory, and stores the result to `copy` in host memory. */
+static __device__ void add_and_copy(uint64_t *sum, uint64_t *copy, uint64_t age)
+{
+    store_relaxed(
+        copy, (uint64_t)atomicAdd((unsigned long long *)sum, (unsigned long long)age) + age);
+}
+
 /* Adds `age` to the waiting time for `peer`. It is also counted as alone if no wait for another
  * rank was counted recently in this epoch. */
 static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t peer,
                                                   uint32_t age)
 {
+    const uint32_t operation = op.self->operation;
     p2p_waits *waits = &control_of(op)->waits;
-    p2p_wait_time *time = &waits->times[op.self->operation][peer];
-    atomicAdd((unsigned long long *)&time->wait, (unsigned long long)age);
+    p2p_wait_time *time = &waits->times[operation][peer],
+                  *copy = &op.self->status->waits[operation][peer];
+    store_relaxed(&op.self->status->num_operations[operation],
+                  load_relaxed(&waits->num_operations[operation]));
+    add_and_copy(&time->wait, &copy->wait, age);
     const uint32_t epoch = op.epoch << 16, latest = load_relaxed(&waits->latest);
     const uint32_t last = latest & 255;
     uint32_t other = last == peer ? latest >> 8 & 255 : last;
@@ -381,7 +392,7 @@ static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t pe
     if (other == peer ||
         load_relaxed(&waits->counted_at[peer]) - load_relaxed(&waits->counted_at[other]) >
             RECENT_COUNT)
-        atomicAdd((unsigned long long *)&time->alone, (unsigned long long)age);
+        add_and_copy(&time->alone, &copy->alone, age);
 }
 
 /* Returns the rank for which this thread counts a wait for `peer`, or -1. If ranks have not

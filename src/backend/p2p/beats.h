@@ -18,6 +18,9 @@ typedef struct p2p_beats {
     uint32_t beats;      /* number of beats (increments of the counter) so far */
     uint32_t stops; /* how often a beat was so late that the process must have been suspended */
     int64_t next_ns; /* time at which the next beat is due; 0: no beat yet */
+    /* Each beat also copies the waiting times in p2p_status to this page of the flight
+     * recorder. NULL: there is none. */
+    struct recorder_page *page;
 } p2p_beats;
 
 /* Makes the beats frequent enough for calls with the time limit timeout_ms. Any thread may call
@@ -39,10 +42,14 @@ static inline int p2p_beats_ms(const p2p_beats *b)
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Increments the counter `beats` if the next beat is due. One thread calls this function, about
- * every p2p_beats_ms() milliseconds. A call that is late by more than a quarter of the time
- * limit (at least 30 ms, at most 100 ms) also increments `stops`: the process was suspended.
- * One release store publishes both counters in one word. */
+/* Copies the waiting times in *status to a page of the flight recorder, which may be NULL
+ * (group.c). */
+void p2p_copy_waits(struct recorder_page *page, const p2p_status *status);
+
+/* Increments the counter `beats` if the next beat is due, and copies the waiting times. One
+ * thread calls this function, about every p2p_beats_ms() milliseconds. A call that is late by
+ * more than a quarter of the time limit (at least 30 ms, at most 100 ms) also increments
+ * `stops`: the process was suspended. One release store publishes both counters in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;
@@ -53,6 +60,7 @@ static inline void p2p_beat(p2p_beats *b, p2p_status *status)
     if (++b->beats == 0) b->beats = 1; /* 0 is reserved: it means that no thread beats */
     b->next_ns = now + period;
     __atomic_store_n(&status->awake, P2P_AWAKE(b->stops, b->beats), __ATOMIC_RELEASE);
+    p2p_copy_waits(__atomic_load_n(&b->page, __ATOMIC_ACQUIRE), status);
 }
 
 /* Ends the beats: from now on kernels use only the clock of their device. */

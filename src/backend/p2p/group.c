@@ -8,6 +8,7 @@
 
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
+#include "base/recorder.h"
 #include "cuda/experts/grouped.h"
 
 /* smallest size in bytes of the memory that is allocated for a heap */
@@ -67,15 +68,22 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     return g;
 }
 
-/* Allocates pinned host memory: the struct in which kernels report (g->status), then the words
- * for small copies (g->word). */
+/* Pinned host memory of a group. */
+typedef struct pinned_memory {
+    p2p_status status;                     /* kernels report here */
+    uint64_t words[16 + DEVICE_MAX_RANKS]; /* for small copies */
+} pinned_memory;
+
+/* Allocates the pinned host memory of g: g->status and g->word. */
 static epic_result make_status(epic_group *g)
 {
     void *device = NULL;
-    TRY(p2p_cuda(cudaHostAlloc((void **)&g->status, 4096, cudaHostAllocMapped), "host memory"));
-    memset(g->status, 0, 4096);
-    _Static_assert(sizeof(p2p_status) <= 1024, "the status runs into the words");
-    g->word = (uint64_t *)(void *)((char *)g->status + 1024);
+    pinned_memory *memory;
+    TRY(p2p_cuda(cudaHostAlloc((void **)&memory, sizeof *memory, cudaHostAllocMapped),
+                 "host memory"));
+    memset(memory, 0, sizeof *memory);
+    g->status = &memory->status;
+    g->word = memory->words;
     TRY(p2p_cuda(cudaHostGetDevicePointer(&device, g->status, 0), "host memory"));
     g->self.status = device;
     return EPIC_OK;
@@ -176,6 +184,25 @@ epic_result p2p_read_waits(epic_group *g, uint32_t first, uint32_t last, epic_wa
         }
     pthread_mutex_unlock(&g->waits_lock);
     return result;
+}
+
+void p2p_copy_waits(recorder_page *page, const p2p_status *status)
+{
+    for (uint32_t i = 0; page && i < P2P_OPERATIONS; i++) {
+        atomic_store_explicit(&page->num_operations[i],
+                              __atomic_load_n(&status->num_operations[i], __ATOMIC_RELAXED),
+                              memory_order_relaxed);
+        for (int32_t q = 0; q < page->num_ranks; q++) {
+            const p2p_wait_time *time = &status->waits[i][q];
+            recorder_set_wait(page, i, q, 1024 * __atomic_load_n(&time->wait, __ATOMIC_RELAXED),
+                              1024 * __atomic_load_n(&time->alone, __ATOMIC_RELAXED));
+        }
+    }
+}
+
+void p2p_record_waits(epic_group *g, recorder_page *page)
+{
+    __atomic_store_n(&g->beats->page, page, __ATOMIC_RELEASE);
 }
 
 /* ---------------------------------------------------------------- memory of the device ---- */

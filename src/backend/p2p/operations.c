@@ -352,6 +352,7 @@ const epic_ops p2p_ops = {
     .poll_failure = p2p_check,
     .next_data_error = p2p_next_data_error,
     .read_waits = p2p_read_waits,
+    .record_waits = p2p_record_waits,
     .max_sms = p2p_max_sms,
     .abort = p2p_abort,
 };

@@ -218,6 +218,9 @@ epic_result p2p_check_group(epic_group *group);
  * Returns EPIC_OK if there is none. */
 epic_result p2p_next_data_error(epic_group *group);
 
+/* Implements epic_ops.record_waits. */
+void p2p_record_waits(epic_group *group, struct recorder_page *page);
+
 /* Implements epic_ops.read_waits. */
 epic_result p2p_read_waits(epic_group *group, uint32_t first, uint32_t last,
                            epic_wait_info *out);

@@ -2,7 +2,9 @@
 /* Tests epic_waits in a group on GPUs. Rank 1 begins each operation only when the waiting times of
  * all other ranks show that they wait for it alone. So the times are read while kernels wait.
  *
- *   usage: waits [RANKS [TOKENS]]   at most 512 tokens use the low-latency kernels */
+ *   usage: waits [RANKS [TOKENS [EPIC_INFO]]]
+ *     TOKENS     at most 512 tokens use the low-latency kernels
+ *     EPIC_INFO  path of the program epic-info, which must then print these times, too */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -28,6 +30,8 @@ enum { NUM_OPERATIONS = sizeof operations / sizeof *operations };
 static int num_ranks = 3, num_tokens = 24, failed;
 static epic_bootstrap bootstraps[MAX_RANKS];
 static pthread_barrier_t all;
+static const char *epic_info;
+static char group[64];
 
 static void must_succeed(int good, const char *what, const epic_context *ctx)
 {
@@ -141,6 +145,7 @@ static void open_seat(seat *s)
     const epic_config config = {.max_tokens = num_tokens,
                                 .max_row_bytes = ROW,
                                 .timeout_ms = DEADLINE_MS,
+                                .name = group,
                                 .backend = BACKEND};
     epic_layer_info sizes;
     s->layer = (epic_layer){.num_experts = EXPERTS, .top_k = TOP_K};
@@ -161,6 +166,32 @@ static void open_seat(seat *s)
     free(ids);
 }
 
+/* Returns whether epic-info prints that ranks of this group have waited for the slow rank. */
+static int is_slow_rank_printed(void)
+{
+    char command[4096], output[16384] = "", expected[64];
+    snprintf(command, sizeof command, "'%s' --group %s", epic_info, group);
+    snprintf(expected, sizeof expected, "for rank %d", SLOW);
+    FILE *pipe = popen(command, "r");
+    must_succeed(pipe != NULL, "epic-info", NULL);
+    (void)!fread(output, 1, sizeof output - 1, pipe);
+    pclose(pipe);
+    const char *together = strstr(output, "all ranks together waited ");
+    return together && strstr(together, expected);
+}
+
+/* epic-info prints copies of the times, which a thread of the group makes from time to time. */
+static void check_epic_info(void)
+{
+    int printed = 0;
+    for (int i = 0; !printed && i < TRIES / 100; i++) {
+        printed = is_slow_rank_printed();
+        if (!printed) nanosleep(&(struct timespec){.tv_nsec = 100000000}, NULL);
+    }
+    if (!printed) fprintf(stderr, "epic-info does not print the slow rank\n");
+    failed |= !printed;
+}
+
 static void *run_rank(void *self)
 {
     seat s = {.rank = (int)((epic_bootstrap *)self - bootstraps)};
@@ -172,6 +203,7 @@ static void *run_rank(void *self)
     for (int i = 0; i < NUM_OPERATIONS; i++) check_times(&s, operations[i], sums);
     must_succeed(!epic_waits(s.ctx, EPIC_OP_NONE, total, num_ranks), "epic_waits", NULL);
     if (memcmp(total, sums, (size_t)num_ranks * sizeof *sums) != 0) failed = 1;
+    if (s.rank == 0 && epic_info) check_epic_info();
     pthread_barrier_wait(&all);
     void *const parts[] = {s.plan, s.recv, s.tokens, s.ids, s.sums};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) cudaFree(parts[i]);
@@ -186,6 +218,8 @@ int main(int argc, char **argv)
     setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0); /* no kernel waits behind another rank's */
     if (argc > 1) num_ranks = atoi(argv[1]);
     if (argc > 2) num_tokens = atoi(argv[2]);
+    if (argc > 3) epic_info = argv[3];
+    snprintf(group, sizeof group, "waits-%d", (int)getpid());
     if (num_ranks < 2 || num_ranks > MAX_RANKS || num_tokens < 1) return 2;
     must_succeed(!epic_bootstrap_threads(bootstraps, num_ranks, 20000), "bootstrap", NULL);
     pthread_barrier_init(&all, NULL, (unsigned)num_ranks);
