@@ -83,7 +83,7 @@ typedef enum case_kind {
 } case_kind;
 
 /* largest number of tokens in a context with more than P2P_LOWLAT_TOKENS */
-#define MOST_CASE_TOKENS 640
+#define MOST_CASE_TOKENS 1056
 
 void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
                int64_t max_row_bytes, case_kind kind);

@@ -75,7 +75,8 @@ static void limit_to_plain(test_case *c, int64_t max_tokens)
     const int64_t n = c->r.num_ranks, groups = n * ((max_tokens + 31) / 32);
     const int64_t block = min_of(P2P_LOWLAT_MASKS / groups, P2P_LOWLAT_EXPERTS) / n;
     c->plain = true;
-    l->top_k = (uint32_t)min_of(l->top_k, P2P_LOWLAT_CHOICES / (n * max_tokens));
+    const int64_t ids = P2P_LOWLAT_IDS / (n * max_tokens);
+    l->top_k = (uint32_t)min_of(l->top_k, ids / P2P_LOWLAT_LANE_IDS * P2P_LOWLAT_LANE_IDS);
     l->num_experts = (uint32_t)(n * min_of(l->num_experts / n, block));
     l->layout = EPIC_EXPERT_MAJOR;
     l->sum_order = EPIC_BY_RANK;

@@ -46,7 +46,7 @@ static void check_plain(bench *b)
 {
     const epic_group *g = b->me->group;
     const int64_t most = g->config.max_tokens;
-    if (most > g->lowlat_tokens || !p2p_can_plan_lowlat(g->num_ranks, most, &b->c.r.layer) ||
+    if (most > g->lowlat_tokens || !p2p_can_plan_lowlat(g->num_ranks, most, &b->c.r.layer, 0) ||
         b->c.r.layer.top_k > 32 || b->c.r.layer.layout == EPIC_FLAT)
         report_wrong(b, "the low-latency kernels do not support it");
 }

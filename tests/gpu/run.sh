@@ -31,7 +31,7 @@ run api_budget
 run api_trace
 info=build/bin/epic-info
 [ -x $info ] || info=
-for tokens in 24 560; do run api_waits 3 $tokens $info; done
+for tokens in 24 1100; do run api_waits 3 $tokens $info; done
 run api_nccl
 LIMIT=300 run conformance_p2p
 "$(dirname "$0")"/step_cuda.sh build/examples/step_cuda || failed=1

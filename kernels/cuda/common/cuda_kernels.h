@@ -248,24 +248,28 @@ typedef struct p2p_plan_job {
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
- * Equal on all ranks, because the result depends only on the arguments. */
-static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer)
+ * `alone`: the kernel only makes a plan; otherwise it also sends rows. Equal on all ranks,
+ * because the result depends only on the arguments. */
+static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer,
+                                      int alone)
 {
-    const int64_t groups = ranks * ((most + 31) / 32);
-    return layer->top_k <= 32 && ranks * most * layer->top_k <= P2P_LOWLAT_CHOICES &&
-           groups * layer->num_experts <= P2P_LOWLAT_MASKS &&
+    const int64_t masks = ranks * ((most + 31) / 32) * layer->num_experts;
+    const int64_t ids = ranks * most * device_round_up(layer->top_k, P2P_LOWLAT_LANE_IDS);
+    return most <= (alone ? P2P_LOWLAT_ALONE_TOKENS : P2P_LOWLAT_TOKENS) &&
+           ids <= (alone ? P2P_LOWLAT_ALONE_IDS : P2P_LOWLAT_IDS) &&
+           masks <= (alone ? P2P_LOWLAT_ALONE_MASKS : P2P_LOWLAT_MASKS) && layer->top_k <= 32 &&
            layer->num_experts <= P2P_LOWLAT_EXPERTS && layer->alignment <= 1 << 16 &&
            layer->num_logical == 0 && layer->overflow == EPIC_OVERFLOW_ERROR &&
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
 /* Returns for how many tokens per rank lowlat/plan.cuh can make plans of this layer: the first
- * one of `most`, 256 and 128 that is possible, or 0. */
+ * one of `most`, 512, 256 and 128 that is possible, or 0. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
-                                             const epic_layer *layer)
+                                             const epic_layer *layer, int alone)
 {
-    while (most > 0 && !p2p_can_plan_lowlat(ranks, most, layer))
-        most = most > 256 ? 256 : most > 128 ? 128 : 0;
+    while (most > 0 && !p2p_can_plan_lowlat(ranks, most, layer, alone))
+        most = most > 512 ? 512 : most > 256 ? 256 : most > 128 ? 128 : 0;
     return (int32_t)most;
 }
 

@@ -37,17 +37,24 @@
 #define P2P_SEARCHES (HOSTS ? 40 : 2)
 /* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
-#define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 512)
+#define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
 /* This is the limit for calls of dispatch that quantize rows. */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
 #define P2P_LOWLAT_COMBINE_TOKENS 96 /* largest number for combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because these
  * kernels keep the plan in shared memory. */
-/* largest number of choices (pairs of token and k) of all ranks together */
-#define P2P_LOWLAT_CHOICES 8192
-/* largest number of bit masks of all ranks together; a mask marks which of 32 tokens chose an
- * expert */
-#define P2P_LOWLAT_MASKS 8192
+/* How many ids of one token a lane handles at a time. The number of ids of a token is rounded up
+ * to a multiple of it. */
+#define P2P_LOWLAT_LANE_IDS 4
+/* Largest number of ids, so rounded, and of bit masks, of all ranks together. A mask marks which
+ * of 32 tokens chose an expert. */
+#define P2P_LOWLAT_IDS 32768
+#define P2P_LOWLAT_MASKS 16384
+/* The same limits for a kernel that only makes a plan. With larger tables the usual kernel is
+ * faster (docs/lab/cuda.md). */
+#define P2P_LOWLAT_ALONE_TOKENS 512
+#define P2P_LOWLAT_ALONE_IDS 8192
+#define P2P_LOWLAT_ALONE_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* largest number of experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
 /* Largest number of experts of a layer with replicas, whose tables must fit into the shared

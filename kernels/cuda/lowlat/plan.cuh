@@ -188,11 +188,11 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
                                                   int id_lane, const uint32_t (&ids)[2])
 {
     bool has_repeats = false;
-    *(uint2 *)(tables.ids + tables.first_id_index(rank, token) + id_lane * LOWLAT_LANE_IDS) =
-        make_uint2(ids[0], ids[1]);
+    *(uint2 *)(tables.ids + tables.first_id_index(rank, token) +
+               id_lane * P2P_LOWLAT_LANE_IDS) = make_uint2(ids[0], ids[1]);
 #pragma unroll
-    for (int j = 0; j < LOWLAT_LANE_IDS; j++)
-        has_repeats |= mark_choice(tables, rank, token, id_lane * LOWLAT_LANE_IDS + j,
+    for (int j = 0; j < P2P_LOWLAT_LANE_IDS; j++)
+        has_repeats |= mark_choice(tables, rank, token, id_lane * P2P_LOWLAT_LANE_IDS + j,
                                    ids[j / 2] >> (j % 2 * 16) & 0xffff);
     if (has_repeats) tables.has_repeats = true;
 }
@@ -227,7 +227,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
             id_words(job, op, self.heap[self.rank], is_used ? rank : 0, waits ? token : 0) +
             2 * id_lane;
         if (is_used && own && token < num_tokens) {
-            const int k = id_lane * LOWLAT_LANE_IDS;
+            const int k = id_lane * P2P_LOWLAT_LANE_IDS;
             ids[0] = pack_ids(job, raw_id(job, token, k), raw_id(job, token, k + 1));
             ids[1] = pack_ids(job, raw_id(job, token, k + 2), raw_id(job, token, k + 3));
         }
@@ -356,7 +356,7 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
  * of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
-    const int each = tables.id_lanes * LOWLAT_LANE_IDS;
+    const int each = tables.id_lanes * P2P_LOWLAT_LANE_IDS;
     for (int rank = 0; rank < ranks; rank++)
         for (int i = (int)threadIdx.x; i < tables.tokens[rank] * each; i += LOWLAT_BLOCK) {
             const uint16_t *id = tables.ids + tables.first_id_index(rank, 0);

@@ -23,13 +23,9 @@
 /* encoded id of a choice without an expert (the caller's id is negative) */
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
-#define LOWLAT_LANE_IDS 4         /* how many ids of one token a lane handles at a time */
-/* Upper bound of lowlat_plan_bytes(). There are at most P2P_LOWLAT_CHOICES ids of 2 bytes. The
- * number of ids of a token is rounded up to a multiple of LOWLAT_LANE_IDS, so with top_k = 1
- * the table has space for LOWLAT_LANE_IDS times as many. */
-#define LOWLAT_PLAN_MAX_BYTES                           \
-    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + \
-     P2P_LOWLAT_CHOICES * 2 * LOWLAT_LANE_IDS + 16)
+/* Upper bound of lowlat_plan_bytes(). Ids have 2 bytes. */
+#define LOWLAT_PLAN_MAX_BYTES \
+    (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_IDS * 2 + 16)
 
 /* Result of check_plan(): whether a plan can be used. It is equal on all ranks. */
 struct PlanCheck {
@@ -50,7 +46,7 @@ struct LowlatPlan {
     /* [token blocks of all ranks][num_experts]: number of choices of the expert in earlier
      * token blocks of the same rank and in all blocks of lower ranks */
     uint16_t *earlier_choices;
-    /* [num_ranks][max_tokens][id_lanes * LOWLAT_LANE_IDS]: encoded expert ids of all choices */
+    /* [num_ranks][max_tokens][id_lanes * P2P_LOWLAT_LANE_IDS]: encoded expert ids of all choices */
     uint16_t *ids;
     /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
@@ -66,7 +62,7 @@ struct LowlatPlan {
      * number of token blocks per rank. */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
-     * token, LOWLAT_LANE_IDS ids each. */
+     * token, P2P_LOWLAT_LANE_IDS ids each. */
     int32_t num_experts, top_k, id_lanes;
     /* true: some token chose an expert twice, so slots cannot be computed from the masks */
     bool has_repeats;
@@ -76,7 +72,7 @@ struct LowlatPlan {
     /* Returns the index in `ids` of the first id of a token of `rank`. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
-        return (rank * max_tokens + token) * id_lanes * LOWLAT_LANE_IDS;
+        return (rank * max_tokens + token) * id_lanes * P2P_LOWLAT_LANE_IDS;
     }
     /* Returns the slot of choice k of a token of `rank`: a row number in the receive buffer of
      * the rank that owns expert e, whose first expert is `first`. The slots of an expert are in
@@ -89,7 +85,8 @@ struct LowlatPlan {
         if (!has_repeats)
             return begin + earlier_choices[index] +
                    __popc(mask[index] & ((1u << token % WARP) - 1));
-        return begin + count_before(rank, token * id_lanes * LOWLAT_LANE_IDS + k, (uint16_t)e);
+        return begin +
+               count_before(rank, token * id_lanes * P2P_LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
     /* Returns the number of choices of `expert` among all choices of the ranks below `rank` and
      * the first `choices` choices of `rank`. Compares ids one by one, which is slow, and only
@@ -99,7 +96,7 @@ struct LowlatPlan {
         int count = 0;
         for (int q = 0; q <= rank; q++) {
             const int first = first_id_index(q, 0),
-                      many = q < rank ? tokens[q] * id_lanes * LOWLAT_LANE_IDS : choices;
+                      many = q < rank ? tokens[q] * id_lanes * P2P_LOWLAT_LANE_IDS : choices;
             for (int i = 0; i < many; i++) count += ids[first + i] == expert;
         }
         return count;
@@ -154,10 +151,10 @@ struct LowlatPlan {
     }
 };
 
-/* Returns how many lanes handle the ids of one token, LOWLAT_LANE_IDS ids each. */
+/* Returns how many lanes handle the ids of one token, P2P_LOWLAT_LANE_IDS ids each. */
 __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 {
-    return ((int)layer.top_k + LOWLAT_LANE_IDS - 1) / LOWLAT_LANE_IDS;
+    return ((int)layer.top_k + P2P_LOWLAT_LANE_IDS - 1) / P2P_LOWLAT_LANE_IDS;
 }
 
 /* Returns the bytes of dynamic shared memory for the tables or, if a rank can have too many
@@ -167,7 +164,7 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
     const int64_t masks = ranks * ((job.max_lowlat_tokens + WARP - 1) / WARP) * experts;
     const int64_t ids =
-        ranks * job.max_lowlat_tokens * id_lanes_of(job.layer) * LOWLAT_LANE_IDS;
+        ranks * job.max_lowlat_tokens * id_lanes_of(job.layer) * P2P_LOWLAT_LANE_IDS;
     const int bytes = (int)(masks * 6 + experts * 8 + ids * 2 + 16);
     const int other = job.self.max_tokens > job.max_lowlat_tokens ? planner_bytes_of(job) : 0;
     return bytes > other ? bytes : other;
@@ -181,8 +178,10 @@ static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, 
     const int groups = (job.max_lowlat_tokens + WARP - 1) / WARP;
     const int masks = ranks * groups * experts;
     uint32_t *mask = (uint32_t *)memory;
+    /* may also clear the begin of tables.p.load, which is not set yet */
     if (!is_control_warp())
-        for (int i = (int)threadIdx.x; i < masks; i += LOWLAT_WORKERS * WARP) mask[i] = 0;
+        for (int i = (int)threadIdx.x; i < (masks + 3) / 4; i += LOWLAT_WORKERS * WARP)
+            ((uint4 *)memory)[i] = make_uint4(0, 0, 0, 0);
     if (threadIdx.x < DEVICE_MAX_RANKS) {
         tables.bad_choice[threadIdx.x] = NO_INDEX;
         tables.tokens[threadIdx.x] = 0;
@@ -192,8 +191,8 @@ static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, 
     tables.p.load = (int32_t *)(mask + masks);
     tables.p.group_slab_start = tables.p.load + experts;
     tables.ids = (uint16_t *)(((uintptr_t)(tables.p.group_slab_start + experts) + 7) / 8 * 8);
-    tables.earlier_choices =
-        tables.ids + ranks * job.max_lowlat_tokens * id_lanes_of(job.layer) * LOWLAT_LANE_IDS;
+    tables.earlier_choices = tables.ids + ranks * job.max_lowlat_tokens *
+                                              id_lanes_of(job.layer) * P2P_LOWLAT_LANE_IDS;
     tables.max_tokens = job.max_lowlat_tokens;
     tables.num_groups = groups;
     tables.p.bad_ranks = 0;

@@ -19,11 +19,22 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
+/* Returns for how many tokens per rank the tables of a low-latency planner should have space.
+ * `most`: the largest number that its kernel supports. Larger tables make calls with few tokens
+ * up to 3 % slower, so contexts with more than P2P_LOWLAT_TOKENS tokens have smaller ones. */
+static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most)
+{
+    const int64_t max_tokens = g->config.max_tokens;
+    const bool is_small = alone || max_tokens > P2P_LOWLAT_TOKENS;
+    if (is_small && most > P2P_LOWLAT_ALONE_TOKENS) most = P2P_LOWLAT_ALONE_TOKENS;
+    return most < max_tokens ? most : (int32_t)max_tokens;
+}
+
 /* Fills in *job, the arguments of the plan kernel. Mixes those that must be equal on all ranks
- * into the signature *a. max_lowlat_tokens is the largest number of tokens per rank for the
- * low-latency planner. */
+ * into the signature *a. `alone`: the kernel only makes the plan; otherwise it also sends rows,
+ * of at most max_lowlat_tokens tokens if it is the low-latency kernel. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
-                             int32_t max_lowlat_tokens, signature *a)
+                             bool alone, int32_t max_lowlat_tokens, signature *a)
 {
     TRY(p2p_read_plan_layer(g, &job->layer, args->layer, args->plan_bytes));
     job->plan = args->plan;
@@ -49,11 +60,12 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
      * plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
-    if (!p2p_can_use_lowlat(g) || args->rank_of_expert) max_lowlat_tokens = 0;
-    if (max_lowlat_tokens > g->config.max_tokens)
-        max_lowlat_tokens = (int32_t)g->config.max_tokens;
     job->max_lowlat_tokens =
-        p2p_lowlat_plan_tokens(g->num_ranks, max_lowlat_tokens, &job->layer);
+        p2p_can_use_lowlat(g) && !args->rank_of_expert
+            ? p2p_lowlat_plan_tokens(g->num_ranks,
+                                     most_planned_tokens(g, alone, max_lowlat_tokens),
+                                     &job->layer, alone)
+            : 0;
     job->is_lowlat = job->max_lowlat_tokens > 0 && job->num_tokens <= job->max_lowlat_tokens;
     if (job->is_lowlat) job->planners = 1;
     p2p_sign_layer(a, &job->layer);
@@ -67,7 +79,7 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
     p2p_plan_job job = {0};
     signature a = {EPIC_OP_PLAN};
     TRY(p2p_check_group(g));
-    TRY(fill_plan(g, &job, args, g->lowlat_tokens, &a));
+    TRY(fill_plan(g, &job, args, true, g->lowlat_tokens, &a));
     p2p_fill_self(&job.self, g, &args->call, EPIC_OP_PLAN, a);
     p2p_expect_layer(&job.self, &job.layer);
     const int sms = p2p_sms_of(g, &args->call);
@@ -248,7 +260,7 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
     TRY(p2p_check_group(g));
     TRY(p2p_read_layer(g, &job.plan.layer, plan_args->layer));
     TRY(fill_dispatch(g, &job, args, &a));
-    TRY(fill_plan(g, &job.plan, plan_args, max_lowlat_rows(g, &job), &a));
+    TRY(fill_plan(g, &job.plan, plan_args, false, max_lowlat_rows(g, &job), &a));
     if (!can_overlap(g, &job)) {
         epic_dispatch_args second = *args;
         second.call = plan_args->call;

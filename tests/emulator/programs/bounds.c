@@ -41,19 +41,28 @@ static int run_rank(team_rank *me)
     return 0;
 }
 
-/* Makes the low-latency plan with the largest tables: one choice per token, the most tokens of
- * all ranks together, and the most experts for this number of tokens. */
-enum { MOST_RANKS = 16, MOST_TOKENS = P2P_LOWLAT_CHOICES / MOST_RANKS };
+/* Makes the low-latency plan with the largest tables, in a kernel that also sends rows: one
+ * choice per token, the most tokens of all ranks together, and the most experts for this number
+ * of tokens. */
+enum {
+    MOST_RANKS = 16,
+    ROW_BYTES = 16,
+    NUM_SLOTS = P2P_LOWLAT_IDS / P2P_LOWLAT_LANE_IDS,
+    MOST_TOKENS = P2P_LOWLAT_IDS / P2P_LOWLAT_LANE_IDS / MOST_RANKS,
+    MOST_EXPERTS = P2P_LOWLAT_MASKS / (MOST_RANKS * MOST_TOKENS / 32)
+};
 
 static int make_largest_plan(team_rank *me)
 {
-    const epic_layer layer = {.num_experts = P2P_LOWLAT_MASKS / (P2P_LOWLAT_CHOICES / 32),
-                              .top_k = 1};
+    const epic_layer layer = {.num_experts = MOST_EXPERTS, .top_k = 1};
     const int64_t bytes = device_layer_bytes(MOST_RANKS, MOST_TOKENS, &layer);
-    void *ids, *plan;
-    if (!p2p_can_plan_lowlat(MOST_RANKS, MOST_TOKENS, &layer)) return 1;
+    void *ids, *plan, *tokens, *recv;
+    if (!p2p_can_plan_lowlat(MOST_RANKS, MOST_TOKENS, &layer, 0)) return 1;
     CHECK_CUDA(cudaMalloc(&ids, MOST_TOKENS * sizeof(int32_t)));
     CHECK_CUDA(cudaMalloc(&plan, (size_t)bytes));
+    CHECK_CUDA(cudaMalloc(&tokens, MOST_TOKENS * ROW_BYTES));
+    CHECK_CUDA(cudaMalloc(&recv, NUM_SLOTS * ROW_BYTES));
+    CHECK_CUDA(cudaMemset(tokens, 0, MOST_TOKENS * ROW_BYTES));
     CHECK_CUDA(cudaMemset(ids, 0, MOST_TOKENS * sizeof(int32_t)));
     const epic_plan_args args = {.call.stream = me->stream,
                                  .layer = &layer,
@@ -61,8 +70,11 @@ static int make_largest_plan(team_rank *me)
                                  .plan_bytes = bytes,
                                  .topk_idx = ids,
                                  .num_tokens = MOST_TOKENS,
-                                 .capacity = P2P_LOWLAT_CHOICES};
-    const epic_result result = p2p_ops.plan(me->group, &args);
+                                 .capacity = NUM_SLOTS};
+    const epic_dispatch_args rows = {.tokens = {tokens, MOST_TOKENS, ROW_BYTES},
+                                     .recv = {recv, NUM_SLOTS, ROW_BYTES},
+                                     .type = EPIC_BF16};
+    const epic_result result = p2p_ops.plan_dispatch(me->group, &args, &rows);
     if (result != EPIC_OK) {
         fprintf(stderr, "rank %d: the largest low-latency plan fails: %s\n", me->rank,
                 epic_error(NULL));
@@ -73,6 +85,8 @@ static int make_largest_plan(team_rank *me)
     const bool failed = p2p_ops.poll_failure(me->group, &failure) != EPIC_OK ||
                         p2p_ops.next_data_error(me->group) != EPIC_OK;
     team_barrier(me);
+    CHECK_CUDA(cudaFree(tokens));
+    CHECK_CUDA(cudaFree(recv));
     CHECK_CUDA(cudaFree(ids));
     CHECK_CUDA(cudaFree(plan));
     return failed;
@@ -95,7 +109,7 @@ int main(void)
     const team many = {.num_ranks = MOST_RANKS,
                        .num_gpus = 1,
                        .max_tokens = MOST_TOKENS,
-                       .max_row_bytes = 16,
+                       .max_row_bytes = ROW_BYTES,
                        .timeout_ms = TEAM_LONG_MS,
                        .work = make_largest_plan};
     if (team_run(&many)) bad = true;

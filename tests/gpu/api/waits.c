@@ -3,7 +3,7 @@
  * all other ranks show that they wait for it alone. So the times are read while kernels wait.
  *
  *   usage: waits [RANKS [TOKENS [EPIC_INFO]]]
- *     TOKENS     at most 512 tokens use the low-latency kernels
+ *     TOKENS     at most 1,024 tokens use the low-latency kernels
  *     EPIC_INFO  path of the program epic-info, which must then print these times, too */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
