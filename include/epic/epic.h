@@ -16,7 +16,7 @@
  *     router and losses      which experts a token chooses, with which weights
  *     experts and layer      the experts' MLP; the whole layer as one call
  *     advanced               bootstraps, sizes before open, reading plans, what broke a group
- *     members                a group that goes on after a rank has died or left
+ *     members                a group that continues after a rank has died or left
  *
  * Words.  A *token* is a row that the caller owns.  A *choice* is a pair (token, k): one of the
  * top-k experts of a token.  A *slot* is a row of the receive buffer: one choice that arrived
@@ -58,7 +58,7 @@
  * array that a call writes must not overlap any other array of that call.  After epic_open no
  * call allocates memory, except epic_regroup, and 32 bytes at the first use of a new tag.
  *
- * Numbers.  Counts and sizes in bytes are int64_t, and negative ones are refused.  Zero is the
+ * Values.  Counts and sizes in bytes are int64_t, and must not be negative.  Zero is the
  * default of every field.  NULL means "not wanted" for outputs and "none" for inputs.
  *
  * Errors have three classes.
@@ -74,8 +74,8 @@
  *       later call returns the same error at once, until epic_regroup or epic_close.  After
  *       epic_close the process can open a new group.
  *
- * Every wait has a deadline.  epic_error returns a sentence with the argument, its value, the
- * rule and the remedy.  The library never prints, exits, aborts or traps.
+ * Every wait has a deadline.  epic_error returns a text with the argument, its value, the rule
+ * and the remedy.  The library never prints, exits, aborts or traps.
  *
  * docs/reference/errors.md lists the error codes, docs/reference/environment.md the environment
  * variables, which epic_open reads.
@@ -118,12 +118,13 @@ typedef struct epic_context epic_context;
 /* A cudaStream_t; NULL for host contexts. */
 typedef void *epic_stream;
 
-/* The result of a call.  The numbers are part of the ABI: they never change, and new ones are
+/* The result of a call.  The values are part of the ABI: they never change, and new ones are
  * added at the end. */
 typedef enum epic_result {
     EPIC_OK = 0,
     EPIC_EINVAL = 1,    /* an argument or a value in the data is invalid */
-    EPIC_ENOMEM = 2,    /* no memory: at open, or in the first operation with a new tag */
+    EPIC_ENOMEM = 2,    /* out of memory: at open, for a window, or in the first operation
+                           with a new tag */
     EPIC_ENOTSUP = 3,   /* this context does not support the call, or no backend can connect
                            these ranks */
     EPIC_ETIMEOUT = 4,  /* a rank did not make its call before the deadline */
@@ -133,7 +134,7 @@ typedef enum epic_result {
     EPIC_EPEER = 8,     /* a rank died, closed its context or aborted */
     EPIC_ECLOSED = 9,   /* this context never opened, or belongs to the parent of a forked
                            process */
-    EPIC_EEVICTED = 10  /* the other ranks have gone on without this rank (epic_regroup) */
+    EPIC_EEVICTED = 10  /* the other ranks continue without this rank (epic_regroup) */
 } epic_result;
 
 /* The type of the elements of an array.  EPIC_BYTES stands for any type: calls that only move
@@ -221,9 +222,10 @@ static inline epic_const_rows epic_rows_as_const(epic_rows rows)
 /* Fields that are common to all calls that compute.  Local calls use only the stream. */
 typedef struct epic_call {
     epic_stream stream;
-    uint64_t tag;        /* equal for the calls of all ranks that form one operation */
+    uint64_t tag;        /* identifies the operation, with its position among the calls with
+                            this tag; equal on all ranks */
     uint32_t timeout_ms; /* deadline of every wait of this call; 0: the context's deadline */
-    uint32_t max_sms;    /* CUDA: largest number of SMs to use; 0: the context's number */
+    uint32_t max_sms;    /* CUDA: largest number of SMs to use; 0: the context's limit */
 } epic_call;
 
 /* ------------------------------------------------------------------------ dispatcher ----
@@ -396,8 +398,8 @@ static inline epic_result epic_open(epic_context **out, const epic_bootstrap *bo
  * CUDA:    no difference. */
 EPIC_API void epic_close(epic_context *ctx);
 
-/* Returns the sentence about the last failed call of this thread, or "" if none failed.  ctx
- * may be NULL.  The text is valid until the next failing call of this thread.
+/* Returns the error text of the last failed call of this thread, or "" if none failed.  ctx may
+ * be NULL.  The text is valid until the next failing call of this thread.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
@@ -412,7 +414,7 @@ EPIC_API const char *epic_error(const epic_context *ctx);
 EPIC_API epic_result epic_check(epic_context *ctx);
 
 /* Reports to the other ranks that this rank cannot make its next call with `tag`.  Their calls
- * return EPIC_EPEER with the sentence `why` at once.  The group is broken afterwards.
+ * return EPIC_EPEER with the text `why` at once.  The group is broken afterwards.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
@@ -439,10 +441,10 @@ EPIC_API uint32_t epic_version(void);
 
 /* Names for logs.
  *   - epic_result_name returns the name of a result, such as "EPIC_ETIMEOUT".
- *   - epic_result_string returns a general sentence about a result.  epic_error returns the
- *     sentence about the last failure.
+ *   - epic_result_string returns a general description of a result.  epic_error returns the
+ *     text of the last error.
  *   - The other functions return the name of an enum's constant, such as "EPIC_FLAT", or
- *     "unknown epic_layout" for any other number.
+ *     "unknown epic_layout" for any other value.
  * Errors:  none.
  * Threads: local.
  * CUDA:    no difference. */
@@ -523,12 +525,12 @@ typedef enum epic_priority {
  * dropped, and their fate is EPIC_FATE_ABSENT.  Without this flag each logical expert must have
  * a replica.
  *
- * The choices of a logical expert go to its replicas in turn.  The choices of the logical
- * expert are numbered in the order (source rank, token, k), and its replicas in the order of
- * their ids.  With r replicas, choice number n goes to replica number n % r.  So the loads of
- * the replicas differ by at most one, and balancing needs no communication.  With
- * expert_capacity C, replica i keeps (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the
- * replicas do not change which choices a logical expert drops. */
+ * The choices of a logical expert go to its replicas round-robin: with r replicas, choice n
+ * goes to replica n % r.  Choices count from 0 in the order (source rank, token, k), and
+ * replicas in the order of their ids.  So the loads of the replicas differ by at most one, and
+ * balancing needs no communication.  With expert_capacity C, replica i keeps
+ * (C + r - 1 - i) / r choices.  With EPIC_BY_TOKEN, the replicas do not change which choices a
+ * logical expert drops. */
 typedef struct epic_layer {
     uint32_t num_experts;     /* number of experts, 1 to 65536 */
     uint32_t num_logical;     /* number of logical experts, and expert ids are below it.  0:
@@ -621,8 +623,9 @@ typedef struct epic_plan_args {
  * expert_capacity is the only limit, the same choices are kept for any number of ranks.
  *
  * With capacity_limit the rank has min(capacity, *capacity_limit) slots, at least one.  The
- * number is read while the operation runs.  So a captured CUDA graph, which contains
- * `capacity`, reads a new limit in each replay.  It must not change while the operation runs.
+ * operation reads the limit when it runs.  So each replay of a captured CUDA graph, in which
+ * `capacity` is a constant, reads the current limit.  It must not change while the operation
+ * runs.
  *
  * Errors in the data are class (b): an expert id that is not below num_experts (with replicas:
  * num_logical), and an invalid rank_of_expert or logical_of_expert.  Different tables on
@@ -773,10 +776,10 @@ typedef struct epic_combine_backward_args {
  * The dot product is computed in float32 (F64: float64), in blocks of 1024 elements:
  *   - Accumulator i of 256 adds the elements i, i + 256, i + 512 and i + 768 of a block, with
  *     fused multiply-add after the first product.
- *   - Each aligned group of 8 accumulators becomes one number.  For the distances d = 4, 2 and
- *     1, accumulator i + d of the group is added to accumulator i, for all i below d.
- *   - The numbers of the 32 groups are added in the same way, with the distances 16, 8, 4, 2
- *     and 1.  Then the sums of the blocks are added in ascending order.
+ *   - Each aligned group of 8 accumulators is reduced to one sum.  For the distances d = 4, 2
+ *     and 1, accumulator i + d of the group is added to accumulator i, for all i below d.
+ *   - The sums of the 32 groups are added in the same way, with the distances 16, 8, 4, 2 and
+ *     1.  Then the sums of the blocks are added in ascending order.
  * Errors:  those of epic_combine.
  * Threads: collective.
  * CUDA:    as epic_combine. */
@@ -819,9 +822,9 @@ typedef struct epic_sum_replicas_args {
  *   - BY_RANK: each rank adds its own replicas in ascending order.  Then the sums of the ranks
  *     are added as in epic_allreduce_sum.
  *   - TREE: each leaf adds its own replicas in ascending order, starting from 0.  Then the
- *     leaves of a rank are added in a binary tree, and then the ranks by their numbers.  The
- *     bits are the same for every number of ranks if rank i owns block i of the experts, which
- *     is the default.
+ *     leaves of a rank are added in a binary tree, and the sums of the ranks as in
+ *     epic_allreduce_sum.  The bits are the same for every number of ranks if rank i owns block
+ *     i of the experts, which is the default.
  * Errors:  those of epic_combine.
  * Threads: collective; it runs several operations with call.tag, one after the other.
  * CUDA:    one operation; data and plan are on the device, and the workspace is not used. */
@@ -845,9 +848,10 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
  *   - epic_combine_backward: d_rows, like recv, if the call has no slot_weights, no
  *     d_slot_weights and no quantize
  *
- * On GPUs (backend p2p) only rows without scales are stored directly, only by epic_dispatch and
- * epic_plan_dispatch, and only if they are aligned to 16 bytes and the rank has more tokens than
- * the low-latency kernels support.  All other rows pass through staging.
+ * On GPUs (backend p2p) rows are stored directly only if they have no scales and are aligned to
+ * 16 bytes, and if every rank has more tokens than the low-latency kernels support.  Then
+ * dispatch with top-1 always stores directly.  Some other calls do so only if the staging memory
+ * is too small for all rows (docs/guide/c.md).
  *
  * Like any output, an output in a window is written only while the call of its own rank runs.
  * After a class (c) error peers may write the outputs of the failed call until epic_close has
@@ -1539,7 +1543,7 @@ typedef struct epic_moe_args {
  * weight * x for each zero-expert, plus the output of the shared expert.  experts->weighting
  * selects where rows are multiplied by the weights of choices.
  *
- * F64 rows.  All numbers are float64, also the weights of choices and their gradients.  These
+ * F64 rows.  All values are float64, also the weights of choices and their gradients.  These
  * are sent with the rows, so config.max_row_bytes must be at least 8 * top_k.  EPIC_WEIGHT_LATE
  * is computed as EPIC_WEIGHT_EARLY, which gives the same value.
  *
@@ -1596,8 +1600,9 @@ typedef struct epic_moe_args {
  *          entries of the table and forced ids, and EPIC_EOVERFLOW; (c).
  * Threads: collective.
  * CUDA:    all arrays are on the device, also the losses and their gradients.  The host never
- *          waits, and a graph can hold the call.  A rank_of_expert that gives a rank more than
- *          num_local_experts is class (b).  F64 rows and shared->gemm are EPIC_ENOTSUP. */
+ *          waits, and a CUDA graph can contain the call.  A rank_of_expert that gives a rank
+ *          more than num_local_experts experts is a class (b) error.  F64 rows and shared->gemm
+ *          are EPIC_ENOTSUP. */
 static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_args *args);
 
 /* Runs the first part of epic_moe_forward, up to the plan.  The caller can then allocate memory
@@ -1718,7 +1723,7 @@ typedef struct epic_tcp {
  * docs/guide/security.md describes what a secret protects.
  * Errors:  EPIC_EINVAL, EPIC_ETIMEOUT (names the ranks that are missing), EPIC_EPEER,
  *          EPIC_EDEVICE, EPIC_ENOTSUP (a secret without libcrypto).  epic_error(NULL) returns
- *          the sentence.
+ *          the error text.
  * Threads: collective.
  * CUDA:    no difference. */
 static inline epic_result epic_bootstrap_tcp(epic_bootstrap *out, const epic_tcp *tcp);
@@ -1755,10 +1760,10 @@ EPIC_API epic_result epic_bootstrap_mpi(epic_bootstrap *out, const void *comm,
  *
  * EPIC calls the NCCL that the process has already loaded, version 2.14 or newer, and does not
  * link it.  If the process has loaded several, an environment variable selects one
- * (docs/reference/environment.md).  A gather calls only ncclAllGather, on a stream of the
- * bootstrap and in a thread of its own.  Until the
- * call that gathers (epic_open) has returned, no other thread may use `comm`.  The caller's own
- * collectives on `comm` must come before or after this call in the same order on all ranks.
+ * (docs/reference/environment.md).  epic_open calls only ncclAllGather, on a stream of the
+ * bootstrap and in a thread of its own.  So epic_open counts as a collective on `comm`: all
+ * ranks must call it at the same place among their own collectives, and no other thread may
+ * use `comm` meanwhile.
  *
  * NCCL does not report which rank is missing, so EPIC_ETIMEOUT does not name it.  After a
  * failed gather NCCL may still wait for that rank: abort the communicator (ncclCommAbort).
@@ -1889,12 +1894,12 @@ typedef struct epic_failure_info {
     uint32_t result;    /* an epic_result; EPIC_OK: the group is not broken */
     uint32_t operation; /* an epic_operation */
     uint64_t tag;
-    uint64_t sequence; /* number of the operation among those with its tag, from 0; after
-                          epic_regroup from generation * 2^32 */
+    uint64_t sequence; /* sequence number of the operation among those with its tag, from 0;
+                          after epic_regroup from generation * 2^32 */
     int32_t rank;      /* the rank that noticed the failure */
     uint32_t num_culprits;
     int32_t culprits[EPIC_MAX_CULPRITS]; /* ranks that caused the failure, in ascending order */
-    char sentence[512];
+    char sentence[512];                  /* the error text */
 } epic_failure_info;
 
 /* Writes to *out the failure that broke the group.  out->result is EPIC_OK if the group is not
@@ -1904,8 +1909,7 @@ typedef struct epic_failure_info {
  * CUDA:    no difference. */
 static inline epic_result epic_failure(const epic_context *ctx, epic_failure_info *out);
 
-/* How long this rank has waited for one peer.  All numbers count from epic_open and never
- * decrease. */
+/* How long this rank has waited for one peer, since epic_open.  The values never decrease. */
 typedef struct epic_wait_info {
     uint64_t num_operations; /* operations that this rank has begun; equal for all peers */
     uint64_t wait_ns;        /* nanoseconds in which an operation could not continue without
@@ -1947,16 +1951,17 @@ EPIC_API const char *epic_blas_name(void);
 
 /* Arguments of epic_regroup.  All fields except `step` and `leaving` are equal on all ranks. */
 typedef struct epic_regroup_args {
-    int64_t step;         /* number of the caller, usually the last step that this rank has
-                              finished */
-    uint32_t patience_ms; /* how long to wait for ranks that may live and do not make the
+    int64_t step;         /* any value of the caller, usually the last step that this rank has
+                              finished; out->least_step is the smallest of all members */
+    uint32_t patience_ms; /* how long to wait for a rank that may live and has not made the
                               call, in milliseconds; 0: the context's deadline */
     uint32_t min_members; /* the call fails if fewer members would remain; 0: 1 */
     uint32_t leaving;     /* 1: this rank leaves the group */
     uint32_t flags;       /* must be 0 */
-    uint64_t authority;   /* 0: the ranks decide which members remain.  Else the number of the
-                              decision of a program outside of the group, for example of an
-                              orchestrator.  A new decision needs a higher number */
+    uint64_t authority;   /* 0: the ranks decide which members remain.  Else a program outside
+                              of the group decides, for example an orchestrator, and this is
+                              the number of its decision.  A later decision needs a higher
+                              number */
     const uint64_t *only; /* [(num_ranks + 63) / 64] with authority: set of the ranks that
                               remain; else NULL */
 } epic_regroup_args;
@@ -1976,7 +1981,7 @@ typedef struct epic_members_info {
                                           not in this one */
 } epic_members_info;
 
-/* Makes the next *generation* of the group: the set of the ranks that go on, its *members*.  Use
+/* Makes the next *generation* of the group: the set of ranks that continue, its *members*.  Use
  * it after a class (c) error, and when a rank leaves.  All members that live make the call.  The
  * members agree on a set that has all of them, except:
  *   - ranks that leave;
