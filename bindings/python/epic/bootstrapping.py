@@ -30,7 +30,7 @@ class Tcp:
     Attributes:
         address: IP address or host name of rank 0.
         port: Port of rank 0, 1 to 65535. If epic.jax.open opens several groups along a mesh axis,
-            group number i uses port + i.
+            the i-th group, from 0, uses port + i.
         secret: A text, equal on all ranks, with which the ranks prove that they belong together.
             None: rank 0 listens on the loopback interface only.
     """
@@ -49,13 +49,13 @@ class Tcp:
 
 @dataclass(frozen=True)
 class Nccl:
-    """A bootstrap over an NCCL communicator of your program, which stays yours.
+    """A bootstrap over an NCCL communicator of your program.
 
-    The group has the ranks of the communicator. EPIC calls only ncclAllGather, for a few kilobytes,
-    and only while the group opens. Meanwhile no other thread may use the communicator. Your own
-    collectives on it must come before or after the opening in the same order on all ranks. The
-    group's device must be the device of the communicator. On a CPU group the current CUDA device
-    must be this device.
+    The group has the ranks of the communicator. Opening the group counts as a collective on the
+    communicator: all ranks must open it at the same place among your own collectives, and meanwhile
+    no other thread may use the communicator. EPIC calls only ncclAllGather, for a few kilobytes.
+    Later it does not use the communicator, and never destroys it. The device of the communicator
+    must be the group's device, or for a CPU group the current CUDA device.
 
     EPIC calls the NCCL that the process has loaded. If it has loaded several, set the environment
     variable EPIC_NCCL to the path of the one that made the communicator.

@@ -48,7 +48,7 @@ class EpicNonFiniteError(EpicError, FloatingPointError):
     Attributes:
         layer: Name of the layer in the model.
         rank: Rank that passed the token of the row to the layer.
-        token: Number of the token on that rank.
+        token: Index of the token on that rank.
         expert: Expert that computed the row; None if the row belongs to no expert.
     """
 

@@ -376,7 +376,7 @@ class Experts(Options):
         row_type: Dtype of the rows: "float32", "bfloat16", "float16" or "float64". None: that of
             the arrays of a call.
         weight_type: Dtype of the weights, like row_type. Or "e4m3", only on GPUs: each call rounds
-            the weights to e4m3, and gradients are those of weights that are not rounded.
+            the weights to e4m3, and gradients are computed as if they were not rounded.
         limit: Limit of "clamped_swiglu" (0 stands for 7) and of "clamped_silu" (0 stands for 10).
         alpha: Factor of "clamped_swiglu"; 0 stands for 1.702.
 

@@ -18,7 +18,7 @@ class RoutingStats:
     kept + none + expert_full + rank_full + absent is the number of choices, num_tokens * top_k.
 
     Attributes:
-        id: Number of the plan.
+        id: Id of the plan, equal on all ranks.
         num_tokens: Number of tokens of this rank.
         num_slots: Number of slots of this rank that are filled.
         capacity: Number of slots of this rank.
@@ -33,8 +33,8 @@ class RoutingStats:
         total_tokens: Number of tokens of all ranks.
         fate: [num_tokens, top_k] int32: the slot of each choice, on the rank that owns the expert.
             Or NO_EXPERT (-1), EXPERT_FULL (-2), RANK_FULL (-3) or EXPERT_ABSENT (-4).
-        rank: [num_tokens, top_k] int32: the rank of that slot; -1 for a choice without a slot. On
-            GPUs also a choice that was dropped has a rank.
+        rank: [num_tokens, top_k] int32: the rank that owns the expert; -1 for a choice without an
+            expert or with an absent one. On GPUs also -1 for every other dropped choice.
     """
 
     id: int

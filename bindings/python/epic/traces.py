@@ -135,8 +135,8 @@ def read_trace(
 
     Args:
         path: The folder of the trace, which the variable EPIC_TRACE contained.
-        num_layers: Number of layers that shared the group, and made their plans in turn. Layer i
-            then has the plans i, i + num_layers, i + 2 * num_layers and so on.
+        num_layers: Number of layers that shared the group. Their plans alternate in the trace:
+            layer i has the plans i, i + num_layers, i + 2 * num_layers and so on.
         group: Name of the group, or the 16 digits of its id. None: the folder has only one group.
 
     Returns:

@@ -80,7 +80,7 @@ class Waits:
             earlier: The earlier result, of the same rank.
 
         Returns:
-            The differences of all numbers.
+            The differences of all counts and times.
 
         Raises:
             EpicArgumentError: The earlier result is of another rank or group.

@@ -143,7 +143,8 @@ def dispatch(
         weights: [..., top_k] any float dtype, or None: the weight of each choice.
         quantize: "1x128" or "1x32": rows are rounded to float8_e4m3fn with a scale for each block
             of 128 or 32 columns, and sent in this form.  The result has the dtype of tokens.  The
-            gradient is that of rows that are not rounded.  None: rows are sent in their own dtype.
+            gradient is computed as if rows were not rounded.  None: rows are sent in their own
+            dtype.
         max_sms: on GPUs the largest number of SMs of this call and its gradient; None: that of
             the plan.
 
@@ -245,9 +246,9 @@ def dispatch_flat(
 
     Returns:
         Three arrays: the rows [capacity, hidden] in the dtype of tokens; the weights of their
-        choices [capacity, top_k] float32, or None without weights; the numbers of their local
-        experts [capacity, top_k] int32.  A row with fewer than top_k local experts has -1 after
-        them.
+        choices [capacity, top_k] float32, or None without weights; the experts of this device that
+        the row's token has chosen [capacity, top_k] int32, numbered from 0, and -1 in unused
+        entries.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.
@@ -384,8 +385,8 @@ def dispatch_flat_quantized(
 
     Returns:
         Four arrays: the rows [capacity, hidden] float8_e4m3fn; their scales [capacity, blocks]; the
-        weights of their choices [capacity, top_k] float32, or None without weights; the numbers of
-        their local experts [capacity, top_k] int32, with -1 after them.  If `scales` are passed,
+        weights of their choices [capacity, top_k] float32, or None without weights; their local
+        experts [capacity, top_k] int32, as `dispatch_flat` returns them.  If `scales` are passed,
         rows and scales have the dtypes that were passed.
 
     Raises:

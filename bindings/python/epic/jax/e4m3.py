@@ -133,8 +133,8 @@ def multiply_mx(x: Any, scales: Any) -> Any:
 def unscaled(weights: Weights, dtype: Any) -> Weights:
     """Return weights in e4m3 as weights of a float type, which every group computes with.
 
-    In float32 and bfloat16 the result is exact for MXFP8 weights (e4m3 numbers with one power of
-    two for 32 of them), unless a number is too small for the type.
+    In float32 and bfloat16 the result is exact for MXFP8 weights (e4m3 values with one power-of-two
+    scale for each 32), unless a value is too small for the type.
 
     Args:
         weights: ExpertWeights or MoeWeights with w_gate_up [experts, width, hidden] and w_down

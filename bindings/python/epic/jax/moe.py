@@ -390,7 +390,7 @@ def moe(
             `jax.jit`; see "Independent calls on CPUs" in the JAX guide.
         after: an array or pytree that must be computed before this call starts.
         max_sms: on GPUs the largest number of SMs of each operation of the layer, forward and
-            backward; 0: the group's.  A number above the group's counts as the group's.
+            backward; 0: the group's.  A value above the group's has no effect.
 
     Returns:
         MoeOut: the output in the shape of x, this device's part of the losses, the load of the

@@ -33,7 +33,7 @@ def read_record(data: np.ndarray, top_k: int) -> RoutingStats:
 
 
 def read_plan(plan: Plan | Record) -> list[RoutingStats]:
-    """Return where each choice of a plan went, or why it was dropped.
+    """Return the slot of each choice of a plan, or why it was dropped.
 
     Call it outside of compiled programs.  It waits until the plan is finished.
 

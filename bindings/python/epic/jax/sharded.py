@@ -210,9 +210,9 @@ def moe(
             max_sms.  All devices have the same capacity_limit.
 
     Returns:
-        MoeOut: `loss` is one number: the mean of the losses of all groups.  With loss_axes it is
+        MoeOut: `loss` is a scalar: the mean of the losses of all groups.  With loss_axes it is
         the loss of all tokens along these axes.  `load` [num_experts] is the sum over all groups.
-        `demand` [devices] has one number for each device.
+        `demand` [devices] has one value for each device.
 
     Raises:
         EpicArgumentError: an argument is wrong; raised while tracing.

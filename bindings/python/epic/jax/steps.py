@@ -450,7 +450,7 @@ def plan(
         after: an array or pytree that must be computed before this call starts.
         moe: only a composed layer passes it: its options, which the ranks compare.
         max_sms: on GPUs the largest number of SMs of this call and of all calls on the plan; 0: the
-            group's.  A number above the group's counts as the group's.
+            group's.  A value above the group's has no effect.
 
     Returns:
         Plan: the plan, with the sizes of the experts' slabs, the load and the demand.

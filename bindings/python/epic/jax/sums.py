@@ -76,7 +76,7 @@ def sum(
     after: Any = None,
     max_sms: int = 0,
 ) -> Any:
-    """Sum an array over the ranks of the group, with the same bits on every rank.
+    """Sum an array over the ranks of the group (all-reduce), with equal bits on all ranks.
 
     Collective; differentiable in x.
 

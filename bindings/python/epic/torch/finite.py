@@ -60,11 +60,12 @@ def check_finite(model: nn.Module) -> Iterator[None]:
     """Find the first row of a model's MoE layers that contains a NaN or an infinity.
 
     While the context is active, each forward and backward of an MoE layer checks its rows. If a
-    rank finds such a row, all ranks raise the same error.
+    rank finds such a row, all ranks raise the same error. Use it only for debugging, because it
+    adds a small all-reduce to each layer, and the host waits for the device. Do not use it
+    under torch.compile.
 
     All ranks must enter and leave the context at the same place of the program. Call the layers as
-    layer(x) or layer(x, token_mask). The check adds a small sum over the ranks to each layer, and
-    the host waits for the device. So use it for debugging only, and not under torch.compile.
+    layer(x) or layer(x, token_mask).
 
     Args:
         model: A model with `MoE` layers, or a `MoE`; also a model whose blocks `replace_moe` has

@@ -82,8 +82,8 @@ def dispatch_flat(
 
     Returns:
         The received rows [capacity, hidden]; the weights of their choices [capacity, top_k]
-        float32, or None without weights; and the numbers of their local experts [capacity, top_k]
-        int32. A row with fewer than top_k local experts has -1 after them.
+        float32, or None without weights; and the experts of this rank that the row's token has
+        chosen [capacity, top_k] int32, numbered from 0, and -1 in unused entries.
 
     Raises:
         EpicArgumentError: The layout is not "flat", or a shape, dtype or device is wrong.

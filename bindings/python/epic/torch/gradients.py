@@ -219,10 +219,9 @@ def scale_gradients(gradients: list[Tensor], scale: Tensor, foreach: bool | None
 class GradScaler(torch.amp.GradScaler):
     """A torch.amp.GradScaler that skips a step on all ranks together.
 
-    torch's scaler skips a step of the optimizer if the gradients of this rank overflowed. The
-    gradients of experts differ between ranks, so some ranks would skip a step that others make.
-    This scaler skips the step on every rank of the group if any rank found an overflow. Then
-    update() lowers the scale on every rank.
+    If the gradients of any rank of the group overflow, this scaler skips the step on all of them,
+    and update() lowers the scale on all of them. torch's scaler would skip the step only on ranks
+    whose own gradients overflow, and the gradients of experts differ between ranks.
 
     Every rank calls unscale_() and step() in the same order.
 
@@ -273,9 +272,9 @@ def count_labels(
 ) -> Tensor:
     """Count the labels of all ranks.
 
-    Each rank divides the sum of its losses by this number. The losses of all ranks then add up to
-    the mean over all labels. If each rank divided by the number of its own labels, a label of a
-    rank with few labels would have more weight than one of a rank with many.
+    If each rank divides the sum of its losses by this number, the losses of all ranks add up to the
+    mean over all labels. Do not divide by the number of labels of one rank: a label on a rank with
+    few labels would then count more than one on a rank with many.
 
     Collective: every rank of the group, and of process_group, calls it.
 

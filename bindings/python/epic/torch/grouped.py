@@ -36,7 +36,7 @@ class GroupedRows(NamedTuple):
     block: str
 
     def dequantize(self) -> Tensor:
-        """Return the numbers that the rows stand for, in the dtype of the tokens.
+        """Return the rows multiplied by their scales, in the dtype of the tokens.
 
         Their gradient is that of the rows: it ignores the rounding.
 

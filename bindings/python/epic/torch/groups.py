@@ -560,23 +560,24 @@ class Group:
         only: Iterable[int] | None = None,
         authority: int = 0,
     ) -> Members:
-        """Go on without the ranks that have died, hang or leave. Only with "shm" and "threads".
+        """Continue without ranks that have died, hang or leave. Only with "shm" and "threads".
 
         Call it on all ranks that live, after an error that broke the group, or when a rank calls
-        `leave`. The ranks agree on the members that go on. Afterwards the group works again, with
+        `leave`. The ranks agree on the members that continue. Then the group works again, with
         the same numbers of ranks and the same sizes. Plans from before are refused. Place all
         experts on members (rank_of_expert=), or drop the choices of absent experts
         (`Layer(drop_absent=True)`).
 
         Args:
-            step: Last step that this rank has finished, or any other number.
-            patience_ms: How long to wait for ranks that may live and do not make the call, in ms.
-                Then they are left out, if more than half of the members have made the call. 0:
+            step: Last step that this rank has finished, or any other integer.
+            patience_ms: How long to wait for a rank that may live and has not made the call, in ms.
+                Then it is left out, if more than half of the members have made the call. 0:
                 timeout_ms of the group.
             min_members: Raise an error if fewer members would remain. 0: 1.
             only: The ranks that remain, if a program outside of the group decides on them. All of
                 them must make the call.
-            authority: Number of the decision of that program; each decision has a higher one.
+            authority: Number of the decision of that program. A later decision needs a higher
+                number.
 
         Returns:
             The members. All of them have finished step `least_step`.
@@ -584,7 +585,7 @@ class Group:
         Raises:
             EpicArgumentError: An argument is invalid, or a call of this rank is still running.
             EpicError: Too few members made the call (EPIC_EPEER, EPIC_ETIMEOUT); call it again.
-                Or the others have gone on without this rank (EPIC_EEVICTED); close the group.
+                Or the others continue without this rank (EPIC_EEVICTED); close the group.
 
         Example:
             >>> import epic.torch
@@ -632,8 +633,8 @@ class Group:
     def abort(self, why: str, tag: int = 0) -> None:
         """Report to the other ranks that this rank makes no more calls with a tag.
 
-        Calls of the other ranks with this tag then fail with EPIC_EPEER at once. Without this
-        report they would wait until their time limit.
+        Their calls with this tag then fail with EPIC_EPEER at once, instead of waiting until their
+        time limit.
 
         Args:
             why: The reason, which appears in the error texts of the other ranks.

@@ -580,7 +580,7 @@ def from_pretrained(
     adapt: Callable[[Any], Any] | None = None,
     **options: Any,
 ) -> Any:
-    """Load a model of the transformers package, of whose experts each rank reads only its own.
+    """Load a model of the transformers package with only the experts of this rank.
 
     The result has the same bits as a model that transformers loads and `replace_moe` then changes.
     But here no rank reads the experts of another rank. Every rank calls this function. The ranks do

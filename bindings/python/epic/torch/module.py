@@ -375,7 +375,7 @@ class MoE(nn.Module):
         check_ddp(self, self.group)
 
     def sum_gradients(self) -> None:
-        """Add the gradients of the shared parameters over the ranks of the group.
+        """Sum the gradients of the shared parameters over the ranks of the group.
 
         Collective: every rank calls it, after backward and before the optimizer steps. Shared
         parameters are those of the router and of the shared expert, which all ranks have. The

@@ -324,7 +324,7 @@ def replace_moe(
     """Replace all Mixture-of-Experts blocks of a loaded transformers model, in place.
 
     Every rank calls it with the same model. Afterwards the model of a rank has the experts of this
-    rank only. A model that has no block, or one that is not supported, stays unchanged.
+    rank only. If the model has no block, or a block is not supported, it stays unchanged.
 
     Args:
         model: The model.
@@ -385,7 +385,7 @@ def allow_saving(model: nn.Module) -> list[nn.Module]:
 
 
 def sum_gradients(model: nn.Module, group: Group) -> None:
-    """Add the gradients of all shared parameters of a model over the ranks of the group.
+    """Sum the gradients of all shared parameters of a model over the ranks of the group.
 
     Shared parameters are those that every rank has: all except those of experts and the adapters on
     them. Parameters of experts have complete gradients after backward. Layers that add gradients

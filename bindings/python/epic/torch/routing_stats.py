@@ -11,7 +11,7 @@ from epic.torch.plans import Plan
 
 @translate_errors
 def read_plan(plan: Plan) -> routing_stats.RoutingStats:
-    """Return where each choice of this rank went, or why it was dropped.
+    """Return the slot of each choice of this rank, or why it was dropped.
 
     No other rank takes part in this call. The host waits until the plan is finished.
 

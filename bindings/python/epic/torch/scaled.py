@@ -123,8 +123,8 @@ def weight_values(w: Tensor, scales: Tensor) -> Tensor:
 def unscaled(weights: Weights, dtype: torch.dtype) -> Weights:
     """Return weights in e4m3 as weights of a float type, which every group computes with.
 
-    In float32 and bfloat16 the result is exact for MXFP8 weights (e4m3 numbers with one power of
-    two for 32 of them), unless a number is too small for the type.
+    In float32 and bfloat16 the result is exact for MXFP8 weights (e4m3 values with one power-of-two
+    scale for each 32), unless a value is too small for the type.
 
     Args:
         weights: ExpertWeights or MoeWeights with w_gate_up [experts, width, hidden] and w_down

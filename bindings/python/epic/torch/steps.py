@@ -89,7 +89,7 @@ def plan(
             and num_local_experts. None: rank r owns the r-th contiguous block of experts.
         logical_of_expert: Integers [num_experts], with layer.num_logical: the logical expert of
             which each expert is a replica. topk_idx then contains ids of logical experts, and the
-            replicas of a logical expert take turns.
+            replicas of a logical expert receive its choices round-robin.
         num_local_experts: Largest number of experts of a rank, with rank_of_expert.
         tag: Calls with equal tags run in the same order on every rank. Threads of one process use
             different tags.
@@ -316,7 +316,7 @@ def dispatch(
         weights: Weight of each choice [..., top_k], or None.
         quantize: "1x128" or "1x32": rows are rounded to e4m3 with a scale for each block of 128 or
             32 columns, and sent in this form. The result has the dtype of tokens. The gradient is
-            that of rows that are not rounded. None: rows are sent unchanged.
+            computed as if rows were not rounded. None: rows are sent unchanged.
         zero_tail: Whether dispatch sets the slots after the last slab to zero. It always sets
             padding inside of a slab to zero.
         max_sms: On GPUs the largest number of SMs of this call and its gradient. None: as `plan`.

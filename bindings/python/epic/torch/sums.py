@@ -116,7 +116,7 @@ def sum(
     max_sms: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Add a tensor over the ranks, with the same bits on every rank.
+    """Sum a tensor over the ranks (all-reduce), with the same bits on every rank.
 
     Collective: every rank of the group calls it.
 

@@ -44,8 +44,8 @@ def window(shape: int | Sequence[int], dtype: torch.dtype, group: Group) -> Tens
 
     Raises:
         EpicArgumentError: An argument is invalid.
-        EpicError: A rank has no memory for its window, or does not support windows. All ranks get
-            the error, and it names the rank.
+        EpicError: A rank is out of memory, or does not support windows. All ranks get this error,
+            which names the rank.
 
     Example:
         >>> import torch, epic.torch
