@@ -20,25 +20,26 @@
  * lowlat/sum.cuh has the units of work for aligned rows whose partial sums are added in the
  * order of ranks. For unaligned rows and for sums in tree order, this kernel uses the units of
  * combine/plain.cuh. */
-/* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
- * be defined before the first #include. */
+/* Makes waits poll longer before they sleep, for lower latency. Must be defined before the
+ * first #include, because wait.cuh reads it. */
 #define LOW_LATENCY 1
-/* Workers (warps that move rows) per CTA. With the control warp there are 16 warps, four per
- * scheduler of the SM, and 128 registers per thread. */
+/* Workers (warps that move rows) per CTA. With the control warp, a CTA has 16 warps, four per
+ * scheduler of the SM, which leaves 128 registers per thread. */
 #define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Divides the units among the workers. A unit is one piece of a token's row: of a peer's token,
- * to send a partial sum, or of this rank's token ("own"), to add the partial sums of all ranks.
- * The first units of peers' tokens go to the first workers, and the first units of own tokens
- * to the last ones, which balances the work. */
+/* Divides the units among the workers. A unit is one piece of a token's row. For a peer's
+ * token, the worker sends this rank's partial sum. For a token of this rank ("own"), it adds
+ * the partial sums of all ranks. To balance the work, the first units of peers' tokens go to
+ * the first workers, and the first own units to the last workers. In the functions below, `own`
+ * selects own units (true) or units of peers' tokens (false). */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* Number of this worker, from a shuffle, so that the compiler knows that it is equal in all
-     * lanes. */
+    /* Index of this worker. It comes from a shuffle, so that the compiler knows that all lanes
+     * have the same value. */
     const int worker;
 
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
@@ -46,17 +47,15 @@ struct CombineUnits {
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns the unit with number u, of own tokens if `own` is true, else of peers' tokens.
-     * The caller must still look up the token's slots (rows of the receive buffer). */
+    /* Returns unit u without its slots, which the caller must still look up. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
         if (own) return {row, 0, u % c.shape.pieces, -1, -1};
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
-    /* Returns the number of this worker's first unit, of own tokens if `own` is true, else of
-     * peers' tokens. The last worker of each CTA also checks the plan, so it is the last to get
-     * a unit of own tokens. */
+    /* Returns the index of this worker's first unit. The last worker of each CTA also checks
+     * the plan, so the last workers are the last to get an own unit. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -64,10 +63,9 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns the unit with number u, with the slot (row of the receive buffer) of this lane
-     * and, for an own token, the rank to which this lane's choice goes. `end`: number of units
-     * of own tokens if `own` is true, else of peers' tokens. If u >= end, returns an empty
-     * unit. */
+    /* Returns unit u with its slots: each lane gets one slot of the token on this rank and, in
+     * an own unit, the rank to which its choice goes. `end`: number of units. If u >= end,
+     * returns an empty unit. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -77,10 +75,10 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns the first unit of this worker, of own tokens if `own` is true, else of peers'
-     * tokens. The plan's header has not been checked yet, so the peers' numbers of tokens are
-     * not known. is_likely becomes true if this rank has a token with the number of the unit's
-     * token, because most often all ranks have equally many. */
+    /* Returns this worker's first unit, before the plan's header has been checked, so the
+     * peers' token counts are not known yet. is_likely: this rank has a token with the same
+     * index as the unit's token. Then the peer probably has one too, because ranks usually have
+     * equally many. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -97,9 +95,9 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for each unit of this worker, of own tokens if `own` is
-     * true, else of peers' tokens. `is_loaded`: the caller has already loaded the first unit,
-     * first_unit; is_first is true only for it. Returns false as soon as do_unit() does. */
+    /* Calls do_unit(unit, is_first) for each unit of this worker. `is_loaded`: the caller has
+     * already loaded the first unit, first_unit; is_first is true only for this unit. If
+     * do_unit() returns false, stops and returns false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -120,22 +118,22 @@ struct CombineUnits {
     }
 };
 
-/* Values of Worker::loaded: no rows are loaded, the rows of Worker::sent, or those of
+/* Values of Worker::loaded: which unit's rows are loaded, none, that of Worker::sent or that of
  * Worker::own. */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
 /* The work of one worker. Sums (QuickSums or PlainSums) loads and adds rows. To save time, the
  * worker loads its first units, and the rows of one of them, before the plan's header has been
- * checked. It sends and stores nothing before that. */
+ * checked. It sends and stores nothing before that check. */
 template <class Sums> struct Worker {
-    /* This worker's first piece of a peer's token (to send), and of a token of this rank (to
+    /* This worker's first units: of a peer's token (to send) and of a token of this rank (to
      * add). */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
     bool is_ahead = false; /* true: read_ahead() has set `sent` and `own` */
 
-    /* Looks up this worker's first two pieces, and loads the rows of one of them. Called before
+    /* Looks up this worker's first two units, and loads the rows of one of them. Called before
      * the first barrier of the CTA, while another warp checks the plan's header. */
     __device__ __forceinline__ void read_ahead(const CombineUnits &units)
     {
@@ -146,14 +144,14 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* In a valid plan, the lowest lanes have the slots of the token. If they do not, the
-         * plan is invalid, and its slot numbers must not be used as addresses. */
+        /* In a valid plan, the lowest lanes have the slots of the token. Otherwise the plan is
+         * invalid, and its slots must not be used as addresses. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Does all units of this worker: first sends the partial sums for peers' tokens, then adds
-     * those for this rank's tokens. Returns false if the group has failed. */
+    /* Does all units of this worker: first sends the partial sums of peers' tokens, then adds
+     * the partial sums of this rank's tokens. Returns false if the group has failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
@@ -169,9 +167,9 @@ template <class Sums> struct Worker {
     }
 };
 
-/* Loads and adds rows for lowlat_combine_kernel(), if rows are aligned and partial sums are
- * added in the order of ranks. EXACT: a row consists of whole pieces. AT_ONCE: number of
- * partial sums that a warp polls together. */
+/* Loads and adds rows if rows are aligned and partial sums are added in the order of ranks.
+ * EXACT: a row consists of whole pieces. AT_ONCE: number of partial sums that a warp polls
+ * together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* 16-byte vectors per lane and piece */
@@ -194,8 +192,8 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* Adds rows for lowlat_combine_kernel(), if rows are not aligned or partial sums are added in
- * tree order. Loads no rows ahead. */
+/* Adds rows if rows are not aligned or partial sums are added in tree order. Loads no rows in
+ * advance. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -217,8 +215,7 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Zeroes all outputs, because the plan is invalid or the receive buffer of a rank has too few
- * rows. Each of `threads` threads calls it with its own number `thread`. */
+/* Zeroes all outputs. Each of `threads` threads calls it with its own index `thread`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -234,17 +231,16 @@ static __device__ void clear_outputs(const CombineState &c, int64_t thread, int6
  *   2. After the first barrier of the CTA, one warp of the grid announces the operation.
  *   3. Workers send partial sums for the peers' tokens. Then they add the partial sums for this
  *      rank's own tokens. The control warp of the last CTA ends the operation.
- *   4. If the plan is invalid, or a rank has too few rows, the CTAs write zeros to all
- *      outputs. */
+ *   4. If the plan is invalid, or the receive buffer of a rank has too few rows, the CTAs write
+ *      zeros to all outputs. */
 template <class Sums>
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_combine_kernel(const __grid_constant__ p2p_combine_job job)
 {
     __shared__ OpState op;
     __shared__ PlanView plan;
-    __shared__ Stride unused; /* CombineState needs a Stride, but this kernel does not use it */
-    /* Set to false if the receive buffer of any rank has fewer rows than the plan needs
-     * there. */
+    __shared__ Stride unused; /* required by CombineState, but not used by this kernel */
+    /* false if the receive buffer of any rank has fewer rows than the plan has slots there */
     __shared__ bool enough;
     const p2p_self &self = job.self;
     prefetch_params(job);
@@ -304,7 +300,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Properties of a job. They decide which instance of the kernel template is launched. */
+/* Properties of a job, which decide which instance of the kernel template is launched. */
 struct Kind {
     /* plain: the job needs PlainSums. exact: a row consists of whole pieces. two_ranks: the
      * group has at most two ranks. */

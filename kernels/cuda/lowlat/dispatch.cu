@@ -16,9 +16,9 @@
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* Only in backend `hosts`: sends a token's row to those ranks of `peers` (bit mask) that are on
- * other hosts. Each warp that stores pieces of the row calls this function after each piece.
- * The call for the last piece posts one put per rank. */
+/* Only in backend `hosts`: posts the puts of a token's row to the ranks of `peers` (bit mask)
+ * that are on other hosts. Each warp that stores pieces of the row to the outbox calls this
+ * after each piece. Only the call for the last piece posts: one put per rank. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -43,7 +43,8 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
  *                       already arrived, and poison for the others
  *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot)
  *   pad_slot            writes zeros to a piece of a slot
- *   clear_rows          zeroes all slots from `first` on */
+ *   clear_rows          zeroes all slots from `first` on, and their weights; each of `threads`
+ *                       threads calls it with its own index `thread` */
 template <bool WHOLE> struct PlainRows {
     static constexpr bool EXACT = WHOLE;
 
@@ -87,8 +88,6 @@ template <bool WHOLE> struct PlainRows {
     {
         pad_piece<EXACT>(m, slot, piece);
     }
-    /* Zeroes rows of the receive buffer, and their weights, from row `first` on. Each of
-     * `threads` threads calls the function with its own number `thread`. */
     static __device__ __forceinline__ void clear_rows(const LowlatMove &m, int64_t first,
                                                       int64_t thread, int64_t threads)
     {
@@ -137,9 +136,9 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Only for mixed plans (lowlat/plan.cuh): receives a record, a list of slots, for each token
- * that has slots on this rank, and copies it to the plan. Called by all warps of the CTAs that
- * have made the plan. */
+/* Only for mixed plans (lowlat/plan.cuh): for each token that has slots on this rank, receives
+ * its record (the list of these slots) and copies it to the plan. Called by all warps of the
+ * CTAs that have made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -154,8 +153,8 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                          });
 }
 
-/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan. If
- * there are several, the last one does not: it announces and ends the operation and, in backend
+/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan, except
+ * the last one if there are several: it announces and ends the operation and, in backend
  * `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)

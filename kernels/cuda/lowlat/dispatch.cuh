@@ -9,10 +9,10 @@
  * piece of a token's row. The template argument Rows defines how pieces are moved: PlainRows
  * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu).
  *
- * Workers first send pieces of this rank's tokens to the peers that need them. Then they
- * receive pieces and store them to slots: first pieces of this rank's own tokens, then of the
- * peers' tokens. In addition, one warp receives the weights and the record of each token
- * (together the "words" of the token). To balance the work, the first pieces go to the first
+ * Workers first send the pieces of this rank's tokens to the peers that need them. Then they
+ * receive pieces and store them to slots: first the pieces of this rank's own tokens, then
+ * those of the peers' tokens. In addition, for each token one worker receives its "words": its
+ * weights and its record (list of slots). To balance the work, the first pieces go to the first
  * workers, and the first words to the last workers.
  *
  *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
@@ -20,11 +20,8 @@
  *   ...                     | (WITH_PLAN: every CTA computes the plan in between)
  *   control    send ids, weights | announce the operation | wait for announcements | end it
  *
- * A warp that sends waits for nothing, and each row goes directly to its destination. So ranks
- * cannot wait for each other in a circle. Each word of a row, weight or id is its own flag, so
- * it needs no memory order. Only the announcement needs a memory order: a system fence comes
- * before it. So a peer that reads the announcement also sees the words that this rank's earlier
- * operations have set back to poison (the mark of a word that has not arrived).
+ * A warp that sends waits for nothing, and each row goes directly to its destination, so ranks
+ * cannot wait for each other in a circle. lowlat/lowlat.cuh explains the memory order.
  *
  * The planner of lowlat/plan.cuh supports only few tokens per rank. If another rank has more
  * tokens, this kernel makes a *mixed plan*: it uses the general planner (plan/planner.cuh)
@@ -40,8 +37,8 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* Zeroes this rank's padding, the rows without a token at the end of each expert's part of the
- * receive buffer, if the caller needs the zeros. Called by all workers of receiving CTAs. */
+/* If the caller needs zeros in the padding (the slots without a token at the end of each slab),
+ * zeroes this rank's padding. Called by all workers of receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -63,8 +60,8 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the address of the table `fate` of a plan in memory. For each choice of this rank's
- * tokens it has the choice's slot or a negative EPIC_FATE_*. */
+/* Returns the address of the table `fate` of a plan in memory: for each choice of this rank's
+ * tokens, its slot or a negative EPIC_FATE_*. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -75,9 +72,9 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
-/* Only for mixed plans: waits for the record (list of slots) of token number `token` of `rank`,
- * and sets `slot` to this lane's entry: a slot or -1. If `keep` is true, also stores the record
- * in the plan. Returns false if the group has failed. */
+/* Only for mixed plans: waits for the record (list of slots) of a token of `rank`, and sets
+ * `slot` to this lane's entry: a slot or -1. If `keep` is true, also stores the record in the
+ * plan. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -86,9 +83,8 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* For mixed plans: receives the weights and records (lists of slots)
- * of the tokens that this worker handles. Slots come from the records, not from the tables in
- * shared memory (LowlatPlan). Returns false if the group has failed. */
+/* Only for mixed plans: receives the weights and records of the tokens that this worker
+ * handles. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -105,9 +101,8 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* For mixed plans: receives the pieces of rows that this worker
- * handles, and stores them to the receive buffer. Slots come from the records, not from the
- * tables in shared memory. Returns false if the group has failed. */
+/* Only for mixed plans: receives the pieces of rows that this worker handles, and stores them
+ * to the receive buffer. Returns false if the group has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -128,10 +123,9 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan with the general planner, because another rank has too many tokens for the
- * planner of the low-latency kernels, and then receives all rows and weights. Called by all
- * threads of the receiving CTAs. Not inlined, with m by value: a reference would force the
- * compiler to keep m in memory on all paths of the kernel. */
+/* Makes a mixed plan with the general planner, and then receives all rows and weights. Called
+ * by all threads of the receiving CTAs. Not inlined, with m by value: a reference would force
+ * the compiler to keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -158,8 +152,8 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
 }
 
 /* Computes the plan in tables in the shared memory of this CTA. m.is_mixed becomes true if
- * another rank has too many tokens for the tables: the caller must then make a mixed plan.
- * m.discards becomes true if the plan has an error, so that received rows must not be stored.
+ * another rank has too many tokens for the tables: then the caller must make a mixed plan.
+ * m.discards becomes true if the plan has an error: then received rows must not be stored.
  * Called by all threads of the receiving CTAs. Returns false if the group has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
@@ -186,17 +180,16 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 struct LowlatShared {
     OpState op;
     /* The plan that the kernel reads. With WITH_PLAN, only the alignment and the addresses of
-     * the tables to write are set here. */
+     * the tables that the kernel writes are set. */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
-    Stride unused; /* the base class RowMove needs a Stride, but these kernels never read it */
-    /* Set to false if the receive buffer of any rank has fewer rows than the plan needs
-     * there. */
+    Stride unused;     /* required by the base class RowMove, but never read by these kernels */
+    /* false if the receive buffer of any rank has fewer rows than the plan has slots there */
     bool has_all_rows;
 };
 
-/* The words that a warp loads first: a control warp `start`, the state of the group and,
- * without WITH_PLAN, the last worker of each CTA `header`, the plan's header. */
+/* The words that a warp loads first. A control warp loads `start`, the state of the group.
+ * Without WITH_PLAN, the last worker of each CTA loads `header`, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -208,41 +201,37 @@ template <bool WITH_PLAN> struct Opening {
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
         if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
     }
-    /* Returns whether this warp loads and checks the plan's header: the last worker of each
-     * CTA, if the kernel reads a plan. */
+    /* Returns whether this warp loads and checks the plan's header. */
     static __device__ __forceinline__ bool reads_header()
     {
         return !WITH_PLAN && threadIdx.x / WARP == LOWLAT_WORKERS - 1;
     }
 };
 
-/* The first piece of a row and the first words (weights and record of a token) that a worker
- * receives. They are loaded early, so that the first wait is short. */
+/* The first piece and the first words (weights and record) that a worker receives. It loads
+ * them early, so that the first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
     bool is_own; /* true: the piece belongs to a token of this rank */
 };
 
-/* Returns whether this warp receives pieces: a worker of a receiving CTA. */
 __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 {
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
 /* Returns whether this warp may still send data after phase 2 of the kernel (see
- * lowlat_dispatch_kernel() below). With a new plan, control warps may: end_header() reports a
- * wrong value in the caller's ids to all ranks. These warps call count_posted_warp() after
- * phase 3, because it must come after all puts of a warp. All other warps call it after phase
- * 2. */
+ * lowlat_dispatch_kernel() below): with a new plan, end_header(), which control warps call, can
+ * report a wrong expert id to all ranks. So these warps call count_posted_warp() after phase 3,
+ * because it must come after the warp's last put. All other warps call it after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
-/* Returns the arguments that all functions of this kernel share, among them the CTAs that send
- * and those that receive. */
+/* Returns the arguments that all functions of this kernel share. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
                                                     LowlatShared &s)
@@ -256,7 +245,6 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     m.discards = m.is_mixed = false;
     m.tables = &s.tables;
     const int ctas = (int)gridDim.x, send_only = job.num_send_only_ctas;
-    /* 1 if the last CTA announces the operation instead of receiving, otherwise 0 */
     const int announcers = WITH_PLAN && ctas > 1;
     m.senders = {send_only ? ctas - send_only : 0,
                  send_only ? send_only : ctas - (HOSTS ? announcers : 0)};
@@ -264,10 +252,10 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
     return m;
 }
 
-/* Phase 1 of a control warp: sets op, the state of the operation. With WITH_PLAN, also sends
- * the warp's share of the expert ids, and this rank's sizes. Returns false if this rank must
- * not send, because the group has failed, for example if the net has not read the outbox in
- * time. */
+/* Phase 1 of a control warp: initializes op, the state of the operation. With WITH_PLAN, also
+ * sends the warp's share of the expert ids, and this rank's sizes. Returns false if the group
+ * has failed, for example because the net has not read the outbox in time; then this rank must
+ * not send. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -287,8 +275,8 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads the first piece that the worker will receive, if it belongs to a
- * token of this rank and so is in the caller's memory. */
+/* Phase 1 of a worker: if the first piece that the worker will receive belongs to a token of
+ * this rank, loads it from the caller's memory. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -302,7 +290,8 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
 }
 
 /* Phase 1: sets up empty tables for a new plan (WITH_PLAN), or checks the header of the plan
- * that the kernel reads. Sets the operation's signature, which the announcement contains. */
+ * that the kernel reads. Sets the operation's signature, which is a part of the
+ * announcement. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
                                           const Opening<WITH_PLAN> &opening)
@@ -322,9 +311,9 @@ __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
     s.plan.header.alignment = job.plan.layer.alignment;
 }
 
-/* End of phase 1: waits at a barrier for all warps of the CTA. Then one warp of the last CTA
- * (is_announcer()) announces the operation to all ranks. Returns false, and the CTA must end,
- * if may_send is false in any thread. */
+/* End of phase 1: all warps of the CTA meet at a barrier. Then one warp of the last CTA
+ * (is_announcer()) announces the operation to all ranks. Returns false if may_send is false in
+ * any thread; then the CTA must end. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
                                                    bool may_send)
@@ -341,8 +330,8 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
     return true;
 }
 
-/* Phase 2, which waits for no other rank: workers send this rank's rows, control warps its
- * weights. is_valid: false if the kernel reads a plan that is invalid. */
+/* Phase 2: workers send this rank's rows, control warps its weights. Waits for no other rank.
+ * is_valid: false if the kernel reads a plan that is invalid. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -356,8 +345,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load the words (weights and record) and the piece that the worker
- * receives first. Phase 1 has loaded a piece of this rank's token already. */
+/* End of phase 2: starts to load the words and the piece that the worker receives first, unless
+ * phase 1 has loaded the piece already. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -381,9 +370,8 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
     return ok;
 }
 
-/* Phase 4: receives rows and weights and stores them to the caller's buffers, zeroes the
- * padding, and ends the operation. is_valid: the plan is valid. `ok`: false if the group has
- * failed. */
+/* Phase 4: receives rows and weights, stores them to the caller's buffers, zeroes the padding,
+ * and ends the operation. `ok`: false if the group has failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -412,9 +400,9 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 with a mixed plan (lowlat/plan.cuh). The control warp of the last CTA ends the
- * operation. The receiving CTAs make the plan with the general planner, and receive all rows.
- */
+/* Phase 4 with a mixed plan (lowlat/plan.cuh): the control warp of the last CTA ends the
+ * operation. The receiving CTAs make the plan with the general planner, and receive all
+ * rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -469,7 +457,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 }
 
 /* Returns how many CTAs only send. A rank with many tokens uses separate CTAs to send and to
- * receive, because its stores to peers delay all other memory accesses of the same SM. */
+ * receive, because stores to peers delay all other memory accesses of the same SM. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -477,8 +465,7 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches kernels[1], which makes a plan and moves rows, or kernels[0], which reads a plan, as
- * the job requires. */
+/* Launches kernels[1], which makes a plan and moves rows, or kernels[0], which reads a plan. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)
@@ -489,8 +476,7 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
-/* Loads both kernels, and allows them as much dynamic shared memory as the largest plan
- * needs. */
+/* Loads both kernels, and permits as much dynamic shared memory as the largest plan needs. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

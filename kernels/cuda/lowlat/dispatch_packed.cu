@@ -10,7 +10,7 @@
 #include "cuda/lowlat/dispatch.cuh"
 
 /* Moves packed rows for lowlat_dispatch_kernel(). PlainRows (lowlat/dispatch.cu) explains each
- * function. OwnPiece makes packed rows of this rank's rows: JoinedPiece copies rows and scales,
+ * function. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
  * QuantizedPiece quantizes rows. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
@@ -51,8 +51,8 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* A piece of a peer's token arrives as a piece of a packed row. A token of this rank is
-         * still in the caller's form, so its piece must first be packed. */
+        /* A piece of a peer's token arrives packed. A piece of this rank's token comes from the
+         * caller's arrays, so it must be packed first. */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of the work of dispatch for few tokens. lowlat/dispatch.cuh has the kernel that
- * calls them.
+/* The parts of the work of dispatch for few tokens. The kernel that calls them is in
+ * lowlat/dispatch.cuh.
  *
  *   PieceSender     workers        send pieces of this rank's tokens to the peers' staging
  *   WeightSender    control warps  send the weights of this rank's tokens
@@ -10,37 +10,40 @@
  * A piece is 2 KB of a token's row. A CTA has one control warp, its last warp; the others are
  * workers. A worker loads what it needs for its next piece before it waits for the current one.
  *
+ * A rank numbers the other ranks by distance: its source 0 is the next higher rank, source 1
+ * the one after it, and so on, modulo num_ranks. In the heap of a rank, the array for weights
+ * has one part for each source.
+ *
  * In staging, a word of a piece or a weight is poison (the mark of a word that has not arrived)
  * until its sender has stored it. The receiving warp polls the word until it is not poison, and
  * then stores poison back. So each word is its own flag, and no memory order is needed. */
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
 
-/* Makes waits poll longer before they sleep, for lower latency. wait.cuh reads it, so it must
- * be defined before the first #include. */
+/* Makes waits poll longer before they sleep, for lower latency. Must be defined before the
+ * first #include, because wait.cuh reads it. */
 #define LOW_LATENCY 1
 
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments that all functions of this kernel share. With has_new_plan, the kernel makes the
- * plan, and finds slots in tables in shared memory. Otherwise it reads them from a plan in
+/* Arguments that all functions of this kernel share. If has_new_plan is set, the kernel makes
+ * the plan, and finds slots in tables in shared memory. Otherwise it reads them from a plan in
  * memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
-    /* If the kernel makes the plan: whether the plan is valid (an epic_result). */
+    /* if the kernel makes the plan: its epic_result */
     uint32_t result;
-    const int32_t *fates; /* if the kernel reads a plan: the slots of this rank's choices */
-    /* true: received rows are read from staging, but not stored, because of an error in the
-     * plan or a receive buffer with too few rows */
+    const int32_t *fates; /* if the kernel reads a plan: for each choice of this rank, its
+                           * slot or a negative fate */
+    /* true: received rows are not stored, because of an error in the plan or because a receive
+     * buffer has too few rows */
     bool discards;
-    /* true: the plan is mixed (lowlat/plan.cuh). Slots come from the records (lists of slots
-     * per token) that ranks send, because one of them has too many tokens for the tables in
-     * shared memory. */
+    /* true: the plan is mixed (lowlat/plan.cuh). Then slots come from the records (lists of
+     * slots per token) that ranks send, because the tables in shared memory cannot be used. */
     bool is_mixed;
-    /* The CTAs that send rows, and the CTAs that receive rows. They may overlap: a CTA can do
-     * both. */
+    /* The CTAs that send rows, and the CTAs that receive rows. They may overlap. */
     CtaRange senders, receivers;
 
     __device__ __forceinline__ int32_t tokens_in(int rank) const
@@ -49,16 +52,16 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* One piece (2 KB) of a row of a token of `rank`, which a warp is receiving. The warp first
- * loads all its pending pieces, and then waits for the words that had not arrived. */
+/* A piece of the row of a token of `rank`, which a warp is receiving. The warp first loads all
+ * vectors of the piece. Then it waits for the words that had not arrived. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    /* In each lane, a word of the token's record (list of slots): a slot or -1. Only if the
-     * kernel reads a plan. */
+    /* in each lane, a word of the token's record, which is a slot or -1; only if the kernel
+     * reads a plan */
     uint64_t record_word;
-    /* In each lane, V vectors of 16 bytes of the piece. Words that have not arrived are poison.
-     */
+    /* in each lane, V vectors of 16 bytes of the piece; words that have not arrived are
+     * poison */
     uint4 q[V];
 };
 
@@ -67,20 +70,21 @@ struct PendingPiece {
 struct PendingWords {
     int32_t token;
     int rank;
-    /* In each lane, a word of the token's record: a slot or -1. Only if the kernel reads a
-     * plan. */
+    /* in each lane, a word of the token's record, which is a slot or -1; only if the kernel
+     * reads a plan */
     uint64_t record_word;
-    /* The slot of this lane's choice, if the token is this rank's own, the kernel reads a plan,
+    /* The slot of this lane's choice, if the kernel reads a plan, the token is this rank's own,
      * and the choice goes to this rank. Otherwise -1. */
     int32_t own_slot;
-    /* For this rank's own token: weight of this lane's choice. For a peer's token: in lane n,
-     * the weight of the token's n-th slot on this rank, or poison if it has not arrived. */
+    /* For a token of this rank: the weight of this lane's choice. For a peer's token: lane n
+     * has the weight of the token's n-th slot on this rank, or poison if the weight has not
+     * arrived. */
     uint32_t weight;
 };
 
 /* Loads the destination of choice k of a token of this rank: the caller's expert id if the
- * kernel makes the plan, otherwise the rank from the plan's table rank_of. Called before the
- * plan's header has been checked: with an invalid plan the result must not be used. */
+ * kernel makes the plan, otherwise the rank from the plan's table rank_of. It does so before
+ * the plan's header has been checked. If the plan is invalid, the result must not be used. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -93,9 +97,9 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 /* ----------------------------------------------------------------------------- sending ---- */
 
 /* Sends one worker's share of the pieces of this rank's tokens. Piece `piece` of a token is
- * unit number token * own_pieces + piece. Before the CTA's first barrier, at which the control
- * warp has set up the operation, the sender only loads its first piece and finds the peers that
- * need it. */
+ * unit token * own_pieces + piece. Before the first barrier of the CTA, the sender only loads
+ * its first piece and finds the peers that need it, because the control warp initializes the
+ * operation at the same time. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -104,8 +108,8 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Starts to load this worker's first piece and, in each lane, one choice of its token, from
-     * which find_peers() computes the peers that need the piece. */
+    /* Starts to load this worker's first piece. In addition, each lane loads one choice of the
+     * piece's token; from these, find_peers() computes which peers need the piece. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -115,7 +119,6 @@ template <class Rows> struct PieceSender {
         load_row();
         word = read_choice_ahead(m, token, lane_id());
     }
-    /* Loads the piece of unit number `unit`. */
     __device__ __forceinline__ void load_row()
     {
         token = unit / Rows::own_pieces(m);
@@ -155,25 +158,24 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends those
- * of some tokens, several at a time, with one choice per lane. read_ahead() loads the first
- * weights, and send_weights() sends all. */
+/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends the
+ * weights of some tokens, several tokens at a time, with one choice per lane. read_ahead()
+ * loads the first weights, and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
     /* choice_bits: log2 of the number of lanes that share one token. first_token: the first of
      * the tokens that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
-    uint64_t word;   /* where this lane's choice goes: the result of read_choice_ahead() */
-    uint32_t weight; /* weight of this lane's choice */
+    uint64_t word; /* where this lane's choice goes (read_choice_ahead()) */
+    uint32_t weight;
 
-    /* Creates a sender without tokens (first_token is past the last one). read_ahead() sets the
-     * warp's first tokens. */
+    /* Creates a sender without tokens (first_token is past the last one). */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* Loads the weights of this warp's first tokens, if it is a control warp of a receiving
-     * CTA. */
+    /* If this is a control warp of a receiving CTA, selects its first tokens and loads their
+     * weights. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -181,39 +183,36 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
-    /* Selects the first tokens whose weights this warp sends. `choices`: number of choices per
-     * token. */
+    /* Selects the first tokens whose weights this warp sends. `choices`: choices per token. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
         choice_bits = bits_of(choices);
         first_token = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - choice_bits);
     }
-    /* Returns the token whose weight this lane sends next. */
+    /* Token of this lane, of which it sends one weight. */
     __device__ __forceinline__ int32_t lane_token() const
     {
         return first_token + (lane_id() >> choice_bits);
     }
-    /* Returns which choice k of the token lane_token() this lane handles. */
     __device__ __forceinline__ int lane_choice() const
     {
         return lane_id() & ((1 << choice_bits) - 1);
     }
-    /* Returns whether this lane has a weight to send: its token and its choice k exist. */
+    /* Returns whether this lane has a weight to send. */
     __device__ __forceinline__ bool has_choice() const
     {
         return first_token < m.job.num_tokens && lane_token() < m.job.num_tokens &&
                lane_choice() < top_k;
     }
-    /* Loads the weight of this lane's choice, if it has one. */
     __device__ __forceinline__ void read_weight()
     {
         if (!has_choice()) return;
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens to the peers: to each those of the choices that
-     * go there, in ascending k and without gaps. */
+    /* Sends the weights of the current tokens. Each peer gets the weights of those choices that
+     * go to it, in ascending k and without gaps. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -224,12 +223,10 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t sent_choices = __ballot_sync(ALL_LANES, goes) & token_lanes;
-            /* In backend `hosts` all lanes must call post_put_weights(), which contains a
+            /* In backend `hosts` all lanes must call post_put_weights(), because it has a
              * barrier of the warp. */
             if (!HOSTS && !goes) continue;
-            /* `source` is the number that the peer gives to this rank: a rank numbers the
-             * others from the next higher one, modulo num_ranks. It selects this rank's part of
-             * the array for weights in the peer's heap. */
+            /* `source`: this rank, as the peer numbers its sources (see above). */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -239,10 +236,11 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(sent_choices));
         }
     }
-    /* Only in backend `hosts`: posts one put per token, with the token's weights for `rank`.
-     * `count`: their number for this lane's token. A put copies words of 8 bytes, so if `count`
-     * is odd, poison follows the last weight. Called by all lanes of the warp; the lane of the
-     * token's first choice posts the put. */
+    /* Only in backend `hosts`: posts one put per token that sends the token's weights to
+     * `rank`. `floats`: address of the weights in the outbox. `count`: how many weights of this
+     * lane's token go to `rank`. A put copies words of 8 bytes, so if `count` is odd, poison is
+     * appended. Called by all lanes of the warp; the lane of the token's first choice posts the
+     * put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -268,9 +266,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece to piece number u of all pieces that this rank receives:
- * first those of its own tokens, then those of token 0 of each peer, token 1 of each peer, and
- * so on. */
+/* Sets p.rank, p.token and p.piece for received unit u. A unit is one piece. The units of this
+ * rank's tokens come first, then those of token 0 of each peer, token 1 of each peer, and so
+ * on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -286,16 +284,15 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns how many pieces this rank receives. Counts all tokens of all ranks, because it is not
- * known yet which of them have slots here. */
+/* Returns how many units this rank receives. Counts the tokens of all ranks, because it is not
+ * yet known which of them have slots here. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns the number that this rank gives to `rank`. A rank numbers the others from the next
- * higher one, modulo num_ranks. */
+/* Returns which source of this rank (see the top of this file) `rank` is. */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
@@ -303,8 +300,8 @@ __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 }
 
 /* Loads this lane's word of the record of a token of `rank` (its slots on this rank) from the
- * plan in memory. Called before the plan's header has been checked: with an invalid plan the
- * result must not be used. */
+ * plan in memory, before the plan's header has been checked. If the plan is invalid, the result
+ * must not be used. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -316,8 +313,8 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
 }
 
 /* Loads a piece of a peer's token from staging, before the warp waits for it. Words that have
- * not arrived are poison. If this rank has no token with this number, the peer probably has
- * none either, because most often all ranks have equally many. Then sets the vectors to poison
+ * not arrived are poison. If this rank has no token with this index, the peer probably has none
+ * either, because ranks usually have equally many tokens. Then sets the vectors to poison
  * without a load. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
@@ -333,8 +330,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to received piece number u (locate_unit()), and loads it: from the caller's rows if
- * the token is this rank's own, else from staging. Does nothing if there is no such piece. */
+/* Sets p to received unit u (locate_unit()), and loads its piece: from the caller's rows if the
+ * token is this rank's own, else from staging. Does nothing if there is no such unit. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -346,9 +343,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of the token of received piece number u. Does nothing if
- * there is no such piece, or if the kernel makes the plan, because then its tables have the
- * slots. */
+/* Loads this lane's word of the record of the token of unit u. Does nothing if there is no such
+ * unit, or if the kernel makes the plan, because then its tables have the slots. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -356,8 +352,8 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and record) of token number u: first this rank's tokens, then token
- * 0 of each peer, token 1 of each peer, and so on. */
+/* Loads the words (weights and record) of token u: first this rank's tokens, then token 0 of
+ * each peer, token 1 of each peer, and so on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -378,8 +374,8 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot], unless slot is -1, or received data must be discarded
- * because of an error. */
+/* Stores a weight to slot_weights[slot], unless slot is -1 or received data must be
+ * discarded. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)
@@ -387,9 +383,10 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
 }
 
 /* Waits for the weights of a token, and stores them to slot_weights of its slots on this rank.
- * For a peer's token, then stores poison to staging for its next use. `slot`: this lane's slot,
- * or -1. `n`: number of this slot among the token's slots here, and of its weight among those
- * that the peer has sent. Returns false if the group has failed. */
+ * For a peer's token, then stores poison to staging, ready for the next use. `slot`: this
+ * lane's slot, or -1. `n`: how many slots the token has here before `slot`, which is also the
+ * index of the slot's weight among those that the peer has sent. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -411,9 +408,9 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns this lane's slot of a token of `rank`, or -1. If the kernel makes the plan, that is
- * the slot of choice k in lane k, from the tables. Otherwise it is `word`, which the lane has
- * loaded from the token's record. */
+/* Returns the slot that this lane handles for a token of `rank`, or -1. If the kernel makes the
+ * plan, lane k looks up the slot of the token's choice k in the tables. Otherwise the slot is
+ * `word`, which the lane has loaded from the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -437,9 +434,9 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker, of which the caller has loaded the first one, `first`.
- * Starts to load the next piece before it waits for the current one, so that the loads overlap.
- * Returns false if the group has failed. */
+/* Receives all pieces of this worker. The caller has loaded the first one, `first`. Starts to
+ * load the next piece before it waits for the current one, so that the loads overlap. Returns
+ * false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -454,16 +451,15 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the number of the first token whose words (weights and record) this worker receives.
- * The last worker gets the first token, because the first workers have more pieces of rows to
+/* Returns the index of the first token whose words (weights and record) this worker receives.
+ * The last worker gets the first token, because the first workers have more pieces to
  * receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns the number of tokens, of all ranks, whose words (weights and record) this rank
- * receives. */
+/* Returns for how many tokens, of all ranks, this rank receives words. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);

@@ -29,61 +29,54 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-/* Number of workers (warps that move rows) per CTA. With the control warp there are 17 warps,
- * which leaves 96 registers per thread. */
+/* Workers (warps that move rows) per CTA. With the control warp, a CTA has 17 warps, which
+ * leaves 96 registers per thread. */
 #define LOWLAT_WORKERS 16
 #endif
 #define LOWLAT_BLOCK ((LOWLAT_WORKERS + 1) * WARP)
 
-/* Returns whether this thread is in the control warp, which is the last warp of the CTA. */
 __device__ __forceinline__ bool is_control_warp()
 {
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* The CTAs [first, first + ctas), which share work of numbered units. Worker number u %
- * num_workers() does unit u. Workers with consecutive numbers are in different CTAs, so that
- * few units are spread over many SMs. */
+/* A range of CTAs, [first, first + ctas), that share numbered units of work: worker u %
+ * num_workers() does unit u. Workers with consecutive indices are in different CTAs, so that a
+ * small number of units is spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
-    /* Returns whether this CTA is in the range. */
     __device__ __forceinline__ bool contains_this_cta() const
     {
         return (uint32_t)((int)blockIdx.x - first) < (uint32_t)ctas;
     }
-    /* Returns the number of this warp among the workers of all CTAs of the range. */
+    /* Index of this warp among the workers of all CTAs of the range. */
     __device__ __forceinline__ int worker_index() const
     {
         return worker_index_of((int)(threadIdx.x / WARP));
     }
-    /* Returns the number that warp `warp` of this CTA has among the workers of all CTAs of the
-     * range. */
     __device__ __forceinline__ int worker_index_of(int warp) const
     {
         return warp * ctas + (int)blockIdx.x - first;
     }
-    /* Returns how many workers the CTAs of the range have. */
     __device__ __forceinline__ int num_workers() const
     {
         return LOWLAT_WORKERS * ctas;
     }
-    /* Returns the number of this thread among all threads of the CTAs of the range, control
-     * warps included. */
+    /* Index of this thread among all threads of the range, including those of control warps. */
     __device__ __forceinline__ int64_t thread_index() const
     {
         return ((int64_t)blockIdx.x - first) * LOWLAT_BLOCK + threadIdx.x;
     }
-    /* Returns how many threads the CTAs of the range have, control warps included. */
     __device__ __forceinline__ int64_t num_threads() const
     {
         return (int64_t)ctas * LOWLAT_BLOCK;
     }
 };
 
-/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. Called first in a
- * kernel, so that all lines are loaded at the same time. Otherwise the first use of each line
- * would wait for memory. */
+/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. The kernel calls
+ * this first, so that the loads of all lines overlap. Otherwise each first use of a line would
+ * wait for memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -92,33 +85,33 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns how many bits are needed to write the numbers 0 to n - 1. */
+/* Returns how many bits are needed for the values 0 to n - 1. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
 }
 
-/* The words that the control warp (the last warp of a CTA) loads first when a kernel starts. */
+/* The words that the control warp loads first when a kernel starts. */
 struct StartState {
-    uint32_t epoch; /* number of the last operation that has ended on this rank */
-    /* In lane 0: 1 if another operation of this rank is already running, which is an error
+    uint32_t epoch; /* epoch of the last operation that this rank has finished */
+    /* In lane 0: 1 if another operation of this rank is still running, which is an error
      * (mark_running()). */
     uint32_t overlaps;
-    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, this is a copy of a
-     * word in the net inbox, with only those failures that a kernel of this rank has already
-     * seen. Waits also poll the original. */
+    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts` this is a copy in
+     * device memory, which is set only after a kernel of this rank has read the failure from
+     * the net inbox. */
     uint64_t broken;
-    /* Only in backend `hosts`. epochs: number of operations of this rank that have ended.
-     * freed: number of those of which the net has read all data from the outbox, so that their
-     * part may be written again. */
+    /* Only in backend `hosts`. epochs: how many operations this rank has finished. freed: for
+     * how many of them the net has finished reading the outbox, so that the half may be written
+     * again. */
     uint64_t epochs, freed;
-    /* Only in backend `hosts` and in the last CTA: the original of `broken`, in the net inbox.
-     * If it is set, finish_lowlat() does not count the operation as done. */
+    /* Only in backend `hosts` and in the last CTA: the failure of the group, read from the net
+     * inbox. If it is set, finish_lowlat() does not count the operation as done. */
     uint64_t net_broken;
 };
 
-/* Reads the words of StartState. Called by all warps at the start of a kernel; all but the
- * control warp get zeros. */
+/* Reads the words of StartState. Called by all warps at the start of a kernel; warps other than
+ * the control warp get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};
@@ -134,8 +127,8 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return start;
 }
 
-/* Only in backend `hosts`: waits until this rank may write to its outbox, that is, until the
- * net has read all data of the last operation that used this half. Called by the control warp.
+/* Only in backend `hosts`: waits until this rank may write to its outbox, which is when the net
+ * has read all data of the last operation that used the same half. Called by the control warp.
  * Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
@@ -144,11 +137,11 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, is_free || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends the sizes in this rank's announcement to every rank. `tokens`: number of this rank's
- * tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`: number of
- * rows of its receive buffer. Called by all warps; the control warp of the last CTA sends. Does
- * nothing in backend `hosts`, where announce_start() sends the whole announcement with one put.
- */
+/* Sends this rank's sizes, which are a part of its announcement, to every rank. `tokens`:
+ * number of its tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`:
+ * number of rows of its receive buffer. Called by all warps; the control warp of the last CTA
+ * sends. Does nothing in backend `hosts`, where announce_start() sends the whole announcement
+ * with one put. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -159,10 +152,10 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. That is worker 0 of the last CTA or, if
- * the kernel makes a plan (`plans`) in backend `hosts`, its control warp, because the plan
- * waits for the announcement. The warp must execute a system fence before announce_start(). It
- * does so when the kernel starts, because a fence takes long. */
+/* Returns whether this warp announces the operation. This is worker 0 of the last CTA. In
+ * backend `hosts`, if the kernel makes a plan (`plans`), it is the control warp of the last CTA
+ * instead. The announcing warp must execute a system fence before announce_start(). It does
+ * this at the start of the kernel, because a fence takes long. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
@@ -170,7 +163,7 @@ __device__ __forceinline__ bool is_announcer(bool plans)
 
 /* Sends the operation's signature, the last word of the announcement, to every rank. Called by
  * the announcing warp, after its system fence. Without the fence, a peer could read the
- * signature but not yet see the poison that this rank's earlier operations have stored. */
+ * signature before it can see the poison that this rank stored in earlier operations. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -180,9 +173,9 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
     post_put(op, lane_id(), to, P2P_ANNOUNCE_WORDS * 8);
 }
 
-/* Sets the fields of op, the state of the operation, except the signature (a hash of the
- * arguments) and the addresses in staging. `tokens`, `capacity`, `rows`: the sizes that this
- * rank announces. Called by the control warp. */
+/* Initializes op, the state of the operation, except the signature (a hash of the arguments)
+ * and the addresses in staging. `tokens`, `capacity` and `rows` are as in announce_sizes().
+ * Called by the control warp. */
 __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &start, int32_t tokens,
                                             int32_t capacity, int32_t rows)
@@ -202,15 +195,15 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Sets in op, for each peer, where its rows arrive in this rank's staging, and where this
- * rank's rows go in the peer's staging. Called by the control warp. */
+/* Stores in op, for each peer, where the peer's rows arrive in this rank's staging, and where
+ * this rank stores rows for the peer. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
 }
 
-/* Waits for the sizes that all ranks announce. Lane q gets the sizes of rank q; a lane without
- * a rank gets zeros. Called by one warp. Returns false if the group has failed. */
+/* Waits until all ranks have announced their sizes. Lane q gets the sizes of rank q; lanes
+ * without a rank get zeros. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &op,
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
@@ -234,11 +227,11 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started, because the last CTA may advance the epoch (operation number)
- * only after all CTAs have read it. (In backend `hosts`, count_posted_warp() counts warps
- * instead.) Also reports a failure if another operation of this rank runs at the same time.
- * Called by all threads after the first barrier. A thread of the control warp does the work,
- * because the workers have rows to send. */
+/* Counts this CTA as started. The last CTA may advance the epoch only after all CTAs have read
+ * it. (In backend `hosts`, count_posted_warp() counts warps instead.) Also reports an error if
+ * another operation of this rank is still running. Called by all threads after the first
+ * barrier; a thread of the control warp does the work, because the workers have rows to
+ * send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -247,8 +240,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* Only in backend `hosts`: counts this warp, after its last put. finish_lowlat() waits until
- * all warps are counted. */
+/* Only in backend `hosts`: counts this warp after its last put. finish_lowlat() waits until all
+ * warps have been counted. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -256,15 +249,16 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
     atomicAdd(&control_of(self)->done, 1u);
 }
 
-/* Ends the operation by advancing the epoch. Called by the control warp of the last CTA. Before
- * the epoch advances, the function does this:
+/* Ends the operation: advances the epoch, so that the next operation can start. Called by the
+ * control warp of the last CTA. Before that, it does the following:
  *
  *   p2p    waits until all peers have announced the operation, and until all CTAs of this rank
  *          have started; otherwise a CTA that starts late would read the new epoch
- *   hosts  waits until all warps of this rank have posted their puts, reports to the proxy thread
- *          that the epoch has no more puts, and waits until all peers have announced the operation
+ *   hosts  waits until all warps of this rank have posted their puts, reports to the proxy
+ *          thread that the epoch has no more puts, and waits until all peers have announced
+ *          the operation
  *
- * are_copied: true if poll_inbox() has copied the peers' announcements to the heap. */
+ * are_copied: poll_inbox() has copied the peers' announcements to the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &start, bool are_copied)
 {
@@ -273,8 +267,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* The group had already failed when this kernel started, so the operation must not count as
-     * done. */
+    /* The group had failed before this kernel started: do not count the operation as done. */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -289,9 +282,9 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether the receive buffer of every rank has a row for each of its slots in the plan.
- * Also returns true if the group has failed, which is reported elsewhere. Called by the control
- * warp. */
+/* Returns whether the receive buffer of every rank has at least as many rows as the plan has
+ * slots on that rank. Also returns true if the group has failed; the caller's other waits
+ * report the failure. Called by the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -301,8 +294,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that calls it last. Called by all threads of `ctas` CTAs, after their
- * last store. The last CTA can then safely overwrite the stores of the others. */
+/* Returns true in the CTA that calls it last, which may then overwrite the stores of the other
+ * CTAs. Called by all threads of `ctas` CTAs, after their last store. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -315,7 +308,7 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 }
 
 /* Called by all threads of all CTAs if the receive buffer of any rank has too few rows. Returns
- * true in the CTA that calls it last, which also reports the rank to the host. */
+ * true in the CTA that calls it last. This CTA also reports the rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -323,7 +316,7 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* Reports the cause to the host if a wait in this CTA was given up. Called by all threads at
+/* If a wait in this CTA was given up, reports the cause to the host. Called by all threads at
  * the end of the kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {

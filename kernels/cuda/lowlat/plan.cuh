@@ -29,14 +29,14 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. It is encoded later (encode_id()), because
- * encoding would wait for the load. */
+/* An expert id as loaded from the caller's array. encode_id() is called later, because it would
+ * wait for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
 
-/* Loads the expert id of choice k of a token of this rank. If k is past the last choice, the id
- * is -1. */
+/* Loads the expert id of choice k of a token of this rank. The id is -1 if k is past the last
+ * choice. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -61,15 +61,14 @@ __device__ __forceinline__ uint32_t encode_id(const p2p_plan_job &job, RawId id)
                                                                              : id.low;
 }
 
-/* Encodes two ids in 16 bits each, and returns both in one 32-bit word. */
 __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low, RawId high)
 {
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
 /* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * `hosts`, those of consecutive tokens are adjacent, so that one put sends the ids of several
- * tokens. */
+ * `hosts`, the words of consecutive tokens are adjacent, so that one put sends the ids of
+ * several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -80,20 +79,19 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
-/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends those of
- * some tokens, several at a time, with one word (two ids) per lane. The constructor starts to
- * load the first ids when the kernel starts. make_words() encodes the ids. send_ids() sends
- * them, after op (the state of the operation) has been set. */
+/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends the ids of
+ * some tokens, several tokens at a time, with one word (two ids) per lane. The constructor
+ * starts to load the first ids when the kernel starts. make_words() encodes them. send_ids()
+ * sends all ids, after op (the state of the operation) has been initialized. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* token_words: number of words per token. word_bits: number of bits needed for the number
-     * of a word within its token. */
+    /* token_words: number of words per token. word_bits: number of bits of the index of a word
+     * in its token. */
     const int token_words, word_bits;
     int32_t token; /* the token whose word this lane sends next */
-    /* distance between two tokens of this lane */
     const int32_t token_step;
     RawId low, high; /* the two ids of this lane's word, before they are encoded */
-    /* The word that this lane sends: two encoded ids. */
+    /* the word that this lane sends: two encoded ids */
     uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
@@ -110,19 +108,16 @@ struct IdSender {
             token = job.num_tokens;
         read_ids();
     }
-    /* Returns the number of this lane's word within its token. */
     __device__ __forceinline__ int word_of_lane() const
     {
         return lane_id() & ((1 << word_bits) - 1);
     }
-    /* Loads the two ids of this lane's word, if its token exists. */
     __device__ __forceinline__ void read_ids()
     {
         if (token >= job.num_tokens) return;
         low = raw_id(job, token, 2 * word_of_lane());
         high = raw_id(job, token, 2 * word_of_lane() + 1);
     }
-    /* Encodes the loaded ids into this lane's word. */
     __device__ __forceinline__ void make_words()
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
@@ -165,9 +160,9 @@ struct IdSender {
     }
 };
 
-/* Enters choice k of a token of `rank` in the tables of the plan. e: encoded expert id. If it
- * is invalid, bad_choice becomes the number of the choice, unless an earlier choice was
- * invalid. Returns true if another choice of the token has the same expert. */
+/* Marks choice k of a token of `rank` in the tables. e: encoded expert id. If it is invalid,
+ * bad_choice becomes the index of the choice, unless an earlier choice was invalid. Returns
+ * true if another choice of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -182,7 +177,7 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
             bit) != 0;
 }
 
-/* Enters choices 4 * id_lane to 4 * id_lane + 3 of a token of `rank` in the tables. `ids` has
+/* Stores four choices of a token of `rank` in the tables, from choice 4 * id_lane on. `ids`:
  * their encoded expert ids, two per word. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
@@ -197,8 +192,8 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
     if (has_repeats) tables.has_repeats = true;
 }
 
-/* Waits for the expert ids of all ranks, and enters them in the tables. A lane handles four ids
- * of a token at a time, of tokens of one rank. Called by the workers of the CTA. The last warps
+/* Waits for the expert ids of all ranks, and stores them in the tables. A lane handles tokens
+ * of one rank, four ids of a token at a time. Called by the workers of the CTA. The last warps
  * get the first tokens, because the first warps may still be sending rows. Returns false if the
  * group has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
@@ -213,7 +208,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     const bool own = rank == self.rank, is_used = id_lane < id_lanes && rank < self.num_ranks;
     const int32_t token_step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     int32_t token = first >> (id_lane_bits + rank_bits);
-    /* number of tokens of `rank`; -1 until the rank's announcement has arrived */
+    /* -1 until the announcement of `rank` has arrived */
     int32_t num_tokens = own ? job.num_tokens : is_used ? -1 : 0;
     const uint64_t *announced =
         announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
@@ -256,7 +251,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     return true;
 }
 
-/* Waits for the sizes (tokens, capacity, rows) that all ranks announce, and enters them in the
+/* Waits for the sizes (tokens, capacity, rows) that all ranks announce, and stores them in the
  * tables. Called by the control warp. Returns false if the group has failed. */
 static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
@@ -272,8 +267,8 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
 }
 
 /* Computes the tables after all ids have arrived: counts the choices of each expert, then
- * computes where each expert's slab (its slots) begins. Thread e handles expert e. Called by
- * all threads of the CTA; contains two barriers. */
+ * computes the first slot of each expert's slab. Thread e handles expert e. Called by all
+ * threads of the CTA; contains two barriers. */
 static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
@@ -321,7 +316,6 @@ __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p
                : 0;
 }
 
-/* Returns how many slots this rank needs. */
 __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
                                                const p2p_plan_job &job)
 {
@@ -329,9 +323,9 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Returns whether the plan can be used: all expert ids are valid, and no rank needs more slots
- * than its capacity or, if the operation also moves rows (`moves`), than the rows of its
- * receive buffer. The result is equal on all ranks. Called by one warp. */
+/* Checks whether the plan can be used. All expert ids must be valid. No rank may need more
+ * slots than its capacity or, if the operation also moves rows (`moves`), more slots than its
+ * receive buffer has rows. The result is equal on all ranks. Called by one warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        bool moves)
 {
@@ -350,10 +344,10 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
             !any_bad && !any_over};
 }
 
-/* Finds duplicates, which are an error in layers with EPIC_DISTINCT: choices of an expert that
- * an earlier choice of the token has. bad_choice of each rank becomes the number of its first
- * duplicate, by atomicMin, so that the order of threads does not matter. Called by all threads
- * of the CTA. */
+/* Finds duplicates: choices whose expert the token has already chosen. They are an error in
+ * layers with EPIC_DISTINCT. bad_choice of each rank becomes the index of its first duplicate,
+ * by atomicMin, so that the order of threads does not matter. Called by all threads of the
+ * CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * P2P_LOWLAT_LANE_IDS;
@@ -367,13 +361,12 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
         }
 }
 
-/* Copies the announcements of ranks on other hosts. Called by one warp. Returns false if the
- * group has failed.
+/* Copies the announcements of ranks on other hosts from the net inbox to the heap. Called by
+ * one warp. Returns false if the group has failed.
  *
- * In backend `hosts`, words from other hosts arrive in the net inbox. It may be in host memory,
- * where the polls of many warps are served one after the other. So only a few warps, the *inbox
- * pollers*, poll it, and copy the words that have arrived to the same offsets of the heap. All
- * other warps wait for them there. */
+ * The net inbox may be in host memory, where the polls of many warps are served one after the
+ * other. So only a few warps, the *inbox pollers*, poll it, and copy the words that have
+ * arrived to the same offsets of the heap. All other warps poll the heap. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -395,8 +388,8 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 
 /* Copies the expert ids of ranks on other hosts from the net inbox to the heap, as they arrive.
  * A lane copies two words at a time, and waits only for tokens that exist according to the
- * rank's announcement. `warp`: number of the calling warp among the `warps` warps that share
- * the work. Returns false if the group has failed. */
+ * rank's announcement. `warp`: index of the calling warp among the `warps` warps that share the
+ * work. Returns false if the group has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -446,15 +439,14 @@ static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 }
 
 enum LowlatPlanState {
-    LOWLAT_PLAN_BROKEN, /* the group of ranks has failed */
-    LOWLAT_PLAN_MADE,   /* the tables have the plan */
-    /* a rank has too many tokens for the tables, so the caller must call make_mixed_plan() */
+    LOWLAT_PLAN_BROKEN, /* the group has failed */
+    LOWLAT_PLAN_MADE,   /* the tables contain the plan */
+    /* a rank has too many tokens for the tables: the caller must call make_mixed_plan() */
     LOWLAT_PLAN_MIXED
 };
 
 /* Computes the plan in the tables of this CTA: waits for the ids and sizes of all ranks, then
- * fills in the tables. Called by all threads of the CTA. Returns whether the tables contain the
- * plan (see LowlatPlanState). */
+ * fills in the tables. Called by all threads of the CTA. */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -469,10 +461,10 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes the plan with the general planner (plan/planner.cuh), because another rank has more
- * tokens than fit in the tables and therefore uses it. (Such a plan is called mixed.) The first
- * job.planners CTAs run make_plan(). Called by all threads of every CTA that has called
- * make_lowlat_plan(). Returns false if the group has failed. */
+/* Makes a mixed plan: calls the general planner (plan/planner.cuh), because another rank has
+ * more tokens than fit in the tables. The first job.planners CTAs run make_plan(). Called by
+ * all threads of every CTA that has called make_lowlat_plan(). Returns false if the group has
+ * failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -493,9 +485,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the other fields of the plan's header. Then writes it and the caller's outputs, and
- * reports invalid ids and overflows. Called by the control warp that called begin_header(),
- * after the ids have arrived. */
+/* Fills in the other fields of the plan's header. Then writes the header and the caller's
+ * outputs, and reports invalid ids and overflows. Called by the control warp that called
+ * begin_header(), after the ids have arrived. */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {
@@ -518,9 +510,9 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes to the plan where the slab (the slots) of each local expert begins, and the size of
- * its padding. Writes the numbers of tokens and rows of each local expert to the caller's
- * arrays. Called by one control warp of the grid. */
+/* Writes the first slot of each local expert's slab, and its padding, to the plan. Writes how
+ * many tokens and rows each local expert has to the caller's arrays. Called by one control warp
+ * of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -542,8 +534,8 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
 }
 
 /* Writes the header and the tables of slabs of the plan. Called by all control warps. The
- * control warp of the first planning CTA writes the header. That of the second one (of the
- * first one, if it is the only one) writes the tables. */
+ * control warp of the first planning CTA writes the header. The control warp of the second one,
+ * or of the first one if it is the only one, writes the tables. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -27,7 +27,7 @@
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_IDS * 2 + 16)
 
-/* Result of check_plan(): whether a plan can be used. It is equal on all ranks. */
+/* Whether a plan can be used (check_plan()). */
 struct PlanCheck {
     uint32_t result; /* an epic_result */
     /* true: the plan is valid, but the receive buffer of a rank has too few rows for it */
@@ -40,43 +40,40 @@ struct LowlatPlan {
     /* The state of the general planner, of which only load, group_slab_start, capacity, demand,
      * needed_slots, bad_ranks and header are used here. */
     Planner p;
-    /* [token blocks of all ranks][num_experts]: one bit per token of the block; 1: it chose the
-     * expert */
+    /* [token blocks of all ranks][num_experts], see above */
     uint32_t *mask;
-    /* [token blocks of all ranks][num_experts]: number of choices of the expert in earlier
-     * token blocks of the same rank and in all blocks of lower ranks */
+    /* [token blocks of all ranks][num_experts], see above */
     uint16_t *earlier_choices;
     /* [num_ranks][max_tokens][id_lanes * P2P_LOWLAT_LANE_IDS]: encoded expert ids of all choices */
     uint16_t *ids;
-    /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
-    int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* for each rank, the first choice (token * top_k + k) with an invalid id or, with
-     * EPIC_DISTINCT, with an expert that the token has already chosen; NO_INDEX: none */
+    int32_t recv_rows[DEVICE_MAX_RANKS]; /* rows of each rank's receive buffer */
+    /* For each rank, the first choice (token * top_k + k) that is wrong, or NO_INDEX. A choice
+     * is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already chosen the
+     * expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* warp_slots[w]: total number of slots of the experts that warp w handles in
+    /* for each warp, the total number of slots of the experts that it handles in
      * compute_slabs() */
     int32_t warp_slots[LOWLAT_WORKERS];
-    int32_t total_slots; /* number of slots of all ranks together */
-    /* max_tokens: number of tokens of each rank for which the tables have space. num_groups:
-     * number of token blocks per rank. */
+    int32_t total_slots; /* slots of all ranks together */
+    /* max_tokens: number of tokens per rank for which the tables have space. num_groups: number
+     * of token blocks per rank. */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, P2P_LOWLAT_LANE_IDS ids each. */
     int32_t num_experts, top_k, id_lanes;
-    /* true: some token chose an expert twice, so slots cannot be computed from the masks */
+    /* true: a token chose an expert twice, so slots cannot be computed from the masks */
     bool has_repeats;
     /* true: a rank has more than max_tokens tokens, so the tables cannot be used */
     bool has_large_rank;
 
-    /* Returns the index in `ids` of the first id of a token of `rank`. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * max_tokens + token) * id_lanes * P2P_LOWLAT_LANE_IDS;
     }
-    /* Returns the slot of choice k of a token of `rank`: a row number in the receive buffer of
-     * the rank that owns expert e, whose first expert is `first`. The slots of an expert are in
-     * the order of rank, token and k. */
+    /* Returns the slot of choice k of a token of `rank`. The choice's expert is e, and the
+     * first expert of the rank that owns e is `first`. The slots of an expert are in the order
+     * of rank, token and k. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -88,9 +85,9 @@ struct LowlatPlan {
         return begin +
                count_before(rank, token * id_lanes * P2P_LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
-    /* Returns the number of choices of `expert` among all choices of the ranks below `rank` and
-     * the first `choices` choices of `rank`. Compares ids one by one, which is slow, and only
-     * needed if some token chose an expert twice. */
+    /* Returns how often `expert` occurs among all choices of the ranks below `rank` and the
+     * first `choices` choices of `rank`. Compares all ids one by one, which is slow, so it is
+     * called only if some token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -107,8 +104,8 @@ struct LowlatPlan {
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* Returns the slot (row number) of choice k of a token of `rank` if the choice's expert is
-     * on this rank, else -1. */
+    /* Returns the slot of choice k of a token of `rank` if the choice's expert is on this rank,
+     * else -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -117,7 +114,6 @@ struct LowlatPlan {
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
-    /* Returns the total number of slots of the ranks 0 to q - 1. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
@@ -126,8 +122,8 @@ struct LowlatPlan {
     /* Writes the record of a token of `rank` (its slots on this rank) to the plan. For this
      * rank's own token, also writes for each choice its fate (its slot, or the reason why it
      * has none) and its rank. `slot`: in lane k, the result of slot_here() for choice k.
-     * `here`: bit mask of the lanes that have a slot. `result`: result of the plan; with an
-     * error no slot is written. Called by one warp. */
+     * `here`: bit mask of the lanes that have a slot. `result`: if it is an error, no slot is
+     * written. Called by one warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -157,8 +153,9 @@ __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
     return ((int)layer.top_k + P2P_LOWLAT_LANE_IDS - 1) / P2P_LOWLAT_LANE_IDS;
 }
 
-/* Returns the bytes of dynamic shared memory for the tables or, if a rank can have too many
- * tokens for them, for plan/planner.cuh, which makes the plan in this case. */
+/* Returns the size in bytes of the dynamic shared memory for the tables. If a rank can have too
+ * many tokens for them, plan/planner.cuh uses the same memory in that case, so the result is
+ * the larger of both sizes. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;

@@ -9,41 +9,39 @@
  *   receive_sum   for a token of this rank: adds the token's rows on this rank, polls the
  *                 peers' partial sums, adds all in the order of ranks, stores the sum to out
  *
- * A warp loads up to eight rows of a unit together, so that the loads overlap. The results are
- * bit-identical to those of combine/plain.cuh. Template argument EXACT: a row consists of whole
- * pieces, so every lane's vector is inside the row. */
+ * The results are bit-identical to those of combine/plain.cuh. Template argument EXACT: a row
+ * consists of whole pieces, so every lane's vector is inside the row. */
 #ifndef EPIC_LOWLAT_SUM_CUH
 #define EPIC_LOWLAT_SUM_CUH
 
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-#define LOWLAT_LOADED_ROWS 8 /* largest number of rows of a token that a warp loads together */
+/* A warp loads at most this many rows of a token together, so that the loads overlap. */
+#define LOWLAT_LOADED_ROWS 8
 
-/* The rows that the warp has loaded to add them: this lane's 16-byte vector of each row. A warp
- * loads up to LOWLAT_LOADED_ROWS rows at a time. */
+/* The rows that the warp has loaded to add them: this lane's 16-byte vector of each row. */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
-    float weight; /* weight of one slot: lane n has the weight of row n */
+    float weight; /* the weight of one slot: lane n has the weight of row n */
 };
 
-/* Returns the index within the row of the vector that this lane handles. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
 }
 
-/* Returns whether this lane's vector is inside the row. The last piece of a row may be shorter
- * than a warp. */
+/* Returns whether this lane's vector is inside the row: the last piece of a row may be
+ * shorter. */
 template <bool EXACT>
 __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 {
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads up to LOWLAT_LOADED_ROWS of the `count` rows that the warp adds for the token, from row
- * number `from` on. Each lane loads its own vector of each row. u.slot of lane n is the slot of
- * row n. */
+/* Loads up to LOWLAT_LOADED_ROWS of the token's rows on this rank, from row `from` on. The
+ * token has `count` rows here, and lane n has the slot of row n in u.slot. Each lane loads its
+ * own vector of each row. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -58,8 +56,8 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
     }
 }
 
-/* Adds weight * row to acc for each loaded row. `from`: number of the first loaded row.
- * `count`: number of all rows that the token has here, loaded or not. */
+/* Adds weight * row to acc for each loaded row. `from`: index of the first loaded row. `count`:
+ * number of rows that the token has here, loaded or not. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -83,13 +81,13 @@ __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
     return (lanes & (lanes + 1)) == 0;
 }
 
-/* Returns how many slots (rows of the receive buffer) the unit's token has on this rank. */
+/* Returns how many slots the unit's token has on this rank. */
 __device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads the weights of all rows of the unit's token on this rank (u.slot), and the first
+/* Loads the weights of all rows of the unit's token on this rank, and the first
  * LOWLAT_LOADED_ROWS of these rows. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
@@ -129,15 +127,12 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* `source` is the number that the peer gives to this rank: a rank numbers the others from
-     * the next higher one, modulo num_ranks. It selects this rank's part of the array for
-     * floats in the peer's heap. */
+    /* `source`: this rank, as the peer numbers its sources (lowlat/dispatch_units.cuh). */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
 }
 
-/* Adds the elements of vector q to total. */
 template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::N], uint4 q)
 {
     float x[ROW::N];
@@ -147,8 +142,8 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 }
 
 /* Adds the partial sums of all ranks in the bit mask `ranks` to total, in the order of ranks.
- * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers in staging together,
- * reads them, and stores poison there. Returns false if the group has failed. */
+ * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers together until they have
+ * arrived, then stores poison to their staging. Returns false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
