@@ -24,8 +24,8 @@ struct OpStateNet {
     /* start of the net inbox: memory of this rank into which the net copies words from ranks on
      * other hosts */
     const uint8_t *host_inbox;
-    /* if the net inbox is in host memory: its size in bytes; otherwise 0 (is_host_memory() uses
-     * it) */
+    /* size in bytes of the net inbox if it is in host memory, otherwise 0 (for
+     * is_host_memory()) */
     int64_t host_inbox_bytes;
     /* host_box[q]: the part of the net inbox into which the rows of rank q arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
@@ -36,9 +36,9 @@ struct OpStateNet {
 
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
-    uint8_t *heap; /* this rank's heap */
-    /* Device time in ns at which the waits of this CTA give up. It moves to a later time
-     * whenever a wait of this rank succeeds. */
+    uint8_t *heap;
+    /* Device time in ns at which the waits of this CTA give up. Whenever a wait of this rank
+     * succeeds, the deadline moves to a later time. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
     /* The sizes that this rank announces to all ranks. rows: rows of the receive buffer, or 0
@@ -87,11 +87,10 @@ __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
     return op.epoch & 1;
 }
 
-/* Many functions below have a version with the argument `self`, which is faster: `self` is a
- * parameter of the kernel and therefore in constant memory. The other version reads op.self. */
+/* Some functions below have a version with the argument `self`, which is faster, because `self`
+ * is a parameter of the kernel and therefore in constant memory. The other version reads
+ * op.self. */
 
-/* Returns the control memory of this rank: counters and flags by which the CTAs of its kernels
- * coordinate. */
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
     return (p2p_control *)(self.heap[self.rank] + self.at.control);
@@ -103,7 +102,7 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
 }
 
 /* Returns the stamped word {epoch, value}: the running epoch in the high 32 bits, `value` in
- * the low ones. Readers accept it only in this epoch. */
+ * the low ones. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
@@ -115,20 +114,18 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns word number w of the bit mask of the ranks on this rank's host, with this rank. */
+/* Returns word w of the bit mask of the ranks on this rank's host, including this rank. */
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self, int w = 0)
 {
     return HOSTS ? self.net->host_ranks[w] : 0xffffffffu;
 }
 
-/* Returns true if rank q is on another host. */
 __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 {
     return HOSTS &&
            !(near_ranks(self, MANY_RANKS ? q / 32 : 0) >> (MANY_RANKS ? q % 32 : q) & 1);
 }
 
-/* Returns true if the group has ranks on other hosts. */
 static inline bool has_remote_ranks(const p2p_self &self)
 {
     int num_near = 0;
@@ -136,7 +133,6 @@ static inline bool has_remote_ranks(const p2p_self &self)
     return num_near < self.num_ranks;
 }
 
-/* Removes the ranks on this host from the mask. */
 __device__ __forceinline__ void remove_near_ranks(RankMask &mask, const p2p_self &self)
 {
 #if MANY_RANKS
@@ -179,16 +175,15 @@ __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
 }
 
-/* Returns the number of ranks per host if rows go through relays (net/relay.cuh). Returns 0
- * otherwise. */
+/* Returns the number of ranks per host if rows go through relays (net/relay.cuh), otherwise
+ * 0. */
 __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
 {
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns the start of the memory in which the rows of rank q arrive. With relays
- * (net/relay.cuh), a rank of this host forwards the rows of other hosts, so they arrive in this
- * rank's heap. */
+/* Returns the start of the memory in which the rows of rank q arrive. With relays, a rank of
+ * this host forwards the rows of other hosts, so they arrive in this rank's heap. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -214,8 +209,7 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
     return offset < (uint64_t)op.net->host_inbox_bytes;
 }
 
-/* Stores in `op` the addresses of a net inbox in host memory, for is_host_memory(). Called by
- * one thread of a CTA. */
+/* Stores in `op` what is_host_memory() needs. Called by one thread of a CTA. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
     if (!HOSTS) return;
@@ -223,8 +217,7 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
     op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
-/* Returns where in the heap at `heap` the announcement of `rank` is: the P2P_ANNOUNCE_WORDS
- * stamped words that it sends when it begins an operation. */
+/* Returns the address of the announcement of `rank` in the heap at `heap`. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -238,19 +231,19 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
     return announcement_words(*op.self, op, heap, rank);
 }
 
-/* Returns the number of the part that rank `by` writes in the heap of rank `to`, for arrays
- * with one part for each writing rank. In `p2p` it is `by`. In the backend `hosts` it is (by -
- * to - 1) modulo num_ranks. There a word has the same offset in the outbox, which a rank has
- * for all destinations, as at its destination. With these numbers, words for different
- * destinations do not overwrite each other in the outbox. */
+/* Arrays in a heap have one part for each rank that writes. Returns the index of the part that
+ * rank `by` writes in the heap of rank `to`. In `p2p` it is `by`. In the backend `hosts` it is
+ * (by - to - 1) modulo num_ranks. There a word has the same offset in the writer's outbox as at
+ * its destination, and the outbox is shared by all destinations. With these indices, words for
+ * different destinations do not overwrite each other in the outbox. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
-/* Returns the distance in 8-byte words from part number self.rank of the array `records` to the
- * part that this rank must write in the heap of q (source_number()). So callers compute an
- * address once for all ranks q. In p2p the distance is 0. */
+/* Returns the distance in 8-byte words from part self.rank of the array `records` to the part
+ * that this rank must write in the heap of q (source_number()). So callers compute an address
+ * once for all ranks q. In p2p the distance is 0. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.at.choices;

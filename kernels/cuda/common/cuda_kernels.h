@@ -4,8 +4,8 @@
  *
  * A launcher enqueues one kernel on the stream and returns. CUDA copies the job as the kernel's
  * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
- * for peers, so all of them must be resident at once, one per SM. If ranks share a GPU, so must
- * the CTAs of all these ranks. */
+ * for peers, so all of them must be resident at once, one per SM. If ranks share a GPU, the
+ * CTAs of all these ranks must be resident at once. */
 #ifndef EPIC_CUDA_KERNELS_H
 #define EPIC_CUDA_KERNELS_H
 
@@ -19,76 +19,75 @@
 extern "C" {
 #endif
 
-/* Kinds of errors in the data of an operation (class (b) of epic.h). The comment on each kind
- * ends with the numbers in p2p_notice.about. */
+/* Kinds of errors in the data of an operation (class (b) of epic.h). Each comment ends with the
+ * values in p2p_notice.about. */
 typedef enum p2p_fault {
-    /* an id is not an expert of the layer. `about` contains: token, k, id, num_experts */
+    /* an id is not an expert of the layer; about: token, k, id, num_experts */
     P2P_FAULT_EXPERT = 0,
     /* rank_of_expert has an invalid rank or, with EPIC_TREE, does not place whole blocks of
-     * experts. `about` contains: expert, rank */
+     * experts; about: expert, rank */
     P2P_FAULT_PLACEMENT = 1,
-    /* the capacity is less than the slots that this rank needs. `about` contains: capacity,
+    /* the capacity is smaller than the number of slots that this rank needs; about: capacity,
      * needed slots */
     P2P_FAULT_CAPACITY = 2,
-    /* a buffer has too few rows. `about` contains: rows of the buffer, needed rows,
-     * epic_operation */
+    /* a buffer has too few rows; about: rows of the buffer, needed rows, epic_operation */
     P2P_FAULT_ROWS = 3,
-    /* the bytes passed as plan are not a plan of this rank and group. `about` is not used */
+    /* the bytes passed as plan are not a plan of this rank and group */
     P2P_FAULT_PLAN = 4,
-    /* the call has another number of tokens than the plan. `about` contains: tokens of the
-     * call, tokens of the plan, epic_operation */
+    /* the call does not have as many tokens as the plan; about: tokens of the call, tokens of
+     * the plan, epic_operation */
     P2P_FAULT_TOKENS = 5,
-    /* a token has the same expert twice. `about` contains: token, k, id */
+    /* a token has the same expert twice; about: token, k, id */
     P2P_FAULT_DUPLICATE = 6,
-    /* an id is not a logical expert. `about` contains: token, k, id, num_logical */
+    /* an id is not a logical expert; about: token, k, id, num_logical */
     P2P_FAULT_LOGICAL = 7,
-    /* logical_of_expert has an invalid value. `about` contains: expert, value, num_logical */
+    /* logical_of_expert has an invalid value; about: expert, value, num_logical */
     P2P_FAULT_REPLICA = 8,
-    /* a logical expert has no replica. `about` contains: logical expert */
+    /* a logical expert has no replica; about: logical expert */
     P2P_FAULT_NO_REPLICA = 9,
-    /* the plan was made with another layer. `about` is not used */
+    /* the plan was made with another layer */
     P2P_FAULT_LAYER = 10,
-    /* sum_replicas: `data` of a rank has too few rows. `about` contains: the number of its
-     * rows, needed rows (the largest number of experts that a rank owns) */
+    /* sum_replicas: `data` of a rank has too few rows; about: rows of `data`, needed rows (the
+     * maximum number of experts that a rank owns) */
     P2P_FAULT_LOCAL = 11,
-    /* some rank owns more experts than num_local_experts of epic_experts. `about` contains:
-     * num_local_experts, largest number of experts of a rank */
+    /* some rank owns more experts than num_local_experts of epic_experts; about:
+     * num_local_experts, maximum number of experts of a rank */
     P2P_FAULT_TOO_MANY_LOCAL = 12
 } p2p_fault;
 
-/* One error in the data of an operation, which a kernel reports in host memory. The kernel
- * writes `result` (an epic_result) last, so that the host never reads an incomplete notice. The
- * host sets it to 0 (EPIC_OK) after it has read the notice. */
+/* An error in the data of an operation, which a kernel reports in host memory. The kernel
+ * writes `result` (an epic_result) last, so that the host never reads an incomplete notice.
+ * After the host has read the notice, it sets `result` to 0 (EPIC_OK). */
 typedef struct p2p_notice {
     uint32_t result;
     uint32_t epoch;
-    uint32_t fault;   /* what is wrong: an enum p2p_fault */
-    int32_t rank;     /* the rank whose data is wrong */
-    int64_t about[4]; /* numbers that describe the error, see p2p_fault */
+    uint32_t fault; /* enum p2p_fault */
+    int32_t rank;
+    int64_t about[4]; /* values that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* number of notices that the host may leave unread; further errors are not reported */
+/* notices that the host may leave unread; further errors are not reported */
 #define P2P_NOTICES 8
 
 /* Host memory through which a rank's kernels and its process communicate. Kernels report
  * failures and data errors. The host reports dead processes, and counts beats (P2P_AWAKE) to
  * show that it runs. */
 typedef struct p2p_status {
-    /* enum epic_result: why the group of ranks has failed, or EPIC_OK. A kernel writes this
-     * field last. */
+    /* enum epic_result: why the group has failed, or EPIC_OK; a kernel writes this field
+     * last */
     uint32_t result;
     uint32_t operation; /* enum epic_operation: the operation that failed */
     uint32_t epoch;
     uint32_t phase;    /* what the reporter waited for: an enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
-    /* the ranks at fault: a bit mask, or with many ranks up to three of them (ranks.cuh) */
+    /* the ranks at fault: a bit mask or, with many ranks, up to three ranks (pack_ranks()) */
     uint32_t culprits;
-    /* If ranks called different operations: the signatures of the reporter's call and of a
-     * peer's call. A signature is a hash of the arguments that must be equal on all ranks. */
+    /* If ranks called different operations: the signatures (p2p_self) of the reporter's call
+     * and of a peer's call. */
     uint32_t own_signature, peer_signature;
     /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t dead[DEVICE_RANK_WORDS];
-    uint32_t deadline_ms; /* time limit of the operation that failed, in milliseconds */
+    uint32_t deadline_ms; /* time limit of the operation that failed */
     /* A P2P_AWAKE() that a host thread updates regularly, so that kernels know that the process
      * is not suspended. 0: there is no such thread. */
     uint64_t awake;
@@ -100,20 +99,19 @@ typedef struct p2p_status {
 } p2p_status;
 
 /* Packs two counts into one word: how often a host thread has run (beats), and how often it
- * found that the process had been stopped (stops). In one word, a kernel that reads a new
- * number of beats also reads all stops before that beat. */
+ * found that the process had been suspended (stops). Because they are in one word, a kernel
+ * that sees a new beat also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* How often in a row the deadlines of the rank's waits are postponed, because the process was
- * suspended. A wait of the rank that succeeds sets the count to 0. */
+/* The maximum number of times in a row that the deadlines of the rank's waits are postponed
+ * because the process was suspended. A wait of the rank that succeeds sets the count to 0. */
 #define P2P_POSTPONE_LIMIT 4
 
-/* The thing that a rank waited for when an operation failed. */
+/* The reason why a rank waited when an operation failed. */
 typedef enum p2p_phase {
     P2P_PHASE_NONE = 0,
     P2P_PHASE_ARRIVE = 1, /* the announcement of a peer */
     P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
-    /* a record: the list of a token's slots, which the token's rank sends
-                          */
+    /* ^the list of a token's slots, which the token's rank sends */
     P2P_PHASE_RECORD = 3,
     P2P_PHASE_ROW = 4,   /* a row */
     P2P_PHASE_FLOAT = 5, /* a weight or its gradient */
@@ -125,18 +123,18 @@ typedef enum p2p_phase {
 } p2p_phase;
 
 /* Packs the word `broken`, which describes why the group failed. `reporter`: the rank that
- * found it. `culprits`: the ranks at fault, as in p2p_status.culprits. */
+ * found the failure. `culprits`: the ranks at fault, as in p2p_status.culprits. */
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
- * words of 8 bytes, from word number `word` on, from this rank's outbox to the same place in
- * the inbox of rank `peer`. The highest 8 bits of an entry are the lap (1 to 255): 1 plus how
- * often kernels have filled the whole ring before, modulo 255. A reader that expects lap n
- * ignores entries of an older lap. */
+ * words of 8 bytes, from word `word` on, from this rank's outbox to the same offset in the
+ * inbox of rank `peer`. The highest 8 bits of an entry are the lap (1 to 255): 1 plus how often
+ * kernels have filled the whole ring before, modulo 255. A reader that expects lap n ignores
+ * entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
-/* number of bits of `words`; with many ranks, `peer` needs more bits, and `words` gets fewer */
+/* bits of `words`; with many ranks, `peer` needs more bits, so `words` gets fewer */
 #define P2P_ENTRY_WORDS_BITS (MANY_RANKS ? 13 : 18)
 #define P2P_ENTRY(peer, word, words)                                             \
     ((uint64_t)(peer) << (33 + P2P_ENTRY_WORDS_BITS) | (uint64_t)(words) << 33 | \
@@ -147,7 +145,8 @@ typedef enum p2p_phase {
     ((int)((entry) >> (33 + P2P_ENTRY_WORDS_BITS) & (MANY_RANKS ? 1023 : 31)))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & ((1u << P2P_ENTRY_WORDS_BITS) - 1)))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-/* value of `word` in an entry that marks the end of an epoch; heaps have fewer words */
+/* value of `word` in an entry that marks the end of an epoch; a heap has fewer words than
+ * this */
 #define P2P_EPOCH_ENDS 0x1ffffffffull
 
 /* The ring through which kernels request puts, and its counters. All are in host memory. */
@@ -157,85 +156,82 @@ typedef struct p2p_ring {
 } p2p_ring;
 
 typedef struct p2p_ring_words {
-    /* how many entries the proxy thread has read; it writes this number */
+    /* how many entries the proxy thread has read; written by the proxy thread */
     uint64_t taken;
-    /* number of operations whose data the net has read from the outbox, so that it may be
-     * overwritten; written by the proxy thread */
+    /* for how many operations the net has read all data from the outbox, so that their half may
+     * be overwritten; written by the proxy thread */
     uint64_t freed;
     /* the word `waits` of this rank (heap.h), which kernels write and the proxy thread sends to
      * all peers */
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits of a count of choices in words that also contain a rank and a flag. All
- * choices of one rank must be countable with them. */
+/* Width in bits of the count of choices in words that also contain a rank and a flag. A count
+ * must be able to hold all choices of one rank. */
 #define P2P_COUNT_BITS (MANY_RANKS ? 23 : 26)
 
 /* The part of p2p_self that only the backend `hosts` has. */
 typedef struct p2p_net {
     p2p_ring ring;
-    /* memory into which the net copies words from ranks on other hosts, with the layout of a
+    /* memory into which the net copies words from ranks on other hosts; it has the layout of a
      * heap */
     uint8_t *inbox;
-    /* if the inbox is in host memory, where polls are slow: its size in bytes; otherwise 0 */
+    /* size in bytes of the inbox if it is in host memory, where polls are slow; otherwise 0 */
     int64_t host_inbox_bytes;
-    /* bit mask of the ranks on this host, this rank included */
+    /* bit mask of the ranks on this host, including this rank */
     uint32_t host_ranks[DEVICE_RANK_WORDS];
-    /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
     int32_t ranks_per_host;
-    /* smallest number of tokens that this rank sends before it waits for a token; 0: no
-     * minimum */
+    /* this rank sends at least this many tokens before it waits for a token; 0: no minimum */
     int32_t window_tokens;
 } p2p_net;
 
 /* The first field of every job: describes the rank and its group. */
 typedef struct p2p_self {
-    /* heap[q]: address of rank q's heap or, if q is on another host, of this rank's outbox */
+    /* address of rank q's heap or, if q is on another host, of this rank's outbox */
     uint8_t *heap[DEVICE_MAX_RANKS];
-    p2p_heap at;        /* layout of every rank's heap */
-    p2p_status *status; /* device address of the status, which is in host memory */
+    p2p_heap at;        /* layout of every heap */
+    p2p_status *status; /* device address; the status is in host memory */
     uint64_t group_id;
     uint64_t timeout_ns;
     int64_t max_tokens;
     int32_t rank, num_ranks;
     uint32_t operation; /* enum epic_operation */
-    uint32_t signature; /* hash of the arguments of the call that must be equal on all ranks */
-    /* The call accepts only plans for a layer with one of these hashes or, if element 0 is 0,
-     * of any layer. */
+    /* a hash of the arguments of the call that must be equal on all ranks */
+    uint32_t signature;
+    /* If element 0 is not 0, the call accepts only plans for a layer with one of these
+     * hashes. */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
 
-/* Arguments of the operation plan, which computes the slot of every choice. */
+/* Arguments of the operation plan, which finds a slot for every choice. */
 typedef struct p2p_plan_job {
     p2p_self self;
-    epic_layer layer;      /* the layer, with all defaults filled in */
-    device_plan_layout at; /* where the arrays are in the plans of this layer */
+    epic_layer layer;      /* with all defaults filled in */
+    device_plan_layout at; /* offsets of the arrays in the plans of this layer */
     uint8_t *plan;         /* output of the operation plan; input if `planners` is 0 */
-    const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice, or a negative number
-                            * if it has none */
+    const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice; negative: no expert */
     /* [num_experts]: rank that owns each expert; NULL: rank r owns the experts [r * block, (r +
      * 1) * block) */
     const int32_t *rank_of_expert;
     /* [num_experts]: logical expert of each expert; used only if layer.num_logical is not 0 */
     const int32_t *logical_of_expert;
-    /* outputs with the shapes of epic_plan_args (epic.h); NULL: the caller does not need this
-     * output */
+    /* Outputs with the shapes of epic_plan_args (epic.h). NULL: the caller does not need this
+     * output. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
-    /* number in device memory of slots that the rank may use; below 1 counts as 1; NULL: no
-     * such limit */
+    /* in device memory: how many slots the rank may use; below 1 counts as 1; NULL: no such
+     * limit */
     const int32_t *capacity_limit;
     int32_t num_tokens;
-    /* number of slots of the receive buffer; 0: no bound; see read_capacity() (plan/view.cuh)
-     */
+    /* slots of the receive buffer; 0: no limit; see read_capacity() (plan/view.cuh) */
     int32_t capacity;
-    int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
+    int32_t block;         /* experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* number of planner CTAs, the first CTAs of the grid, which make the plan; 0: the plan
-     * exists */
+    /* how many of the first CTAs of the grid make the plan; 0: the plan exists */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
-    /* largest number of tokens per rank for which the low-latency planner is used */
+    /* the low-latency planner is used up to this many tokens per rank */
     int32_t max_lowlat_tokens;
     int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
     /* 1: topk_idx has logical experts, for which plan/resolve.cuh chooses replicas before
@@ -243,8 +239,8 @@ typedef struct p2p_plan_job {
     int32_t resolves;
 } p2p_plan_job;
 
-/* Largest value of num_experts * top_k for a layer with EPIC_BY_K. The planner counts the
- * choices of each pair (expert, k). */
+/* Maximum of num_experts * top_k of a layer with EPIC_BY_K, because the planner has one counter
+ * for each pair (expert, k). */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
@@ -276,7 +272,7 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
 /* Arguments of the operation dispatch, which moves rows of tokens to the slots of their
  * experts. If plan.planners > 0, the same kernel also makes the plan. */
 typedef struct p2p_dispatch_job {
-    p2p_plan_job plan; /* the plan to read or, if planners > 0, to make first */
+    p2p_plan_job plan;
     int64_t plan_bytes;
     const uint8_t *tokens; /* [num_tokens, token_bytes]: rows of this rank's tokens */
     uint8_t *recv;         /* output [recv_rows, row_bytes]: the receive buffer */
@@ -286,28 +282,27 @@ typedef struct p2p_dispatch_job {
     float *slot_weights;
     int32_t *recv_expert; /* FLAT only: output [recv_rows, top_k], local experts of each row */
     int64_t row_bytes;
-    int32_t num_tokens, recv_rows; /* number of rows of recv */
+    int32_t num_tokens, recv_rows; /* recv_rows: rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* 1: the kernel for FLAT plans is needed. With a FLAT plan, the other kernels can only move
-     * rows, not make the plan, move weights, or write recv_expert. */
+    /* 1: the kernel for FLAT plans must be used. The other kernels can move rows with a FLAT
+     * plan, but cannot make the plan, move weights or write recv_expert. */
     int32_t flat;
     /* zero_tail: 1: zero the slots after the last slab. leave_padding: 1: do not zero padding
      * slots. */
     int32_t zero_tail, leave_padding;
-    int32_t top_k; /* top_k of the layer */
+    int32_t top_k;
     /* While the planner CTAs make the plan, other CTAs send tokens [0, num_early_tokens). */
     int32_t num_early_tokens;
-    /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
+    /* low-latency kernels only: CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* Not for low-latency kernels; set by the launcher. A step of a kernel sends one token and
+    /* Not for low-latency kernels; set by the launcher. In one step a warp sends one token and
      * receives one. If receiving is more than `lag` tokens behind, one of every 2^catch_up
      * steps receives two (dispatch/dispatch.cuh). */
     int32_t catch_up;
-    /* The launcher sets lag, span and total_warps (common/rows.cuh). In most kernels a piece is
-     * 2 KB of a row. A unit is the work that a warp does at a time. */
+    /* Set by the launcher (common/rows.cuh, which also defines piece and unit). */
     int32_t lag;         /* how many tokens receiving stays behind sending */
-    int32_t span;        /* how many pieces of a row a unit moves */
-    int32_t total_warps; /* how many warps of all CTAs move rows */
+    int32_t span;        /* pieces of a row that a unit moves */
+    int32_t total_warps; /* warps of all CTAs that move rows */
     /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh). A
      * packed row is a row together with its scales. scale_bytes is 0 if rows have no scales. */
     /* [num_tokens, scale_bytes]: the caller's scales of the rows; NULL if dispatch quantizes
@@ -320,27 +315,28 @@ typedef struct p2p_dispatch_job {
     /* type: epic_type of the elements of `tokens`. quantize: how dispatch quantizes rows (an
      * epic_quantize); 0 if it does not quantize. */
     uint32_t type, quantize;
-    /* scales_aligned is 1 if the scales of every row begin at a multiple of 16 bytes, and
-     * scale_bytes is a multiple of 16. scales_in_words is 1 if the same is true for recv_scales
-     * with multiples of 4. */
+    /* scales_aligned: 1 if the scales of every row begin at a multiple of 16 bytes, and
+     * scale_bytes is a multiple of 16. scales_in_words: the same for recv_scales, with
+     * multiples of 4. */
     int32_t scales_aligned, scales_in_words;
-    /* The next fields are only for bulk stores (dispatch/bulk.cuh). */
+    /* The next fields are only for bulk stores (dispatch/bulk.cuh). The launcher sets the last
+     * two. */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
-    int32_t warps; /* number of warps of a CTA that move rows; set by the launcher */
-    /* how many packed rows fit in the shared memory of each warp; set by the launcher */
+    int32_t warps; /* warps of a CTA that move rows */
+    /* packed rows that fit in the shared memory of each warp */
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
-     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL if `recv`
-     * does not lie in one, or the call cannot use windows. recv_place: place of `recv`
-     * (p2p_window_words) */
+     * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL if `recv` is
+     * not in a window, or the call cannot use windows. recv_place: window and offset of `recv`
+     * (p2p_window_words.place). */
     const p2p_mapped_window *windows;
     uint64_t recv_place;
-    int32_t num_remote_ctas; /* number of CTAs that store rows to peers; set by the launcher */
+    int32_t num_remote_ctas; /* CTAs that store rows to peers; set by the launcher */
     int32_t pad;
 } p2p_dispatch_job;
 
-/* Returns the bytes of a packed row: a row and its scales, each rounded up to a multiple of 16
- * bytes. */
+/* Returns the size in bytes of a packed row: a row and its scales, each rounded up to a
+ * multiple of 16. */
 static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
@@ -356,33 +352,33 @@ typedef struct p2p_combine_job {
     const uint8_t *rows;       /* [num_rows, row_bytes]: one row per slot */
     uint8_t *out;              /* output [num_tokens, row_bytes]: the sums */
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
-    /* Only in dispatch_backward, else NULL: the gradient of each slot's weight, a float that
-     * returns to the home rank of the slot's token. */
+    /* Only in dispatch_backward, else NULL: the gradient of each slot's weight, a float that is
+     * sent back to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k]: the element of slot_floats that returns for each choice of
-     * this rank's tokens */
+    /* output [num_tokens, top_k]: for each choice, the float that was sent back from its
+     * slot */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;   /* epic_type of the elements of `rows` and `out` */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
     int32_t lag;     /* how many tokens the adding of partial sums stays behind their sending */
-    /* top_k: the layer's top_k. tree is 1 if the layer's sum order is EPIC_TREE. flat is 1 if
-     * its layout is FLAT. */
+    /* tree: 1 if the layer's sum order is EPIC_TREE. flat: 1 if the layout is FLAT. */
     int32_t top_k, tree, flat;
-    /* offsets of the arrays rank_of and records from the beginning of the plan, in bytes */
+    /* offsets in bytes of the arrays rank_of and records in the plan */
     int64_t rank_of_at, records_at;
-    /* number of leaves (blocks of experts) of the sum tree on each rank; 0 unless the kernel
-     * for several leaves may be used */
+    /* leaves (blocks of experts) of the sum tree on each rank; 0: the kernel for several leaves
+     * must not be used */
     int32_t leaves;
-    /* Only for the kernel that stores into windows (combine/windows.cu), as in
-     * p2p_dispatch_job. out_place: place of `out` */
+    /* Only for the kernel that stores into windows (combine/windows.cu): num_remote_ctas and
+     * windows are as in p2p_dispatch_job. out_place: window and offset of `out`
+     * (p2p_window_words.place). */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t out_place;
 } p2p_combine_job;
 
-#define P2P_STREAM_LEAVES 8 /* largest value of p2p_combine_job.leaves; a power of two */
+#define P2P_STREAM_LEAVES 8 /* maximum of p2p_combine_job.leaves; a power of two */
 
 /* Arguments of the operation combine_backward, which computes d_rows (weight * d_out of the
  * slot's token) and d_slot_weights. */
@@ -398,17 +394,16 @@ typedef struct p2p_combine_backward_job {
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
     float *d_slot_weights;     /* output [num_rows]: gradient of slot_weights, or NULL */
     int64_t row_bytes;
-    int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
+    int32_t num_tokens, num_rows; /* num_rows: rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
-    /* As in p2p_dispatch_job, up to total_warps. If d_rows is quantized, `aligned` is about the
-     * other arrays. */
+    /* Fields as in p2p_dispatch_job. If d_rows is quantized, `aligned` is about the other
+     * arrays. */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, total_warps;
-    /* The next fields are only for quantized d_rows. */
-    uint8_t *d_rows_scales; /* output [num_rows, scale_bytes] */
-    /* scale_bytes: bytes of a row of d_rows_scales. quantized_bytes: bytes of a row of
-     * d_rows. */
+    /* only for quantized d_rows, as are the next fields; output [num_rows, scale_bytes] */
+    uint8_t *d_rows_scales;
+    /* bytes of a row of d_rows_scales, and of d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
     /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector with one
@@ -417,8 +412,9 @@ typedef struct p2p_combine_backward_job {
     /* 1: the scales of every row begin at a multiple of 4 bytes and have a multiple of 4
      * bytes */
     int32_t scales_in_words;
-    /* Only for the kernel that stores into windows (combine/backward_windows.cu), as in
-     * p2p_dispatch_job. d_rows_place: place of `d_rows` */
+    /* Only for the kernel that stores into windows (combine/backward_windows.cu):
+     * num_remote_ctas and windows are as in p2p_dispatch_job. d_rows_place: window and offset
+     * of `d_rows`. */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t d_rows_place;
@@ -428,8 +424,8 @@ typedef struct p2p_combine_backward_job {
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
-    int64_t count;  /* number of floats in `data`, at most self.at.source_bytes / 4 */
-    uint32_t order; /* an epic_sum_order: EPIC_BY_RANK or EPIC_TREE */
+    int64_t count;  /* floats in `data`, at most self.at.source_bytes / 4 */
+    uint32_t order; /* EPIC_BY_RANK or EPIC_TREE */
     uint32_t pad;
 } p2p_sum_job;
 
@@ -442,7 +438,7 @@ typedef struct p2p_sum_replicas_job {
     /* [num_rows, count]: the floats of this rank's experts; each sum replaces the floats that
      * were added */
     float *data;
-    int64_t count; /* number of floats in `data` per expert of this rank */
+    int64_t count; /* floats in `data` per expert of this rank */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;
@@ -463,14 +459,14 @@ cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
 cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
-/* Launches the kernel that stores results into windows. The job has windows, aligned rows, and
- * one choice per token. */
+/* Launches the kernel that stores results into windows. The job must have windows, aligned
+ * rows, and one choice per token. */
 cudaError_t p2p_launch_combine_windows(const p2p_combine_job *job, int num_sms,
                                        cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
-/* Launches the kernel that stores gradients into windows. The job has windows and aligned rows. It
- * has no weights, and does not quantize. */
+/* Launches the kernel that stores gradients into windows. The job must have windows and aligned
+ * rows. It must have no weights, and must not quantize. */
 cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_lowlat_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
@@ -486,8 +482,8 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads the kernels of one operation on the current device when a context opens,
- * because CUDA may wait until the device is idle when it loads a kernel. */
+/* Each function loads the kernels of one operation on the current device. Called when a context
+ * opens, because CUDA may wait until the device is idle when it loads a kernel. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

@@ -11,10 +11,10 @@
  *            it finds another value, and then writes 0xffffffff back.
  *   zero     32-bit words that are 0 until a rank writes them. The reader writes 0 back.
  *
- * Arrays whose shape begins with [2] have one half for even epochs and one for odd epochs. A
- * dimension [num_ranks] or [MAX_RANKS] is the source, the rank that writes this part of the
- * array. So is a dimension [num_ranks - 1], without the rank that owns the heap. Peers write
- * most arrays. If only the owner writes an array, its comment says so.
+ * Arrays whose shape begins with [2] have one half for even epochs and one half for odd epochs.
+ * The index in a dimension [num_ranks] or [MAX_RANKS] is the rank that writes the part. A
+ * dimension [num_ranks - 1] is similar, but has no part for the rank that owns the heap. Peers
+ * write most arrays; if only the owner writes an array, its comment says so.
  *
  * The backend `hosts` has a second memory with this layout, the net inbox, in which words from
  * ranks on other hosts arrive (net/net.cuh). docs/internals/cuda.md has a table of which rank
@@ -29,18 +29,19 @@
 
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
 
-/* Largest number of planner CTAs: the CTAs of a rank that make a plan together. */
+/* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
-/* Number of repetitions of the bisection of plan/flat_drop.cuh whose words a heap keeps at the
- * same time. In the backend `hosts` it is more than a bisection has: a word of the outbox must not
- * change until the net has finished the put, and a rank learns that only between operations. */
+/* A heap keeps the words of this many repetitions of the bisection of plan/flat_drop.cuh at the
+ * same time. In the backend `hosts` it is more than a bisection can have: a word of the outbox
+ * must not change until the net has finished the put, and a rank learns this only between
+ * operations. */
 #define P2P_SEARCHES (HOSTS ? 40 : 2)
-/* Largest number of tokens for which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
+/* Maximum number of tokens with which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
 /* This is the limit for calls of dispatch that quantize rows. */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* largest number for combine */
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the maximum for combine */
 /* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because these
  * kernels keep the plan in shared memory. */
 /* How many ids of one token a lane handles at a time. The number of ids of a token is rounded up
@@ -57,7 +58,7 @@
 #define P2P_LOWLAT_ALONE_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* largest number of experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
-/* Largest number of experts of a layer with replicas, whose tables must fit into the shared
+/* Maximum number of experts of a layer with replicas: its tables must fit into the shared
  * memory of a CTA. */
 #define P2P_REPLICATED_EXPERTS 2048
 
@@ -67,14 +68,13 @@ typedef struct p2p_net_arrays {
      * forwards rows from other hosts, waits for these words (net/relay.cuh). Stamped words
      * [2][num_ranks][max_tokens]. */
     int64_t wants;
-    /* For each destination rank and token: number of pieces of the row that warps have stored
-     * to the outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
+    /* For each destination rank and token: how many pieces of the row warps have stored to the
+     * outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
-/* The layout of a heap: the offset of each array in bytes, then sizes. The comment on an offset
- * describes the array, and ends with the kind of its words (see the top of this file) and its
- * shape. */
+/* The layout of a heap: the offset of each array in bytes, then sizes. Each comment describes
+ * an array, and ends with the kind of its words (see the top of this file) and its shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
@@ -84,29 +84,28 @@ typedef struct p2p_heap {
     /* For each rank: P2P_GONE() if it has closed its context, else 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
-    /* For each rank, the ranks for which it waits: a bit mask or, with many ranks, up to three
+    /* For each rank, for which ranks it waits: a bit mask or, with many ranks, up to three
      * ranks (pack_ranks() in ranks.cuh). A rank writes its word only in the last quarter of its
      * time limit. Stamped words [MAX_RANKS]. */
     int64_t waits;
-    /* The error text that a peer passed to epic_abort().
-     * char [512]. */
+    /* The error text that a peer passed to epic_abort(). char [512]. */
     int64_t abort_text;
-    /* Counters and flags by which the CTAs of this rank's kernels coordinate. A struct
+    /* Counters and flags through which the CTAs of this rank's kernels coordinate. A struct
      * p2p_control, which only this rank writes. */
     int64_t control;
-    /* Stamped words [2][MAX_RANKS][P2P_FAULT_WORDS]. For each rank with wrong input they
-     * describe the first wrong value. */
+    /* For each rank with wrong input: its first wrong value. Stamped words
+     * [2][MAX_RANKS][P2P_FAULT_WORDS]. */
     int64_t faults;
     /* For each planner CTA of this rank, the index of the first wrong choice that it has found.
      * Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* For each rank, how many choices of each expert it has. In FLAT layers, the number of rows
-     * that its tokens need on each rank follows. With replicas, a hash of logical_of_expert
-     * comes last. Stamped words [2][num_ranks][MAX_TALLIES]. */
+    /* For each rank, how many choices of each expert it has. In FLAT layers instead: how many
+     * rows its tokens need on each rank. With replicas, a hash of logical_of_expert comes last.
+     * Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* Only for a FLAT plan that drops choices and tries several keep limits
-     * (plan/flat_drop.cuh): for each source rank and each of the last SEARCHES tries, how many rows the
-     * source's tokens need on each rank. Stamped words
+     * (plan/flat_drop.cuh). For each source rank and each of the last SEARCHES tries: how many
+     * rows the source's tokens need on each rank. Stamped words
      * [2][num_ranks][SEARCHES][p2p_search_words()]. */
     int64_t searches;
     /* Only if plan/resolve.cuh chooses the replicas: for each rank, how many choices of each
@@ -119,37 +118,34 @@ typedef struct p2p_heap {
     /* A row that kernels read in place of row 0 of a caller's buffer without rows. Only this
      * rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
-    /* The records: for each token of each rank, its slots (FLAT: its local experts) on this
-     * rank. Stamped words [2][num_ranks][choices]. */
+    /* The records: for each token of each rank, its slots on this rank (FLAT: its local
+     * experts). Stamped words [2][num_ranks][choices]. */
     int64_t records;
-    /* Layout FLAT: for each token of each rank, the index of its row on this rank.
-     * Stamped words [2][num_ranks][max_tokens]. */
+    /* FLAT only: for each token of each rank, the index of its row on this rank. Stamped words
+     * [2][num_ranks][max_tokens]. */
     int64_t flat_rows;
     __extension__ p2p_net_arrays net[HOSTS]; /* backend `hosts` only (hosts.h) */
-    /* Low-latency plans: the expert ids of each token of each rank, two ids per word.
+    /* For low-latency plans: the expert ids of each token of each rank, two ids per word.
      * Stamped words [2][num_ranks][p2p_lowlat_tokens(max_tokens)][LOWLAT_ID_WORDS]. */
     int64_t ids;
-    /* The weights of choices, or their gradients. Words that are poison until they arrive,
-     * [2][num_ranks - 1][choices]. */
+    /* The weights of choices, or their gradients. Poison words [2][num_ranks - 1][choices]. */
     int64_t floats;
-    /* Escape words (net/staging.cuh), whose bits mark words of a row that the sender has
-     * replaced, because they equaled poison. Words that are 0 until they arrive, [2][num_ranks
-     * - 1][escape_words]. */
+    /* Escape words (net/staging.cuh). Their bits mark the words of a row that equaled poison,
+     * so that the sender has replaced them. Zero words [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
-    /* Dot products of the rows of slots with the gradients of their outputs, a word for each
-     * block of 1024 elements (combine/backward.cu). Only this rank writes it: words that are
-     * poison until they are written, [num_ranks][choices * blocks per row]. */
+    /* Dot products of the rows of slots with the gradients of their outputs, one word for each
+     * block of 1024 elements (combine/backward.cu). Only this rank writes it: poison words
+     * [num_ranks][choices * blocks per row]. */
     int64_t parts;
-    /* Rows that arrive (net/staging.cuh). Words that are poison until they arrive,
-     * [2][num_ranks - 1][source_bytes]. */
+    /* Rows that arrive (net/staging.cuh). Poison words [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
     int64_t bytes; /* size of the heap in bytes */
-    /* Number of choices per rank for which `records`, `floats` and `parts` have space: at least
+    /* Choices per rank for which `records`, `floats` and `parts` have space: at least
      * max_tokens * max_top_k. */
     int64_t choices;
     int64_t source_bytes; /* bytes of `staging` per source rank and half */
-    int64_t escape_words; /* number of `escapes` per source rank and half */
-    int64_t part_words;   /* number of 32-bit words of `parts` per rank */
+    int64_t escape_words; /* words of `escapes` per source rank and half */
+    int64_t part_words;   /* 32-bit words of `parts` per rank */
 } p2p_heap;
 
 enum { /* indices of the words of an announcement */
@@ -160,7 +156,7 @@ enum { /* indices of the words of an announcement */
        P2P_ANNOUNCE_WORDS = 4
 };
 
-enum { /* indices of the words that report a wrong value in a planner's input */
+enum { /* indices of the words that describe a wrong value in a planner's input */
        P2P_FAULT_KIND = 0,
        P2P_FAULT_INDEX = 1, /* index of the wrong choice or expert */
        P2P_FAULT_LOW = 2,   /* the wrong value, low 32 bits */
@@ -168,22 +164,23 @@ enum { /* indices of the words that report a wrong value in a planner's input */
        P2P_FAULT_WORDS = 4
 };
 
-/* The word `gone` by which a rank reports that it has closed its context. `epoch`: number of
+/* The word `gone`, with which a rank reports that it has closed its context. `epoch`: that of
  * its last operation. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
 /* The part of the control memory that only the backend `hosts` has. "The ring" is p2p_ring, in
  * host memory, through which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
-    uint64_t posted_entries; /* how many entries kernels have appended to the ring since open */
-    /* Kernels may append entries to the ring up to this entry number without a look at the
-     * proxy thread's progress. */
+    uint64_t posted_entries; /* entries that kernels have appended to the ring since open */
+    /* Kernels may append entries up to this entry number without a look at the proxy thread's
+     * progress. */
     uint64_t ring_room;
-    uint64_t ended_epochs; /* for how many operations the ring has an end marker */
-    /* From here on, copies of words in host memory or in the net inbox, where polls are slow.
-     * One warp at a time reads the original word, and all others read the copy. */
-    uint64_t broken; /* the failure of the group (P2P_BROKEN()), or 0 */
-    /* number of epochs of which the net has read all data, so that their part of the outbox may
+    /* operations for which an end marker has been appended to the ring */
+    uint64_t ended_epochs;
+    /* From here on: copies of words whose original is in host memory or in the net inbox, where
+     * polls are slow. One warp at a time reads the original, and all others read the copy. */
+    uint64_t broken;
+    /* operations whose data the net has read completely, so that their half of the outbox may
      * be written again */
     uint64_t freed;
     /* Times, in units of 1024 ns, at which this rank last read the originals of `freed`, of the
@@ -195,30 +192,30 @@ typedef struct p2p_net_control {
     /* For each source rank, about how far its rows have arrived: index of a 16-byte vector in
      * its part of the staging. Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* copies of the announcements of all ranks (stamped words); the first index is 0 for even
-     * epochs and 1 for odd epochs */
+    /* copies of the announcements of all ranks (stamped words); the first index is the parity
+     * of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 
-#define P2P_OPERATIONS 9 /* number of values of epic_operation */
+#define P2P_OPERATIONS 9
 
-/* How long the operations of one kind have waited for one rank. Unit: 1024 ns. */
+/* How long the operations of one kind have waited for one rank, in units of 1024 ns. */
 typedef struct p2p_wait_time {
     uint64_t wait;
-    uint64_t alone; /* part of `wait` in which they waited for no other rank */
+    uint64_t alone; /* the part of `wait` in which they waited for no other rank */
 } p2p_wait_time;
 
-/* How long the operations of this rank have waited for each rank. Waiting threads add to the times
- * (common/wait.cuh), and the host copies them at any time (epic_waits). */
+/* How long the operations of this rank have waited for each rank. Waiting threads add to the
+ * times (common/wait.cuh), and the host may copy them at any time (epic_waits). */
 typedef struct p2p_waits {
-    uint64_t num_operations[P2P_OPERATIONS]; /* operations that have begun */
+    uint64_t num_operations[P2P_OPERATIONS]; /* operations of each kind that have begun */
     p2p_wait_time times[P2P_OPERATIONS][DEVICE_MAX_RANKS];
-    /* For each rank, the device time up to which waits for it are counted: the low 32 bits of a
+    /* For each rank, the device time up to which waits for it are counted: low 32 bits of a
      * time in units of 1024 ns. */
     uint32_t counted_at[DEVICE_MAX_RANKS];
-    /* From the lowest bits on: the rank for which a wait was counted last (8 bits), another rank
-     * for which one was counted last before that in the same epoch, or the same rank if there is
-     * none (8 bits), and the low 16 bits of the epoch. */
+    /* From the lowest bits on: the rank for which a wait was counted last (8 bits); the rank
+     * for which a wait was counted before that in the same epoch, or the first rank again if
+     * there is none (8 bits); and the low 16 bits of the epoch. */
     uint32_t latest;
 } p2p_waits;
 
@@ -226,21 +223,21 @@ typedef struct p2p_waits {
  * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    /* Number of CTAs that have finished the running operation or round. In low-latency kernels:
-     * CTAs that have started (p2p), or warps that have posted all their puts (hosts). It is 0
-     * at the end. */
+    /* How many CTAs have finished the running operation or round. In low-latency kernels
+     * instead: how many CTAs have started (p2p), or how many warps have posted all their puts
+     * (hosts). It is 0 when the operation ends. */
     uint32_t done;
     /* The epoch of the next round. The last CTA that finishes a round sets it, and the others
      * wait for it. */
     uint32_t round;
-    uint32_t planned; /* the last epoch (operation number) in which a plan was completed */
+    uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
-     * reports, so that the fields belong together. */
+     * reports, so that all fields describe the same failure. */
     uint32_t claim;
-    /* Low-latency kernels only: number of CTAs that have stored their last result. The last one
-     * sets it to 0. */
+    /* Low-latency kernels only: how many CTAs have stored their last result. The last CTA sets
+     * it to 0. */
     uint32_t ended;
-    uint32_t running; /* 1 while an operation of this rank runs */
+    uint32_t running;
     /* device time in ns at which a wait of this rank last succeeded */
     uint64_t progress_ns;
     /* time at which this rank last read p2p_status.dead, in units of 1024 ns */
@@ -248,15 +245,15 @@ typedef struct p2p_control {
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead[DEVICE_RANK_WORDS];
     /* Device time in ns at which a wait found that its deadline had passed, or 0. The process
-     * may be stopped, for example by SIGSTOP, so the wait fails only after the next beat, which
-     * shows that the process runs (P2P_AWAKE). */
+     * may be suspended, for example by SIGSTOP. So the wait fails only after the next beat,
+     * which shows that the process runs (P2P_AWAKE). */
     uint64_t due;
-    /* The latest device time in ns after which beats (P2P_AWAKE) show that the process ran. A
-     * wait whose deadline is earlier fails. */
+    /* The latest device time in ns after which beats (P2P_AWAKE) have shown that the process
+     * ran. A wait whose deadline is earlier fails. */
     uint64_t overdue;
-    uint32_t due_beat; /* number of beats in p2p_status.awake when `due` was set */
-    /* The number of stops for which the rank has restarted its time limit. A stop is a time in
-     * which the process was suspended; p2p_status.awake counts them. */
+    uint32_t due_beat; /* the beats in p2p_status.awake when `due` was set */
+    /* How many stops this rank has seen. A stop is a period in which the process was suspended;
+     * p2p_status.awake counts them. After a new stop, the rank restarts its time limit. */
     uint32_t host_stops;
     /* How often in a row the time limit was restarted because of stops. A wait of this rank
      * that succeeds sets it to 0. */
@@ -269,84 +266,84 @@ typedef struct p2p_control {
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
-/* The part of a heap for windows, which are memory of a rank into which its peers store rows
- * directly (docs/internals/windows.md). It follows the array `tallies`, and is initially zero.
- * The first index [2] is the parity of the epoch, or of the number of an exchange. The index
+/* The part of a heap for windows: memory of a rank into which its peers store rows directly
+ * (docs/internals/windows.md). It follows the array `tallies`, and is initially zero. The first
+ * index [2] is the parity of the epoch, or of an exchange's sequence number. The index
  * [DEVICE_MAX_RANKS] is the rank that writes. */
-#define P2P_MAX_WINDOWS 256      /* largest number of windows of a context */
-#define P2P_WINDOW_PLACE_BITS 48 /* number of bits of the offset in a place */
+#define P2P_MAX_WINDOWS 256      /* maximum number of windows of a context */
+#define P2P_WINDOW_PLACE_BITS 48 /* bits of the offset in a place */
 
 /* The words that a kernel which stores rows into windows sends to each peer when it begins.
- * Each is stamped and valid on its own, so the sender needs no fence between them. */
+ * Each word has its own stamp, so the sender needs no fence between them. */
 typedef struct p2p_window_words {
-    /* The number of tokens of this rank that go through staging in any case, because they are
-     * sent before the plan exists. If the stamp is older, the rank's kernel moves all rows
-     * through staging. */
+    /* How many tokens of this rank go through staging in any case, because they are sent before
+     * the plan exists. If the stamp is older, the rank's kernel moves all rows through
+     * staging. */
     uint64_t begun;
     uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
-    uint64_t rows; /* number of rows of the output */
-    /* Place of the output of the call, as its low and its high 32 bits: (1 + the number of a
-     * window) << P2P_WINDOW_PLACE_BITS, plus the offset in the window in bytes. */
+    uint64_t rows; /* rows of the output */
+    /* Place of the output of the call, as its low and its high 32 bits. A place is (1 + index
+     * of a window) << P2P_WINDOW_PLACE_BITS, plus the offset in the window in bytes. */
     uint64_t place[2];
     uint64_t reserved[3];
 } p2p_window_words;
 
-/* The message of a rank to all ranks when a window is added (src/backend/p2p/windows.c). */
+/* The message that a rank sends to all ranks when a window is added
+ * (src/backend/p2p/windows.c). */
 typedef struct p2p_window_message {
-    int64_t bytes;      /* size of the window in bytes */
+    int64_t bytes;      /* size of the window */
     int64_t offset;     /* where the window begins in the allocation to which `handle` refers */
     uint64_t at;        /* address of the window in the rank's process */
     uint8_t handle[64]; /* cudaIpcMemHandle_t of the allocation */
-    uint32_t result;    /* an epic_result: EPIC_OK, or the error that the rank has found */
-    char sentence[412]; /* error sentence, if `result` is an error */
-    uint64_t sequence;  /* number of the exchange; written after all other fields */
+    uint32_t result;    /* EPIC_OK or the error that the rank has found (epic_result) */
+    char sentence[412]; /* error text, if `result` is an error */
+    uint64_t sequence;  /* sequence number of the exchange; written after all other fields */
 } p2p_window_message;
 
 typedef struct p2p_window_area {
-    /* num_planned: planner CTAs that have made their part of the plan. num_stored: CTAs that
-     * have stored all their rows into windows. The CTA that finishes last sets both to 0. Only
-     * this rank's kernels write them. */
+    /* num_planned: how many planner CTAs have made their part of the plan. num_stored: how many
+     * CTAs have stored all their rows into windows. The CTA that finishes last sets both to 0.
+     * Only this rank's kernels write them. */
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];
-    /* {epoch, 1} of rank q, a stamped word, shows that q has stored all its rows of the epoch
-     * into the windows of this rank. */
+    /* stored[][q] is the stamped word {epoch, 1} after rank q has stored all its rows of the
+     * epoch into the windows of this rank. */
     uint64_t stored[2][DEVICE_MAX_RANKS];
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
 
-/* Address and size of the window memory of one rank. This rank has mapped the memory at this
- * address. */
+/* The window memory of one rank, which this rank has mapped at address `at`. */
 typedef struct p2p_mapped_window {
-    uint8_t *at; /* NULL: this rank has not mapped it */
+    uint8_t *at; /* NULL: not mapped */
     int64_t bytes;
 } p2p_mapped_window;
 
-/* Returns the offset of the struct p2p_window_area in a heap. Only heaps of contexts that can
- * have windows have it. */
+/* Returns the offset of the struct p2p_window_area in a heap, for contexts that can have
+ * windows. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
 {
     return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
 }
 
-/* Returns the number of words that a rank sends to each rank in one repetition of the search for
- * keep limits (plan/flat_drop.cuh). It is at least num_ranks. */
+/* Returns how many words a rank sends to each rank in one repetition of the search for keep
+ * limits (plan/flat_drop.cuh). It is at least num_ranks. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_search_words(int64_t num_ranks)
 {
     return MANY_RANKS ? num_ranks : DEVICE_MAX_RANKS;
 }
 
-/* Returns the number of tokens per rank for which the array `ids` of a heap has space. Libraries
- * for many ranks have no low-latency kernels. */
+/* Returns for how many tokens per rank the array `ids` of a heap has space. Libraries for many
+ * ranks have no low-latency kernels. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
     if (MANY_RANKS) return 0;
     return max_tokens < P2P_LOWLAT_TOKENS ? max_tokens : P2P_LOWLAT_TOKENS;
 }
 
-/* Returns the size in bytes of a part of the staging: the memory for one source rank and one
- * half (even or odd epochs). If staging_bytes is 0, it is enough for max_tokens rows. Otherwise
- * staging_bytes limits the whole staging. In any case two rows fit, so that a packed row (a row
+/* Returns the size in bytes of the part of the staging for one source rank and one half (even
+ * or odd epochs). If staging_bytes is 0, the part has space for max_tokens rows. Otherwise
+ * staging_bytes limits the whole staging. At least two rows fit, so that a packed row (a row
  * and its scales) fits. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
@@ -359,25 +356,25 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_round_up(bytes, 512);
 }
 
-/* Returns the layout of a heap: the offset of every array, and the size. The result depends
- * only on the arguments, so all ranks compute the same layout. */
+/* Returns the layout of a heap. It depends only on the arguments, so all ranks compute the same
+ * layout. */
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
                                    int64_t staging_bytes, int64_t max_top_k)
 {
     p2p_heap h;
     const int64_t peers = num_ranks - 1;
-    /* max_top_k is rounded up to an even number, because in the backend `hosts` a token with an odd
-     * number of floats has one more (float_stride()). */
+    /* max_top_k is rounded up to an even number, because in the backend `hosts` a token has an
+     * even number of floats (float_stride()). */
     h.choices = device_round_up(max_tokens * device_round_up(max_top_k, 2), 64);
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* There are 32 escape words per piece of 2 KB. They are indexed by the token's number in
-     * the round, and longer rows mean fewer tokens in a round. So one more piece per token
-     * suffices for packed rows (a row and its scales), which may have more pieces than a row of
+    /* There are 32 escape words per piece of 2 KB. They are indexed by the token's index in the
+     * round, and with longer rows a round has fewer tokens. One more piece per token suffices
+     * for packed rows (a row and its scales), which may have more pieces than a row of
      * max_row_bytes. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     if (MANY_RANKS) {
-        /* The tokens of a round limit the size of this array. With rows of r bytes, a round has
-         * at most S / r tokens and T tokens, where S is source_bytes and T is max_tokens. These
+        /* Here the tokens of a round limit the size. With rows of r bytes, a round has at most
+         * S / r tokens and at most T tokens, where S is source_bytes and T is max_tokens. These
          * tokens have at most S / 2048 + min(T, S / 16) pieces of 2 KB. */
         const int64_t most =
             h.source_bytes / 16 < max_tokens ? h.source_bytes / 16 : max_tokens;
@@ -420,8 +417,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* When a context opens, a heap consists of zeros followed by poison (0xffffffff). Returns the
- * offset of the first byte of poison. */
+/* Returns the offset at which the poison begins: when a context opens, a heap consists of zeros
+ * followed by poison (0xffffffff). */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

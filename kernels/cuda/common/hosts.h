@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Defines HOSTS, which selects the backend that is compiled: 0 for p2p, 1 for hosts. Each is a
- * library of its own, compiled from the same sources.
+/* Defines HOSTS, which selects the backend that is compiled: 0 for p2p, 1 for hosts. Each
+ * backend is a library of its own, compiled from the same sources.
  *
  * In the backend `p2p` all ranks are on one host. In the backend `hosts` some ranks are on
  * other hosts. The build defines EPIC_HOSTS for `hosts`, which only this file reads. All other
@@ -9,9 +9,9 @@
  *
  * A member of a struct that only the backend `hosts` needs is an array of HOSTS elements,
  * mostly `net[HOSTS]`. In `p2p` the array is empty, so the struct does not grow.
- * `__extension__` is necessary because standard C and C++ do not allow that. Only code for
- * HOSTS may read such a member, or the functions of common/addressing.cuh, which are valid in
- * both libraries. */
+ * `__extension__` is necessary because standard C and C++ do not allow empty arrays. Only code
+ * for HOSTS, and the functions of common/addressing.cuh (which are valid in both libraries),
+ * may read such a member. */
 #ifndef EPIC_KERNEL_HOSTS_H
 #define EPIC_KERNEL_HOSTS_H
 

@@ -8,8 +8,7 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-/* Enqueues a kernel on a stream, with `shared_bytes` bytes of dynamic shared memory per CTA.
- * Returns the error of the launch. */
+/* Enqueues a kernel, with `shared_bytes` bytes of dynamic shared memory per CTA. */
 template <class Kernel, class... Arguments>
 static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
                                  cudaStream_t stream, const Arguments &...arguments)

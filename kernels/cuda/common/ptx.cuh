@@ -14,7 +14,6 @@
 
 #define POISON 0xffffffffu
 
-/* Returns the device's clock (globaltimer) in nanoseconds. */
 __device__ __forceinline__ uint64_t timer_ns()
 {
     uint64_t t;
@@ -48,8 +47,8 @@ __device__ __forceinline__ uint4 load_relaxed(const uint4 *p)
     return v;
 }
 
-/* Loads two words from p, a multiple of 16 bytes. Each word is loaded as a whole, but one may
- * be old while the other is new. */
+/* Loads two words from p, which is aligned to 16 bytes. Each word is loaded as a whole, but one
+ * may be old while the other is new. */
 __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, uint64_t &b)
 {
     asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];"
@@ -58,17 +57,17 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* A fence between this rank and all other ranks (acq_rel.sys). All ranks see stores before it,
- * by this thread and by earlier kernels, before they see stores after it. Loads after the fence
- * do not read older values than loads before it. */
+/* A fence between this rank and all other ranks (acq_rel.sys). All ranks see the stores before
+ * the fence, of this thread and of earlier kernels, before they see the stores after it. Loads
+ * after the fence do not read older values than loads before it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-/* Loads a word in this GPU's memory with acquire order. If it reads the value of a
- * store_release(), later loads of this thread see all stores of the storing thread before that.
- */
+/* Loads a word in this GPU's memory with acquire order. If it reads the value that another
+ * thread stored with store_release(), later loads of this thread see everything that the other
+ * thread stored before its store_release(). */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;
@@ -76,7 +75,6 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
     return v;
 }
 
-/* The store_relaxed() functions store to memory that peers may load at the same time. */
 __device__ __forceinline__ void store_relaxed(uint32_t *p, uint32_t v)
 {
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -94,8 +92,7 @@ __device__ __forceinline__ void store_relaxed(uint4 *p, uint4 v)
                  : "memory");
 }
 
-/* Stores a word to this GPU's memory with release order. A thread that reads it with
- * load_acquire() sees all stores that this thread made before. */
+/* Stores a word to this GPU's memory with release order, see load_acquire(). */
 __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
 {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
@@ -118,8 +115,7 @@ __device__ __forceinline__ uint64_t policy_once()
     return policy;
 }
 
-/* Loads 16 bytes that no thread writes during the kernel and that no kernel reads again
- * soon. */
+/* Loads 16 bytes that no thread writes during the kernel. */
 __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
 {
     uint4 v;
@@ -129,7 +125,7 @@ __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
     return v;
 }
 
-/* Loads 16 bytes that are read again soon. Their cache line stays in the L2 cache. */
+/* Loads 16 bytes that no thread writes during the kernel. */
 __device__ __forceinline__ uint4 load_again(const void *p)
 {
     uint4 v;
@@ -139,8 +135,6 @@ __device__ __forceinline__ uint4 load_again(const void *p)
     return v;
 }
 
-/* The store_once() functions store 16, 8 or 4 bytes that no kernel reads again soon. `policy`:
- * from policy_once(). */
 __device__ __forceinline__ void store_once(void *p, uint4 v, uint64_t policy)
 {
     asm volatile("st.global.L2::cache_hint.v4.u32 [%0], {%1,%2,%3,%4}, %5;" ::"l"(p), "r"(v.x),
@@ -179,8 +173,7 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Closes a group: the asynchronous copies that this thread has started since the last call.
- * wait_copies() waits for groups. */
+/* Closes a group: the asynchronous copies that this thread has started since the last call. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -193,14 +186,13 @@ template <int PENDING> __device__ __forceinline__ void wait_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Returns the 32-bit shared-memory address of a pointer to shared memory. */
 __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
 /* load_shared() loads 16 bytes from shared memory, and store_shared() stores 16 or 4 bytes. p:
- * shared-memory address, a multiple of the number of bytes. */
+ * shared-memory address, aligned to this size. */
 __device__ __forceinline__ uint4 load_shared(uint32_t p)
 {
     uint4 v;
@@ -248,7 +240,7 @@ __device__ __forceinline__ void bulk_once(void *to, uint32_t from, uint32_t byte
         : "memory");
 }
 
-/* Starts a bulk store to the staging of a peer, in the peer's memory. */
+/* Starts a bulk store to the staging of a peer. */
 __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from),
@@ -263,15 +255,13 @@ __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32
     bulk_send(to, from, bytes);
 }
 
-/* Starts to load `bytes` bytes at `from` into the L2 cache, so that later reads of them are
- * fast. */
+/* Starts to load bytes into the L2 cache, so that later reads of them are fast. */
 __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
 {
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-/* Ends a group of bulk stores of this thread. A caller of wait_bulk_read() gives a number of
- * such groups. */
+/* Ends a group of bulk stores of this thread, for wait_bulk_read(). */
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
@@ -284,7 +274,6 @@ template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Waits until all bulk stores of this thread are complete. */
 __device__ __forceinline__ void wait_bulk(void)
 {
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
@@ -318,15 +307,14 @@ __device__ __forceinline__ float max_size(float x, float y)
     return size;
 }
 
-/* Returns the larger of a and b in each 16-bit half, compared as unsigned numbers. */
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
 {
     return __vmaxu2(a, b);
 }
 
 #if __CUDA_ARCH__ >= 890
-/* Converts four numbers to e4m3, rounded to nearest even and limited to 448. Returns them as a
- * word with `a` in the lowest byte. */
+/* Converts four floats to e4m3, rounded to nearest even and limited to 448. `a` becomes the
+ * lowest byte of the result. */
 __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d)
 {
     uint16_t low, high;
@@ -335,8 +323,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
     return (uint32_t)high << 16 | low;
 }
 #else
-/* Converts a number to e4m3 on GPUs before sm_89, which have no instruction for it, with the
- * bits of that instruction. kernels/host/convert.h explains the method. */
+/* Converts a float to e4m3 on GPUs before sm_89, which have no instruction for it. The result
+ * has the same bits as that of the instruction. kernels/host/convert.h explains the method. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;

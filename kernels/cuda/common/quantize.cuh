@@ -18,22 +18,22 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-/* Between these limits of the scale, divide_rounded() meets only normal numbers, so it is
- * exact. */
+/* Between these limits of the scale, all intermediate results of divide_rounded() are normal
+ * numbers, so that it is exact. */
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
-/* A quantized piece of a row, as one lane has it: some elements, and a word of scales, which
- * has the scales of 128 elements. */
+/* The part of a quantized piece of a row that one lane has: some elements, and one word of
+ * scales, which has the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* Number of adjacent lanes whose vectors v are the 128 elements of a word of scales. */
+    /* A word of scales has the scales of vector v of this many adjacent lanes. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
-    /* number of 4-byte words of scales per piece */
+    /* words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
-    static constexpr int BYTES = V * WARP * N; /* bytes of e4m3 elements per piece */
+    static constexpr int BYTES = V * WARP * N;
     /* this lane's e4m3 elements, four per word */
     uint32_t q[V][N / 4];
-    /* this lane's word of scales, which is word number word_index() of the piece */
+    /* word word_index() of the piece's words of scales */
     uint32_t scales;
 
     /* Returns true if this lane has a word of scales to store (not all lanes have one). */
@@ -41,7 +41,6 @@ template <int V, int N> struct Quantized {
     {
         return lane_id() % LANES < V;
     }
-    /* Returns which of the piece's words of scales this lane has. */
     static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
@@ -49,7 +48,8 @@ template <int V, int N> struct Quantized {
 };
 
 /* Returns the largest absolute value of N elements as the bits of a float32. Callers compare
- * them as integers: the order is that of nonnegative floats, and NaNs are the largest. */
+ * these bits as integers, which gives the order of nonnegative floats, with NaNs as the
+ * largest. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -58,8 +58,7 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Returns the largest absolute value of 16 elements of a 16-bit type, as the bits of a float32.
- * ROW: Bf16 or F16 (rows.cuh), the type of the elements in `low` and `high`. */
+/* Like the function above, for 16 elements of type ROW (Bf16 or F16) in `low` and `high`. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -71,10 +70,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Each lane returns the largest absolute value, as bits of a float32, of one block: the one
- * with the lane's vector number lane_id() % V. A block is vector number v of several adjacent
- * lanes. On entry own[v] is the largest absolute value in this lane's vector v. Called by a
- * whole warp. */
+/* Returns in each lane the largest absolute value, as bits of a float32, of one block: the
+ * block that contains the lane's vector lane_id() % V. A block consists of vector v of several
+ * adjacent lanes. On entry own[v] is the largest absolute value in this lane's vector v. Called
+ * by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -96,8 +95,7 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Each lane returns the largest absolute value, as bits of a float32, of the block that
- * contains its vector number lane_id() % V. Called by a whole warp. */
+/* Like join_lanes(), for the elements x of the lane's vectors. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -119,9 +117,9 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
 }
 
 /* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: largest
- * absolute value in the block, as bits of a float32. The largest e4m3 number is 448 = 1.75 *
- * 2^8. So the exponent of the scale is that of `bits` minus 8, plus 1 if its mantissa is above
- * 1.75. */
+ * absolute value in the block, as bits of a float32. The largest e4m3 value is 448 = 1.75 *
+ * 2^8. So the exponent of the scale is the exponent of `bits` minus 8, plus 1 if the mantissa
+ * of `bits` is above 1.75. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
     if (bits >= INFINITY_WORD) return 255;
@@ -134,15 +132,15 @@ struct BlockScale {
     /* the word of scales to store: this block's scale and, with EPIC_QUANTIZE_1X32, the scales
      * of three other blocks */
     uint32_t word;
-    /* The number by which elements are scaled: the scale (EPIC_QUANTIZE_1X128) or 1 / scale
-     * (EPIC_QUANTIZE_1X32). NaN if the scale is NaN. */
+    /* The scale (EPIC_QUANTIZE_1X128), by which elements are divided, or 1 / scale
+     * (EPIC_QUANTIZE_1X32), by which they are multiplied. NaN if the scale is NaN. */
     float number;
 };
 
-/* Returns the scale of the block of this lane (find_largest()), whose elements are multiplied
- * by `weight` and then quantized. `largest`: largest absolute value before the multiplication,
- * as bits of a float32. It suffices to multiply it by the weight, because rounding keeps the
- * order of values. */
+/* Returns the scale of this lane's block (find_largest()), whose elements are multiplied by
+ * `weight` and then quantized. `largest`: largest absolute value before the multiplication, as
+ * bits of a float32. It is enough to multiply `largest` by the weight, because rounding keeps
+ * the order of values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -161,14 +159,12 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 
 /* ---------------------------------------------------------------------------- division ---- */
 
-/* A divisor s, prepared for quick divisions. high + low is 1 / s with a relative error of
- * 2^-44. low is above 0, so that -0 / s stays -0. */
+/* A divisor s, prepared for fast divisions. high + low is 1 / s with a relative error of 2^-44.
+ * low is above 0, so that -0 / s stays -0. */
 struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
 
-/* Prepares divisions by s: computes the reciprocals of s that divide_rounded() multiplies
- * by. */
 __device__ __forceinline__ Divisor divisor_of(float s)
 {
     const float high = __fmul_rn(reciprocal_approx(s), 1 - 0x1p-21f);
@@ -180,7 +176,7 @@ __device__ __forceinline__ Divisor divisor_of(float s)
 /* Returns x / d.s with the bits of a correctly rounded division, if no intermediate result is
  * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
  * bits. Then the quotient is never within a relative distance of 2^-44 from the middle between
- * two e4m3 numbers, so the final correction of the quotient is left out. */
+ * two e4m3 values, so the final correction of the quotient is left out. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
@@ -189,8 +185,7 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
 
 /* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() is
  * exact only for normal numbers. So for a very small or very large scale, elements and scale
- * are first multiplied by a power of two that moves the scale towards 1. SHORT: see
- * divide_rounded(). */
+ * are first multiplied by a power of two that moves the scale towards 1. */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -207,9 +202,9 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 }
 
 /* Quantizes vector v of a piece into piece.q[v]. x: the vector's elements, already multiplied
- * by the weight; overwritten. `mine`: the scale that this lane has computed. That of vector v
- * may come from another lane, by a shuffle. A NaN scale makes all elements NaN. Called by a
- * whole warp. */
+ * by the weight; overwritten. `mine`: the scale that this lane has computed; the scale of
+ * vector v may come from another lane, by a shuffle. A NaN scale makes all elements NaN. Called
+ * by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -256,8 +251,8 @@ struct QuantizedRows {
     bool whole, words;
 };
 
-/* Stores this lane's N quantized elements q from byte `at` of a slot's row on, except those past
- * the end of the row. */
+/* Stores this lane's N quantized elements q from byte `at` of a slot's row on, except those
+ * past the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)
@@ -276,8 +271,8 @@ __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t sl
         store_once(row, q[0], policy);
 }
 
-/* Stores piece number `number` of the row of a slot, and the scales of that piece. Called by a
- * whole warp. */
+/* Stores a piece of the row of a slot, and the scales of the piece. `number`: index of the
+ * piece. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ void store_quantized(const QuantizedRows &to, int32_t slot,
                                                 int number, const Quantized<V, N> &piece,

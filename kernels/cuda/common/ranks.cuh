@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* RankMask, a bit mask of ranks, and values of which each lane of a warp has one per rank.
+/* RankMask, a bit mask of ranks, and RankNumbers, one value per rank that the lanes of a warp
+ * share.
  *
  * In the usual libraries a group has at most 32 ranks. There RankMask is one word, a lane has
  * the value of one rank, and every function below is one or two instructions. In the libraries
  * for many ranks (MANY_RANKS, rules/device_layout.h) a mask has DEVICE_RANK_WORDS words, and
- * lane n has the values of the ranks n, n + 32, and so on. for_each_group() then calls a
- * function once per group of 32 ranks. In the usual libraries it calls it once, without a loop.
- */
+ * lane n has the values of the ranks n, n + 32, and so on. */
 #ifndef EPIC_RANKS_CUH
 #define EPIC_RANKS_CUH
 
@@ -20,8 +19,9 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Calls use(first) for each group of 32 ranks: the ranks `first` to first + 31, of which the last
- * ones may not exist. Called by a whole warp. */
+/* Calls use(first) for each group of 32 ranks, `first` to first + 31, of which the last ones
+ * may not exist. In the usual libraries it calls use(0) without a loop. Called by a whole
+ * warp. */
 template <class Use>
 __device__ __forceinline__ void for_each_group(const p2p_self &self, Use use)
 {
@@ -64,7 +64,7 @@ __host__ __device__ __forceinline__ bool has_any(const RankMask &mask)
     return all != 0;
 }
 
-/* Returns the lowest rank of the mask. The mask must have one. */
+/* Returns the lowest rank of the mask, which must not be empty. */
 __device__ __forceinline__ int first_rank(const RankMask &mask)
 {
     int w = 0;
@@ -92,7 +92,6 @@ __device__ __forceinline__ void remove_ranks_of(RankMask &mask, const RankMask &
     for (int w = 0; w < DEVICE_RANK_WORDS; w++) mask.words[w] &= ~others.words[w];
 }
 
-/* Removes the lowest rank from the mask. */
 __device__ __forceinline__ void remove_first(RankMask &mask)
 {
     remove_rank(mask, first_rank(mask));
@@ -107,7 +106,7 @@ __device__ __forceinline__ uint32_t part_of_ranks(const RankMask &mask, int firs
     return (uint32_t)(words >> first % 32) & ((1u << count) - 1);
 }
 
-/* Returns those of the `count` ranks from `first` on that the mask has. count: at most 31. */
+/* Returns the mask without the ranks outside of [first, first + count). count: at most 31. */
 __device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, int count)
 {
     RankMask some = no_ranks();
@@ -116,8 +115,8 @@ __device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, 
     return some;
 }
 
-/* Returns the ranks that the lanes of a warp pass. `rank`: -1 if the lane passes none. Called by a
- * whole warp. */
+/* Returns the ranks that the lanes of a warp pass. `rank`: -1 if the lane passes none. Called
+ * by a whole warp. */
 __device__ __forceinline__ RankMask ranks_of_lanes(int rank)
 {
     RankMask mask;
@@ -127,24 +126,24 @@ __device__ __forceinline__ RankMask ranks_of_lanes(int rank)
     return mask;
 }
 
-/* For each rank a number, of which each lane has the numbers of some ranks. */
+/* One value per rank. Each lane of the warp has the values of some ranks. */
 struct RankNumbers {
     int32_t numbers[DEVICE_RANK_WORDS];
 };
 
-/* Sets the number of rank first + lane_id(), where `first` is a multiple of 32. */
+/* Sets the value of rank first + lane_id(), where `first` is a multiple of 32. */
 __device__ __forceinline__ void set_number(RankNumbers &n, int first, int32_t value)
 {
     n.numbers[first / 32] = value;
 }
 
-/* Returns the number of a rank. Called by a whole warp, with the same rank. */
+/* Returns the value of a rank. Called by a whole warp, with the same rank. */
 __device__ __forceinline__ int32_t number_of_rank(const RankNumbers &n, int rank)
 {
     return __shfl_sync(ALL_LANES, n.numbers[rank / 32], rank % 32);
 }
 
-/* Returns the largest of the numbers, which are not negative. Called by a whole warp. */
+/* Returns the largest of the values, which must not be negative. Called by a whole warp. */
 __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
 {
     int32_t most = 0;
@@ -152,8 +151,8 @@ __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
     return (int32_t)__reduce_max_sync(ALL_LANES, (uint32_t)most);
 }
 
-/* Packs a mask of culprits into 32 bits: up to MOST_NAMED ranks of 10 bits, the lowest ones, and
- * their number in the two highest bits. */
+/* Packs a mask of culprits into 32 bits: the lowest ranks, at most MOST_NAMED, 10 bits each.
+ * The two highest bits count them. */
 #define MOST_NAMED 3
 __device__ __forceinline__ uint32_t pack_ranks(RankMask mask)
 {
@@ -166,7 +165,6 @@ __device__ __forceinline__ uint32_t pack_ranks(RankMask mask)
     return packed | (uint32_t)count << 30;
 }
 
-/* Returns the ranks of a word from pack_ranks(). */
 __device__ __forceinline__ RankMask unpack_ranks(uint32_t packed)
 {
     RankMask mask = no_ranks();

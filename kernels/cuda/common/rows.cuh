@@ -4,13 +4,15 @@
  *
  *   vector  16 bytes: what a lane loads or stores at once
  *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane L
- *           is vector number (piece * V + v) * 32 + L of the row.
+ *           is vector (piece * V + v) * 32 + L of the row.
  *   span    several pieces of one row, which a warp moves one after the other
  *   unit    the work that a warp does at a time: one span in one role (send, receive, ...)
  *
  * Template argument EXACT: if true, rows are aligned to 16 bytes and consist of whole pieces.
  * If false, the last piece may be shorter, and rows may be unaligned (RowShape.aligned).
- * `policy`: policy_once() of ptx.cuh, for rows that no kernel reads again soon. */
+ * `policy`: policy_once() of ptx.cuh, for rows that no kernel reads again soon. `fill`: value
+ * of the words past the end of the row. Functions that handle a piece are called by a whole
+ * warp. */
 #ifndef EPIC_ROWS_CUH
 #define EPIC_ROWS_CUH
 
@@ -21,14 +23,13 @@
 
 struct RowShape { /* Sizes of the rows of an array of the caller. */
     int64_t row_bytes;
-    /* number of 16-byte vectors per row; the last vector may be partly filled */
+    /* the last vector may be partly filled */
     int32_t vectors;
-    int32_t pieces; /* number of pieces per row; the last piece may be shorter */
+    int32_t pieces; /* the last piece may be shorter */
     bool aligned;   /* the addresses of all rows, and row_bytes, are multiples of 16 */
 };
 
-/* Returns the sizes of rows of row_bytes bytes. V: number of vectors per lane of a piece.
- * `aligned`: RowShape.aligned. */
+/* V: number of vectors per lane of a piece. `aligned`: RowShape.aligned. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
@@ -42,7 +43,7 @@ __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
 }
 
-/* Returns bytes [at, at + 16) of a row that may be unaligned. Words past its end are `fill`. */
+/* Returns bytes [at, at + 16) of a row that may be unaligned. */
 static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
                                                 int64_t row_bytes, uint32_t fill)
 {
@@ -56,8 +57,7 @@ static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores bytes [at, at + 16) of a row that may be unaligned. Leaves out bytes past the end of
- * the row. */
+/* Stores bytes [at, at + 16) of a row that may be unaligned, except those past its end. */
 static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_t row_bytes,
                                                 uint4 q)
 {
@@ -67,8 +67,7 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns vector number `vector` of a row that no kernel reads again soon. Bytes past its end
- * are zeros. */
+/* Returns a vector of a row that no kernel reads again soon. Bytes past the end are zeros. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -77,7 +76,7 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Loads a vector of a row that is read again soon. Words past the end are `fill`. */
+/* Returns a vector of a row that is read again soon. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -86,7 +85,7 @@ __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vect
     return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
 }
 
-/* Stores vector number `vector` of a row. Leaves out bytes past the end of the row. */
+/* Stores a vector of a row, except bytes past its end. */
 __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
                                           uint4 q, uint64_t policy)
 {
@@ -98,8 +97,8 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* Loads this lane's vectors of the piece whose first vector is `first`, of a row that is read
- * again soon. Words past the end are `fill`. Called by a whole warp. */
+/* Loads this lane's vectors of a piece of a row that is read again soon. `first`: index in the
+ * row of the piece's first vector, also in the functions below. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -112,8 +111,6 @@ __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t fir
                      : load_row_again(row, first + v * WARP + lane_id(), s, fill);
 }
 
-/* Stores this lane's vectors of the piece whose first vector is `first`. Called by a whole
- * warp. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const RowShape &s,
                                             const uint4 (&q)[V], uint64_t policy)
@@ -127,7 +124,6 @@ __device__ __forceinline__ void store_piece(uint8_t *row, int32_t first, const R
             store_row(row, first + v * WARP + lane_id(), s, q[v], policy);
 }
 
-/* Stores zeros to a piece. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const RowShape &s,
                                            uint64_t policy)
@@ -138,44 +134,42 @@ __device__ __forceinline__ void zero_piece(uint8_t *row, int32_t first, const Ro
     store_piece<V, EXACT>(row, first, s, zeros, policy);
 }
 
-/* Returns a vector (16 bytes) that consists of poison, the mark for "not written yet". */
 __device__ __forceinline__ uint4 poison_vector()
 {
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Returns true if any word of the vector is poison, the largest 32-bit number. So it is enough
- * to compare the maximum of the words. */
+/* Returns true if any word of the vector is poison. Poison is the largest 32-bit value, so it
+ * is enough to compare the maximum of the words. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns `word` or, if it is poison (0xffffffff), `nan`. The caller's data may contain such a
- * NaN, which the receiver would take for a word that has not arrived. So senders replace it.
+/* Returns `word` or, if it is poison (0xffffffff), `nan`. Senders use it because the caller's
+ * data may contain such a NaN, which the receiver would take for a word that has not arrived.
  * Results of arithmetic are never poison. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
 }
 
-/* Applies replace_poison() to each word of a vector. */
 __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
 {
     return make_uint4(replace_poison(q.x, nan), replace_poison(q.y, nan),
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Returns where this lane's first vector of a piece is, in bytes from the beginning of the row.
- * `vector`: index in the row of the piece's first vector. */
+/* Returns the offset in bytes, from the beginning of the row, of this lane's first vector of a
+ * piece. `vector`: index in the row of the piece's first vector. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
 }
 
 /* Rounds a size up to whole cache lines of 128 bytes, so that the shared memory of each warp
- * begins at a line. So do most rows, and copies between equal offsets within a line are faster.
- */
+ * begins at a line. Most rows in global memory also begin at a line, and copies between equal
+ * offsets within a line are faster. */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
@@ -184,15 +178,15 @@ static constexpr int round_up_to_lines(int bytes)
 /* A ring buffer of pieces in shared memory, used by one warp. Asynchronous copies (cp.async)
  * fill it in the order in which the warp uses the pieces. Each lane reads only its own copies,
  * so no barrier is needed. The ring has AHEAD + 1 buffers. While the warp uses one of them, the
- * others are being filled. The buffer in use is filled next. */
+ * other AHEAD buffers are being filled. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* shared-memory address of this lane's bytes in the first buffer */
-    /* offset from `memory` of the buffer that is read and then filled next */
+    /* offset from `memory` of the buffer that the warp reads, and then fills, next */
     uint32_t next = 0;
 
-    /* Creates an empty ring. warp_memory: BYTES bytes of shared memory for this warp. */
+    /* warp_memory: BYTES bytes of shared memory for this warp. */
     __device__ __forceinline__ explicit PieceRing(const void *warp_memory)
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
@@ -214,7 +208,7 @@ template <int V, bool EXACT> struct PieceRing {
         }
     }
     /* Ends the group of copies of one piece and moves to the next buffer. Called once per
-     * buffer, even without a copy, because the wait for a buffer counts the groups after it. */
+     * buffer, even without a copy, because wait_next() counts the groups. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
@@ -226,10 +220,8 @@ template <int V, bool EXACT> struct PieceRing {
     {
         wait_copies<AHEAD>();
     }
-    /* Waits until the oldest piece is in shared memory, and reads this lane's vectors of it
-     * into q. `first`: index in the row of the piece's first vector. Words past the end of the
-     * row are `fill`. The caller must have called commit_piece() for the AHEAD pieces after it.
-     */
+    /* Like wait_next(), but then also reads this lane's vectors of the piece into q. `first`:
+     * index in the row of the piece's first vector. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -243,9 +235,10 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of a warp, whose pieces go through a PieceRing: while it processes one
- * unit, the next AHEAD ones have begun, and AHEAD pieces are being copied. Units: CombineStream
- * or GradientStream. Called by a whole warp. Returns false if the group has failed. */
+/* Processes all units of a warp, whose pieces go through a PieceRing. While it processes one
+ * unit, the next AHEAD units have begun, and AHEAD pieces are being copied. Units:
+ * CombineStream or GradientStream. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
@@ -263,8 +256,8 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 /* ----------------------------------------------------------------------- element types ---- */
 
 /* Element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD: the
- * word that replaces poison when rows are sent. MINUS_ZERO: a word whose elements are all -0.
- */
+ * word that replaces poison when rows are sent. MINUS_ZERO: a word whose elements are all
+ * -0. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -337,17 +330,16 @@ struct F32 {
  * then by role, then by span of the row. A role is a kind of work, for example to send, or to
  * receive from source rank 1.
  *
- *   unit number = (step * roles + role) * spans + span
+ *   index of a unit = (step * roles + role) * spans + span
  *
- * Here `step` is the number of the token. Warp w of the W warps that take part has units w, w +
+ * Here `step` is the index of the token. Warp w of the W warps that take part does units w, w +
  * W, w + 2 * W, ... The members `step`, `role` and `span` of a Stride are the distance from a
- * unit of a warp to its next one. `roles` is the number of roles, `spans` the number of spans
- * of a row, and `total_warps` is W. Each CTA has a Stride in shared memory. */
+ * unit of a warp to the warp's next unit. `roles` and `spans` count the roles and the spans of
+ * a row, and `total_warps` is W. Each CTA has a Stride in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, total_warps;
 
-    /* Sets all members. The first num_warps warps of the grid take part, with num_roles roles
-     * and num_spans spans of a row. */
+    /* Sets all members. The first num_warps warps of the grid take part. */
     __device__ void set_strides(int num_warps, int num_roles, int num_spans)
     {
         total_warps = num_warps;
@@ -359,14 +351,13 @@ struct Stride {
     }
 };
 
-/* the step of a warp that has no more units of work: larger than every step of a list */
+/* the step of a warp that has no more units: larger than every step of a list */
 #define NO_STEP (1 << 30)
 
 /* The position of a warp in the list of units: the step, role and span of its current unit. */
 struct UnitWalk {
     int step, role, span;
 
-    /* Begins at the first unit of work of this warp. */
     __device__ __forceinline__ explicit UnitWalk(const Stride &s)
     {
         const int first = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
@@ -374,8 +365,7 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.total_warps ? first / s.spans / s.roles : NO_STEP;
     }
-    /* Moves on to the next unit of work of this warp. Uses only additions, because divisions
-     * are slow. */
+    /* Moves on to this warp's next unit. Uses only additions, because divisions are slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -396,8 +386,8 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Returns the number of units per token: roles times spans of its row. `vectors`: number of
- * vectors per lane of a piece. */
+/* Returns how many units a token has: roles times spans of its row. `vectors`: vectors per lane
+ * of a piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
@@ -405,8 +395,8 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
 }
 
 /* Decides how a launch divides its units among warps, and stores the result in three fields of
- * the job. `block`: number of threads of a CTA. `vectors`: number of vectors per lane of a
- * piece. The rules are measured (docs/lab/cuda.md).
+ * the job. `block`: threads of a CTA. `vectors`: vectors per lane of a piece. The rules are
+ * measured (docs/lab/cuda.md).
  *
  *   job.span   pieces per unit. A unit has a fixed cost, so long spans are better, as long as
  *              all warps are equally busy.
@@ -415,10 +405,10 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *   job.total_warps
  *              number of warps that take part. A token has `kinds` units, one for each pair of
  *              role and span. The number of warps and `kinds` have no common divisor above 1,
- *              so that each warp gets all pairs in turn. The role and span of a warp's next
- *              unit should also be far from those of its last unit. Otherwise a warp would do
- *              similar work for a long time, and get ahead of the other warps or fall
- *              behind. */
+ *              so that each warp gets all pairs one after the other. The role and span of a
+ *              warp's next unit should also be far from those of its last unit. Otherwise a
+ *              warp would do similar work for a long time, and get ahead of the other warps or
+ *              fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
