@@ -1,9 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Counts choices: the first part of making a plan. plan/planner.cuh has the second part.
  *
- * The slot of a choice depends on its position among all choices of the same expert. The order
- * is: rank, token, k. A position is the sum of four counts, each of earlier choices of that
- * expert:
+ * The slot of a choice depends on its position among all choices of the same expert, in the
+ * order rank, token, k. A position is the sum of four counts of earlier choices of that expert:
  *
  *   on lower ranks + in lower CTAs of this rank + in lower warps + earlier ones in this warp
  *
@@ -24,8 +23,8 @@
  *   FLAT, drops choices       warp_position    warp_row (count_kept_rows() sets it)
  *
  * A tally is a counter of a warp: it counts the choices of one expert or, with FLAT, the rows
- * of one rank. plan/planner_state.cuh explains how tallies are numbered. The planner CTAs are
- * the CTAs that make the plan.
+ * of one rank. plan/planner_state.cuh explains which tally has which index. The planner CTAs
+ * are the CTAs that make the plan.
  *
  *   writer          stores                                       reader that waits
  *   each warp       its tallies, in shared memory                its CTA, at a barrier
@@ -41,8 +40,8 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts the choices of all lanes: adds 1 to the element of `tally` (this warp's counters) for
- * the expert of each lane's choice. Returns how many choices of that expert the warp counted
+/* Counts one choice per lane: adds 1 to the element of `tally` (this warp's counters) for the
+ * expert of each lane's choice. Returns how many choices of that expert the warp counted
  * before, in lower lanes or earlier calls (warp_position). same_id: bit mask of the lanes with
  * the same expert. Called by all lanes; a lane without a choice passes expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
@@ -57,19 +56,18 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
     return base + before;
 }
 
-/* Counts a group without reporting which lanes have the same expert (same_id). */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 {
     uint32_t same_id;
     return count_group(tally, expert, same_id);
 }
 
-/* Layout FLAT: counts the rows that some tokens need on each rank, one on each rank that owns
- * one of their experts. If this lane's choice is its token's first one on its rank, returns
- * warp_row: how many rows on that rank the warp had counted before. Otherwise returns -1.
- * `tally`: this warp's counters of ranks. `owner`: the rank of the expert of this lane's
- * choice, or -1. A token with more than 32 choices needs two calls, with chunk = 0 and 1.
- * `seen`: a bit mask by which the first call passes the ranks of its choices to the second. */
+/* Layout FLAT: counts the rows that some tokens need on each rank. A token needs one row on
+ * each rank that owns one of its experts. If this lane's choice is its token's first one on its
+ * rank, returns warp_row: how many rows on that rank the warp had counted before. Otherwise
+ * returns -1. `tally`: this warp's counters of ranks. `owner`: the rank of the expert of this
+ * lane's choice, or -1. A token with more than 32 choices needs two calls, with chunk = 0 and
+ * 1; the first call passes the ranks of its choices to the second call in `seen`. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, RankMask &seen)
 {
@@ -95,17 +93,15 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
 }
 
 /* If a warp has at most this many groups of tokens (TokenLanes), each lane keeps its choices in
- * registers, and need not load them again to compute their slots. */
+ * registers, and does not have to load them again to compute their slots. */
 #define COUNTED_BATCHES 4
 
-/* The choices that this lane has counted, one per group of tokens: the id, and how many choices
- * with this id the warp counted before (warp_position). Only if choices_fit_registers() is
- * true. */
+/* The choices that this lane has counted, one per group of tokens: the id, and the
+ * warp_position. Used only if choices_fit_registers() is true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
 
-/* Returns whether all choices of this warp fit in CountedChoices. */
 __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
                                                       const TokenLanes &lanes)
 {
@@ -116,10 +112,10 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
 /* Calls use() for all choices of this warp's tokens in order. In each call, each lane has one
  * choice.
  *
- *   read(choice)  returns the expert id of this rank's choice with this number
+ *   read(choice)  returns the expert id of a choice of this rank
  *   use(choice, id, k, first_id, i)  handles one choice per lane; called by all lanes. Its
  *                 result matters only if tokens have more than 32 choices (see first_id)
- *     choice      number of this lane's choice, or -1 if the lane has none
+ *     choice      index of this lane's choice (token * top_k + k); -1: the lane has none
  *     id          expert id of the choice, or -1 if the lane has no choice
  *     k           position of the choice among the top_k choices of its token
  *     first_id    -1 if tokens have at most 32 choices. Otherwise use() is called twice for
@@ -156,8 +152,8 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Returns the id of choice number `choice`, or -1 if it is negative (no expert) or too large.
- * In the last case p.bad_choice becomes the number of the choice, unless an earlier choice was
+/* Returns the id of a choice, or -1 if the id is negative (no expert) or too large. If it is
+ * too large, p.bad_choice becomes the index of the choice, unless an earlier choice was
  * wrong. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
@@ -166,8 +162,8 @@ __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t 
 }
 
 /* Returns the array in which resolve_replicas() stores the expert (replica) of each of this
- * rank's choices. It uses the part of the plan in which the records about this rank's own
- * tokens are stored later. */
+ * rank's choices. It uses the part of the plan in which the records of this rank's own tokens
+ * are stored later. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -176,8 +172,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts choice number `choice`: that of the expert or, if
- * replicas are chosen only after counting, of the logical expert. */
+/* Returns the id by which the planner counts a choice: the id of the expert or, if replicas are
+ * chosen only after counting, of the logical expert. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -185,8 +181,7 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
     return read_id(job, choice);
 }
 
-/* Returns how many ids there are by which the planner counts. For valid choices, planned_id()
- * returns a number from 0 to the result minus 1. */
+/* Returns how many values planned_id() has for valid choices. */
 template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(FEATURES & PLAN_DROPS_OR_REPLICAS && !job.resolves ? (uint32_t)num_ids(job)
@@ -194,9 +189,10 @@ template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p
 }
 
 /* Counts the choices of this warp's tokens, and checks their ids. Stores a count for each
- * choice (warp_position or warp_row) in `counts`, the memory of the plan's array `fate`, as the
- * table at the top of this file shows. If FEATURES is 0 and choices_fit_registers() is true,
- * stores them only in `counted`, in registers. Otherwise callers must not use `counted`. */
+ * choice (warp_position or warp_row) in `counts`, which is the memory of the plan's array
+ * `fate` (table at the top of this file). If FEATURES is 0 and choices_fit_registers() is true,
+ * stores the counts only in `counted`, in registers. Otherwise callers must not use
+ * `counted`. */
 template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -238,17 +234,16 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word that a rank sends to all ranks (array `counts`): the sum of one tally over all warps
- * of the sender, and the rank that owns the tally's expert according to the sender's
- * rank_of_expert, which the receiver compares with its own. RECORD_LAST in the word of tally 0
- * means that the sender's data is wrong. RECORD_LAST in all words means that its rank_of_expert
- * is invalid. */
+/* A word that a rank sends to all ranks (array `counts`). It has the sum of one tally over all
+ * warps of the sender. It also has the rank that owns the tally's expert in the sender's table
+ * rank_of_expert, so that the receiver can compare it with its own table. RECORD_LAST in the
+ * word of tally 0 means that the sender's data is wrong. RECORD_LAST in all words means that
+ * its rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
 
-/* Returns the word that this rank sends for tally i, without the count: the rank to which the
- * tally belongs, or RECORD_LAST if this rank's table rank_of_expert is invalid. */
+/* Returns the word that this rank sends for tally i, without the count. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
@@ -266,8 +261,8 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
 }
 
 /* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
- * rank. In p.tally, the sum over the lower warps replaces the tally of each warp. Called by all
- * threads of the CTA. */
+ * rank. In p.tally, the tally of each warp is replaced by the sum over the lower warps. Called
+ * by all threads of the CTA. */
 template <int FEATURES>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -296,8 +291,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns where in `heap` the fault words of `rank` are, which describe the first wrong value
- * in the arrays of that rank's caller. */
+/* Returns the address in `heap` of the fault words of `rank`, which describe the first wrong
+ * value in the arrays of that rank's caller. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -306,10 +301,10 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
 }
 
 /* Returns the wrong value at `index` of an array of the caller. On entry, `kind` (a p2p_fault)
- * selects the array: P2P_FAULT_PLACEMENT is rank_of_expert, P2P_FAULT_REPLICA
- * logical_of_expert, and P2P_FAULT_EXPERT topk_idx. On return it is the exact fault, for
- * example a duplicate id. For a logical expert without replicas, `index` becomes its number.
- * Called by one thread. */
+ * selects the array: P2P_FAULT_PLACEMENT is rank_of_expert, P2P_FAULT_REPLICA is
+ * logical_of_expert, and P2P_FAULT_EXPERT is topk_idx. On return `kind` is the exact fault, for
+ * example a duplicate id. If a logical expert has no replica, `index` becomes the id of this
+ * expert. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -327,8 +322,8 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends the first wrong value in the arrays of this rank's caller to all ranks (kind of the
- * fault, index and value), so that every rank reports the same error. Called by one thread. */
+/* Sends the first wrong value in the arrays of this rank's caller (kind of the fault, index and
+ * value) to all ranks, so that every rank reports the same error. Called by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -344,10 +339,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value in this rank's data, and sends it to all ranks: the first wrong
- * entry of rank_of_expert or logical_of_expert, if there is one, otherwise the lowest of the
- * wrong choices that the planner CTAs of this rank have found. Called by one thread of CTA 0.
- * Returns false if the group has failed. */
+/* Finds the first wrong value in this rank's data, and sends it to all ranks. This is the first
+ * wrong entry of rank_of_expert or logical_of_expert or, if the tables are valid, the lowest of
+ * the wrong choices that the planner CTAs of this rank have found. Called by one thread of CTA
+ * 0. Returns false if the group has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -372,9 +367,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Only in backend `hosts`: copies the counts of ranks on other hosts from the net inbox to the
- * heap. Only CTA 0 polls the net inbox, because it may be in host memory, where polls are slow.
- * The other CTAs wait for the words in the heap. */
+/* Only in backend `hosts`: CTA 0 copies the counts of ranks on other hosts from the net inbox
+ * to the heap, where the other CTAs wait for them. Only one CTA polls the net inbox, because it
+ * may be in host memory, where polls are slow. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -384,9 +379,9 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published their tally number e. words[c]
- * becomes the word of CTA c, or a word with count 0 if there is no CTA c. Returns false if the
- * group has failed. */
+/* Waits until all planner CTAs of this rank have published their tally e. words[c] becomes the
+ * word of CTA c, or a word with count 0 if there is no CTA c. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -403,10 +398,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() (below) for tally number e: adds this tally of all
- * planner CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
- * also sends the sum over all CTAs to every rank. `counts`: where the array for the counts
- * begins in a heap, in 8-byte words. Returns false if the group has failed. */
+/* Does steps 1 and 2 of exchange_counts() (below) for tally e: adds this tally of all planner
+ * CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also sends
+ * the sum over all CTAs to every rank. `counts`: offset of the array for the counts in a heap,
+ * in 8-byte words. Returns false if the group has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -434,10 +429,9 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
 }
 
 /* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to the ranks on
- * other hosts, after all its threads have stored them. `counts`: where the array for the counts
- * begins in a heap, in 8-byte words. `tallies`: number of counters. `ok`: false if this thread
- * has found a failure. Called by all threads. Returns false if a thread of CTA 0 has found that
- * the group has failed. */
+ * other hosts, after all its threads have stored them. `counts`: as in publish_count().
+ * `tallies`: how many counters. `ok`: false if this thread has found a failure. Called by all
+ * threads. Returns false if a thread of CTA 0 has found that the group has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -458,7 +452,7 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
     const int ranks = op.self->num_ranks;
-    /* a rank whose count has not arrived, which the error names if the wait fails, or -1 */
+    /* a rank whose count has not arrived, or -1; the error names this rank if the wait fails */
     int missing = -1;
     return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
         missing = -1;
@@ -475,9 +469,9 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally number e: waits for the counts of all ranks, and
- * adds them to p.load and p.before_cta. `counts`: where the array for the counts begins in a
- * heap, in 8-byte words. Returns false if the group has failed. */
+/* Does step 3 of exchange_counts() for tally e: waits for the counts of all ranks, and adds
+ * them to p.load and p.before_cta. `counts`: as in publish_count(). Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
@@ -522,9 +516,8 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
  *      and sets p.before_cta and p.load
  *
- * Returns false if the group has failed. The function is not inlined, because it would
- * use so many registers that the loop that moves rows, in the same kernel, would spill
- * registers to memory. */
+ * Returns false if the group has failed. Not inlined: it uses so many registers that the loop
+ * that moves rows, in the same kernel, would spill registers to memory. */
 template <int FEATURES>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

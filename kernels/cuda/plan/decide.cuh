@@ -7,46 +7,42 @@
  *   decide_plan          computes loads, kept choices and slabs
  *   wait_faults          waits until all ranks with wrong data have sent a description of it
  *   report_...           store the error of an invalid plan for the host
- *   write_plan_outputs   stores the header, the tables and the caller's outputs
- *
- * All ranks compute with the same counts, so they get the same result without further
- * communication. */
+ *   write_plan_outputs   stores the header, the tables and the caller's outputs */
 #ifndef EPIC_PLAN_DECIDE_CUH
 #define EPIC_PLAN_DECIDE_CUH
 
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
-/* A range of expert ids that contains all experts of one rank, and possibly experts of other
- * ranks. */
 struct ExpertRange {
     int begin, count;
 };
 
-/* Returns a range of expert ids with all experts of `rank`: its block of experts or, if the
- * caller passed rank_of_expert, all ids. */
+/* Returns a range of expert ids that contains all experts of `rank`: its block of experts or,
+ * if the caller passed rank_of_expert, all ids. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
                               : ExpertRange{rank * job.block, job.block};
 }
 
-/* Returns the size of the slab of an expert with `count` choices, a multiple of `alignment`. */
+/* Returns the size in slots of the slab of an expert with `count` choices, a multiple of
+ * `alignment`. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
-    /* A mask is faster than a division, but needs a power of two. */
     const bool power = (alignment & (alignment - 1)) == 0;
     const uint32_t past =
         power ? (uint32_t)count & (alignment - 1) : (uint32_t)count % alignment;
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(), the bytes of dynamic shared memory that layers
- * with PLAN_DROPS_OR_REPLICAS need in addition to planner_bytes_of(). */
+/* Upper bound of replica_bytes() + by_k_bytes(), the size in bytes of the dynamic shared memory
+ * that layers with PLAN_DROPS_OR_REPLICAS need in addition to planner_bytes_of(). */
 #define PLAN_DROPS_OR_REPLICAS_BYTES \
     (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
-/* Returns the bytes of dynamic shared memory that make_plan() needs for this job. */
+/* Returns the size in bytes of the dynamic shared memory that make_plan() needs for this
+ * job. */
 static inline int planner_bytes_with(const p2p_plan_job &job)
 {
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
@@ -60,9 +56,8 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Returns how many slots (rows of the receive buffer) `rank` needs if each of its experts keeps
- * at most `most` choices and, if `capped` is true, at most expert_capacity. Called by one warp.
- */
+/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices and,
+ * if `capped` is true, at most expert_capacity. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -77,7 +72,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* __reduce_add_sync() adds 32-bit words only. So the 64-bit sums of the lanes are added 20
+    /* __reduce_add_sync() adds only 32-bit words. So the 64-bit sums of the lanes are added 20
      * bits at a time, which cannot overflow. */
     const uint32_t low_bits = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
@@ -87,7 +82,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
 }
 
 /* Returns the keep limit of `rank`: the largest number of choices that each of its experts may
- * keep so that `capacity` slots suffice for all of them. Uses bisection. Called by one warp. */
+ * keep so that `capacity` slots suffice for all of them. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -102,8 +97,8 @@ static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, i
     return fits;
 }
 
-/* Returns the plan's table `logical`: entry e is the logical expert of expert e. Only plans of
- * layers with replicas (copies of a logical expert) have this table. */
+/* Returns the plan's table `logical`: for each expert, its logical expert. Only plans of layers
+ * with replicas (copies of a logical expert) have this table. */
 __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -111,17 +106,17 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-/* Returns the plan's table `expert_of`: entry i is the id of this rank's local expert i. Only
- * plans of layers with replicas have this table. In memory it follows the table `logical`. */
+/* Returns the plan's table `expert_of`: for each local expert of this rank, its id. Only plans
+ * of layers with replicas have this table. In memory it follows the table `logical`. */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Decides where the slab (range of slots) of each expert of `rank` begins, and sets
- * p.slab_start. Layout FLAT has no slabs, so there it sets p.local_expert. For this rank's own
- * experts, CTA 0 also writes the tables slab_begin and padding of the plan. Returns the number
- * of slots that the rank needs. Called by one warp. */
+/* Sets p.slab_start: for each expert of `rank`, the first slot of its slab. Layout FLAT has no
+ * slabs, so there it sets p.local_expert. For this rank's own experts, CTA 0 also writes the
+ * tables slab_begin and padding of the plan. Returns how many slots the rank needs. Called by
+ * one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -213,18 +208,18 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
 }
 
 /* Returns true if no rank can need more than 2^31 - 1 slots, whichever experts the tokens
- * choose. Then place_slabs() can use 32-bit sums, and decide_plan() need not call count_slots()
- * first. */
+ * choose. Then place_slabs() can use 32-bit sums, and decide_plan() does not have to call
+ * count_slots() first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Waits for the numbers of tokens and the capacities that all ranks announce. CTA 0 also fills
- * in the header. Called by all warps of the CTA. The last warp waits for numbers of tokens, the
- * one before it for capacities, and the third-last one fills in the header. Returns false if
- * the group has failed. */
+/* Waits for the token counts and the capacities that all ranks announce. CTA 0 also fills in
+ * the header. Called by all warps of the CTA: the last warp waits for token counts, the one
+ * before it for capacities, and the third-last one fills in the header. Returns false if the
+ * group has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -253,7 +248,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* An error in the data takes precedence over an overflow of slots. */
+    /* Wrong data takes precedence over an overflow of slots. */
     if (threadIdx.x == 0 && has_any(p.bad_ranks)) h.result = EPIC_EINVAL;
     if (FLAT && DROPS_OR_REPLICAS && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
@@ -292,10 +287,9 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* Waits until each rank with wrong data has sent the description of its first wrong value
- * (fault words). Only backend `hosts` needs this, because there a word that arrives late could
- * overwrite a word of a later operation. Called by one thread of CTA 0. Returns false if the
- * group has failed. */
+/* Waits until each rank with wrong data has sent its fault words. Only backend `hosts` needs
+ * this, because there a word that arrives late could overwrite a word of a later operation.
+ * Called by one thread of CTA 0. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -309,9 +303,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports the first wrong value of the lowest rank with wrong data to the host process of this
- * rank. That rank has sent it to all ranks, so all host processes report the same error. Called
- * by one thread of CTA 0. */
+/* Reports the first wrong value of the lowest rank with wrong data to the host process. That
+ * rank has sent its value to all ranks, so all host processes report the same error. Called by
+ * one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -339,8 +333,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports an overflow of the lowest rank that has fewer slots than it needs to this rank's host
- * process. Called by one thread of CTA 0. */
+/* Reports to the host process that the lowest rank with too few slots overflows. Called by one
+ * thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
@@ -357,7 +351,7 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
 }
 
 /* Writes the plan's header, its table of logical experts, and the caller's outputs (demand,
- * load, expert_rows, ...). Called by `threads` threads, each with its own number `thread`. */
+ * load, expert_rows, ...). Called by `threads` threads, each with its own index `thread`. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {

@@ -7,7 +7,7 @@
  * While the plan is made, each rank sends two things to every rank, for each of its tokens.
  * They consist of stamped words, which are valid only in this epoch:
  *
- *   row word  the number of the token's row on that rank
+ *   row word  the index of the token's row on that rank
  *   record    up to top_k words: the token's local experts on that rank. (With layout
  *             EXPERT_MAJOR, a record has the token's slots there.) */
 #ifndef EPIC_FLAT_CUH
@@ -15,9 +15,8 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns where in `heap` the word with the index of a token's row, in the receive buffer of
- * the heap's owner, is. `source`: number that this rank gives to the token's rank
- * (source_number()). */
+/* Returns the address in `heap` of the row word of a token. `source`: index of the part of the
+ * heap's arrays that the token's rank writes (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -25,8 +24,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns where in this rank's heap rank `source` stores the index of the row of its token
- * number `token` on this rank. */
+/* Returns the address in this rank's memory at which rank `source` stores the row word of its
+ * token. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -42,7 +41,7 @@ __device__ __forceinline__ bool is_valid_row(uint32_t value)
 }
 
 /* Returns the array `locals` of a FLAT plan: the local experts of each token on this rank,
- * [num_ranks, max_tokens, top_k]. A token's element has the same index as its record. */
+ * [num_ranks, max_tokens, top_k]. record_index() gives the index of a token's first element. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

@@ -12,18 +12,17 @@
  *                  (find_flat_keep_limits)
  *
  * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
- * order. The ranks exchange the counts in stamped words, which also contain the number of the
- * repetition. In p2p, even and odd repetitions use different words. A rank sends the words of repetition
- * n + 2 after it has received those of repetition n + 1 from all ranks. They sent these after they
- * had read the words of repetition n. So no rank overwrites a word that another rank has not
- * read. */
+ * order. The ranks exchange the counts in stamped words, which also contain the index of the
+ * repetition. In p2p, even and odd repetitions use different words. A rank sends the words of
+ * repetition n + 2 after it has received the words of repetition n + 1 from all ranks. The
+ * other ranks sent these after they had read the words of repetition n. So no rank overwrites a
+ * word that another rank has not read. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
 
-/* Returns whether the layer drops choices that do not fit, instead of failing the plan. */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
@@ -39,8 +38,7 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
 }
 
 /* Returns 0 if the expert keeps choice k of a token, otherwise the reason why it drops the
- * choice (EPIC_FATE_*). `warp_position`: how many choices of this expert the warp had counted
- * before. */
+ * choice (EPIC_FATE_*). */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -52,9 +50,8 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
 }
 
 /* Counts the rows that this warp's tokens need on each rank if each expert keeps only
- * p.keep_limit choices. `warp_positions` and `warp_rows` have an element for each choice of
- * this rank, [num_tokens, top_k]: how many choices of the expert the warp had counted before it
- * (input), and how many rows on its rank (output, results of count_rows()). */
+ * p.keep_limit choices. `warp_positions` (input) and `warp_rows` (output) have an element for
+ * each choice of this rank, [num_tokens, top_k]; plan/counts.cuh explains them. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -84,9 +81,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns where in `heap` the words are that `rank` sends in repetition number `search` of the
- * bisection: for each destination rank, the number of rows that the tokens of `rank` need
- * there. */
+/* Returns the address in `heap` of the words that `rank` sends in repetition `search` of the
+ * bisection: for each destination rank, how many rows the tokens of `rank` need there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -96,15 +92,15 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                p2p_search_words(self.num_ranks);
 }
 
-/* Number of bits of a count of rows in the words of search_words(). The higher bits contain the
- * number of the repetition. A rank has at most 2^20 tokens (p2p_group_device()). */
+/* Width in bits of the count of rows in the words of search_words(). The higher bits contain
+ * the index of the repetition. A rank has at most 2^20 tokens (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
 /* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
  * exchanges the counts with all ranks. Sets p.needed_rows (rows on each rank for the tokens of
- * all ranks) and p.rows_before_cta (for the tokens of lower ranks). `search`: number of this
- * repetition of the bisection. Called by all threads of the CTA; thread d handles the rows of
- * rank d. Returns false if the group has failed. */
+ * all ranks) and p.rows_before_cta (rows on each rank for the tokens of lower ranks). `search`:
+ * index of this repetition of the bisection. Called by all threads of the CTA; thread d handles
+ * the rows of rank d. Returns false if the group has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {

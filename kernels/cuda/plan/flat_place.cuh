@@ -3,38 +3,38 @@
  * that owns any of its experts. This file computes these rows for the tokens of this rank.
  *
  * The rows of a rank are in the order (source rank, token). So the row of a token on rank q is
- * the sum of three counts, each of rows on rank q:
+ * the sum of three counts of earlier rows on rank q:
  *
  *   p.rows_before_cta[q]   for tokens of lower ranks, and of lower CTAs of this rank
  *   the warp's tally of q  for tokens of lower warps of this CTA
  *   warp_row               for earlier tokens of this warp; count_rows() has returned it for
  *                          the token's first choice on rank q
  *
- * For each of its tokens, the warp then sends two things to every rank: one word with the row
- * number, and one record with the token's local experts on that rank. The words contain the
- * epoch, so a receiver sees from a word itself whether it has arrived. */
+ * For each of its tokens, the warp then sends two things to every rank: a row word with the
+ * index of the row, and a record with the token's local experts on that rank. The words contain
+ * the epoch, so the receiver sees from each word itself whether it has arrived. */
 #ifndef EPIC_FLAT_PLACE_CUH
 #define EPIC_FLAT_PLACE_CUH
 
 #include "cuda/plan/flat_drop.cuh"
 
 struct FlatChoice { /* A choice that this lane handles, and where it goes. */
-    /* number of this lane's choice (token * top_k + k); -1: the lane has no choice */
+    /* token * top_k + k; -1: the lane has no choice */
     int64_t choice;
     /* the rank that owns the expert of the choice; -1: the choice has no expert or is
      * dropped */
     int32_t owner;
-    int32_t local; /* number of the expert among the experts of that rank */
+    int32_t local; /* index of the expert among the experts of that rank */
     /* The index of the token's row on that rank. At first only the lane with the token's first
-     * choice on the rank has it, and others have -1. send_row_words() sets it in all of them.
-     */
+     * choice on the rank has it, and the other lanes have -1. send_row_words() sets it in all
+     * of them. */
     int32_t row;
-    int32_t fate; /* if owner is -1: the reason, an EPIC_FATE_* value */
+    int32_t fate; /* if owner is -1: the reason (EPIC_FATE_*) */
 };
 
-/* Returns where choice number `choice` goes. in_fate and in_rank_of are its counts, which are
- * in the plan's arrays `fate` and `rank_of` until now (table in plan/counts.cuh). If the layer
- * drops no choices, in_fate is warp_row. Otherwise in_fate is warp_position, and in_rank_of is
+/* Returns where a choice goes. in_fate and in_rank_of are the counts that are in the plan's
+ * arrays `fate` and `rank_of` until now (table in plan/counts.cuh). If the layer drops no
+ * choices, in_fate is warp_row. Otherwise in_fate is warp_position, and in_rank_of is
  * warp_row. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
@@ -57,11 +57,12 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     return s;
 }
 
-/* Sends to every rank the row numbers and records of as many tokens as fit in the lanes of a
- * warp. `token`: this lane's token, if `in` is true. The lanes of a token share its choices:
- * c[0] describes where this lane's choice goes and, for a token with more than 32 choices, c[1]
- * its second one. On return, their rows are set in every lane. `bad`: the plan is invalid, so
- * RECORD_DISCARD is sent as row number, and receivers discard the rows. Called by one warp. */
+/* Sends the row words and records of the tokens in this warp's lanes to every rank. `token`:
+ * this lane's token, if `in` is true. The lanes of a token share its choices: c[0] is where
+ * this lane's choice goes. c[1] is the lane's second choice, if tokens have more than 32
+ * choices. On return, each lane has the row of its choices in c. `bad`: the plan is invalid, so
+ * RECORD_DISCARD is sent instead of a row, and receivers discard the rows. Called by one
+ * warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -110,8 +111,9 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* For the layout FLAT: stores the fate and the rank of each of this warp's choices in the plan,
- * and sends row numbers and records to all ranks. The fate of a kept choice is its token's row. */
+/* Layout FLAT: stores the fate and the rank of each of this warp's choices in the plan, and
+ * sends row words and records to all ranks. The fate of a kept choice is the row of its
+ * token. */
 template <int FEATURES>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -129,8 +131,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* i / 2 is the number of a group of tokens, of which one iteration handles two. i % 2
-         * is the chunk: 0 for the first 32 choices of a token, and 1 for its later choices. */
+        /* One iteration handles two groups of tokens: i / 2 is the group. i % 2 is the chunk: 0
+         * for the first 32 choices of a token, and 1 for its later choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -8,10 +8,10 @@
  *   slot position   its index in the order (rank, token, k) among the kept choices of its
  *                   expert. It decides the slot
  *
- * To find keep positions, the ranks count the choices of each k separately. Tally (counter)
- * number k * num_experts + e counts the choices of expert e with this k. The keep position of a
- * choice is lower_k_count plus its position among the expert's choices with the same k. Two
- * arrays are needed:
+ * To find keep positions, the ranks count the choices of each k separately. Tally (counter) k *
+ * num_experts + e counts the choices of expert e with this k. The keep position of a choice is
+ * lower_k_count plus its position among the expert's choices with the same k. Two arrays are
+ * needed:
  *
  *   lower_k_count   [top_k][num_experts]      choices of the expert with lower k, on all ranks
  *   kept_before     [num_warps][num_experts]  slot position of the next kept choice that the
@@ -21,18 +21,18 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the bytes of dynamic shared memory for the two arrays that only EPIC_BY_K uses, after
- * the tables for replicas: kept_before, and the load of each expert, summed over k. Returns 0
- * without EPIC_BY_K. */
+/* Returns the size in bytes of the dynamic shared memory for the two arrays that only EPIC_BY_K
+ * uses: kept_before, and the load of each expert, summed over k. They follow the tables for
+ * replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k.
- * Before, p.load has a count for each pair of k and expert, which lower_k_count replaces in the
- * same memory. Called by all threads of the CTA, after exchange_counts(). */
+/* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k. On
+ * entry, p.load has a count for each pair of k and expert. lower_k_count replaces these counts
+ * in the same memory. Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -57,8 +57,7 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 
 /* Returns the keep position of choice k of a token: its index among all choices of its expert,
  * in the order (k, rank, token) with EPIC_BY_K, else (rank, token, k). `warp_position`: how
- * many choices the warp had counted in this tally before. `tallies`: number of tallies per
- * warp. */
+ * many choices the warp had counted in this tally before. `tallies`: tallies per warp. */
 __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
                                                     int tallies, int expert, int k,
                                                     int32_t warp_position)
@@ -69,10 +68,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: how many choices of tokens before the warp's
- * first token the expert keeps. Counts the choices for each k separately, and adds the counts.
- * keep(expert): returns how many choices the expert keeps in all. Called by all threads of the
- * CTA. */
+/* Sets p.kept_before for each warp and expert: of the choices of tokens before the warp's first
+ * token, how many the expert keeps. Counts the choices for each k separately, and adds the
+ * counts. keep(expert): returns how many choices the expert keeps in all. Called by all threads
+ * of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

@@ -10,7 +10,7 @@
  * A choice is one of a token's top_k expert ids. A record is what a rank sends to another rank
  * about one of its tokens: the token's slots on that other rank. If the token has no slot
  * there, the record is RECORD_ABSENT. A slab is the range of slots of one expert. A stamped
- * word contains the epoch (the number of the operation), and is valid only in this epoch.
+ * word contains the epoch, and is valid only in this epoch.
  *
  * Kernels call make_plan(), with all threads of the first job.planners CTAs (the planner CTAs):
  *
@@ -29,17 +29,16 @@
 
 /* The destination of the choice that this lane handles. */
 struct PlacedChoice {
-    /* the rank to which `slot` (a slot number, or RECORD_DISCARD if the plan is invalid) is
-     * sent; -1: none */
+    /* the rank to which `slot` (a slot, or RECORD_DISCARD if the plan is invalid) is sent; -1:
+     * none */
     int32_t rank;
     uint32_t slot;
 };
 
-/* Returns the slot (row of the receive buffer) of choice k of a token, on the rank of its
- * expert, or the reason why there is none (EPIC_FATE_*). Sets e to the expert: for a logical
- * expert `id`, the replica that gets the choice. A lane without a choice passes id -1.
- * `warp_position`: how many choices with this id the warp counted before. Only for valid plans.
- * Called by all lanes. */
+/* Returns the slot of choice k of a token, on the rank of its expert, or the reason why there
+ * is none (EPIC_FATE_*). Sets e to the expert: for a logical expert `id`, the replica that gets
+ * the choice. A lane without a choice passes id -1. `warp_position`: how many choices with this
+ * id the warp counted before. Only for valid plans. Called by all lanes. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -69,10 +68,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores the slot (or the reason why there is none) and the rank of choice number `choice` in
- * the plan. Returns to which rank the slot must be sent. `id`: the id by which the choice was
- * counted (planned_id()). `warp_position`: how many choices with this id the warp counted
- * before. Called by all lanes; a lane without a choice passes choice -1. */
+/* Stores the slot (or the reason why there is none) and the rank of a choice in the plan.
+ * Returns to which rank the slot must be sent. `id`: the id by which the choice was counted
+ * (planned_id()). Called by all lanes; a lane without a choice passes choice -1. */
 template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -96,10 +94,11 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends to every rank the records of as many tokens as fit in the lanes of a warp. A record has
- * the token's slots on that rank by ascending k, one stamped word per slot, or RECORD_ABSENT.
- * `token`: this lane's token, if `in` is true. c[0]: where this lane's choice among the token's
- * first 32 choices goes. c[1]: the same for the choices after them. Called by one warp. */
+/* Sends the records of the tokens in this warp's lanes to every rank. A record has the token's
+ * slots on that rank by ascending k, one stamped word per slot, or RECORD_ABSENT. `token`: this
+ * lane's token, if `in` is true. The lanes of a token share its choices: c[0] is where this
+ * lane's choice goes. c[1] is the lane's second choice, if tokens have more than 32 choices.
+ * Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -157,8 +156,7 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
- * them to the ranks of the experts. The warp has counted how many choices of the same expert
- * come before each choice (warp_position, plan/counts.cuh), in `counted` or, if
+ * them to the ranks of the experts. The warp_position of each choice is in `counted` or, if
  * choices_fit_registers() is false, in the plan's array `fate`. */
 template <int FEATURES>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
@@ -168,7 +166,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
-    /* `fate` contains the warp positions until slots replace them here. */
+    /* `fate` contains the warp positions until slots replace them. */
     const int32_t *warp_positions = fate;
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
     const int top_k = job.layer.top_k;
@@ -178,8 +176,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* i / 2 is the number of a group of tokens, of which one iteration handles two. i % 2
-         * is the chunk: 0 for the first 32 choices of a token, and 1 for its later choices. */
+        /* One iteration handles two groups of tokens: i / 2 is the group. i % 2 is the chunk: 0
+         * for the first 32 choices of a token, and 1 for its later choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
@@ -207,7 +205,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Only in backend `hosts`: posts the puts that send this CTA's records and, with layout FLAT,
- * its row numbers to ranks on other hosts. One large put per rank and array is faster than one
+ * its row words to ranks on other hosts. One large put per rank and array is faster than one
  * put per token. Called by all threads; thread q posts the puts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
@@ -273,7 +271,6 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
         if (threadIdx.x == 0) {
             if (p.header.result == EPIC_EINVAL) report_fault(p, job, op);
             if (p.header.result == EPIC_EOVERFLOW) report_overflow(p, job, op);
-            /* Only threads of kernels that also move rows wait for control.planned. */
             if (job.self.operation == EPIC_OP_PLAN) return true;
             __threadfence();
             store_release(&control_of(op)->planned, op.epoch);

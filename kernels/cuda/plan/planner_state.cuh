@@ -27,10 +27,10 @@
 
 /* Value of bad_choice, bad_owner and bad_replica (struct Planner) if nothing is wrong. */
 #define NO_INDEX 0xffffffffu
-/* How many ranks' counts a thread loads together, so that the loads overlap. */
+/* A thread loads the counts of this many ranks together, so that the loads overlap. */
 #define RANKS_AT_ONCE 8
-#define PLAN_MOST_WARPS 16 /* Largest number of warps per CTA that count choices. */
-/* Largest number of tallies of all warps of a CTA together. They are in shared memory, 4 bytes
+#define PLAN_MOST_WARPS 16 /* maximum number of warps per CTA that count choices */
+/* Maximum number of tallies of all warps of a CTA together. They are in shared memory, 4 bytes
  * each. */
 #define PLAN_TALLY_WORDS 16384
 
@@ -52,42 +52,43 @@ struct Planner {
      * prepare_by_k() later points it to the choices of each expert, [num_experts], summed over
      * k. */
     int32_t *load;
-    /* Only with FLAT: the last num_ranks elements of before_cta and of load, which count rows:
-     * how many rows on rank q the tokens before those of this CTA need, and how many all tokens
-     * need. */
+    /* Only with FLAT: the last num_ranks elements of before_cta and of load, which count rows
+     * on each rank: the rows for the tokens before those of this CTA, and the rows for all
+     * tokens. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: the planner and the layout decide which member is used */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
-        /* FLAT, which has no slabs: number of the expert among the experts of its rank */
+        /* FLAT, which has no slabs: index of the expert among the experts of its rank */
         int32_t *local_expert;
         /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks: the
          * first slot of rank 1 follows the last slot of rank 0 */
         int32_t *group_slab_start;
     };
-    /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces each by
-     * the sum over the lower warps of this CTA. */
+    /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces each tally
+     * by its sum over the lower warps of this CTA. */
     int32_t *tally;
     /* [num_tallies]: the rank to which each tally belongs: the owner of the expert, or the rank
      * whose rows are counted */
     uint8_t *owner;
     /* memory after these arrays; only layers with PLAN_DROPS_OR_REPLICAS use it */
     uint8_t *extra_memory;
-    /* keep_limit[q]: largest number of choices that each expert of rank q may keep, so that its
-     * slots suffice; 2^31 - 1: no limit */
+    /* For each rank, how many choices each of its experts may keep so that its slots suffice;
+     * 2^31 - 1: no limit. */
     int32_t keep_limit[DEVICE_MAX_RANKS];
-    /* demand[q]: slots that rank q would need if no choice were dropped */
+    /* for each rank, the slots that it would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
-    /* capacity[q]: number of slots of rank q's receive buffer; 0: no bound */
+    /* for each rank, the slots of its receive buffer; 0: no limit */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. The rows of
-     * rank q do not exceed its capacity with the limit limit_fits[q], but do so with
-     * limit_fails[q]. */
+    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
+     * limit limit_fits[q], the rows of rank q do not exceed its capacity. With limit_fails[q],
+     * they do. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
-    /* needed_slots[q]: slots that rank q needs after expert_capacity has dropped choices */
+    /* for each rank, the slots that it needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
-    /* Index (token * top_k + k) of the first wrong choice that this CTA found, or NO_INDEX. Its
-     * id is too large or, with EPIC_DISTINCT, is that of an earlier choice of its token. */
+    /* Index (token * top_k + k) of the first wrong choice that this CTA has found, or NO_INDEX.
+     * The id of a wrong choice is too large or, with EPIC_DISTINCT, equal to that of an earlier
+     * choice of its token. */
     uint32_t bad_choice;
     /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, all
      * entries of a block of num_experts / num_ranks experts must be equal. */
@@ -99,38 +100,37 @@ struct Planner {
     uint16_t *logical_of, *replica_index, *first_replica, *replicas;
     /* layers with replicas: hash of the caller's table logical_of_expert */
     uint32_t table_hash;
-    /* Layers with replicas: the lowest expert e for which logical_of_expert[e] is invalid or,
-     * if there is none, num_experts plus the lowest logical expert without a replica; NO_INDEX:
-     * neither */
+    /* Layers with replicas: the lowest expert with an invalid entry in logical_of_expert or, if
+     * there is none, num_experts plus the lowest logical expert without a replica; NO_INDEX if
+     * nothing is wrong. */
     uint32_t bad_replica;
-    RankMask bad_ranks; /* The ranks whose choices or tables are wrong. */
+    RankMask bad_ranks; /* the ranks whose choices or tables are wrong */
     /* num_warps: warps of a CTA that count choices. tokens_per_cta, tokens_per_warp: tokens of
      * this rank per planner CTA and per warp. */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns how many tallies of choices a warp has: one per expert, or with EPIC_BY_K one per
+/* Returns how many tallies of choices a warp has: one per expert or, with EPIC_BY_K, one per
  * expert and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns how many tallies a warp has in all: those of choices and, with layout FLAT, one per
- * rank, which counts the tokens that choose an expert of the rank. */
+/* Returns how many tallies a warp has in all. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Returns the number of tallies of choices. Tests job.by_k only if FEATURES allows EPIC_BY_K. */
+/* Like num_choice_tallies(), but tests job.by_k only if FEATURES allows EPIC_BY_K. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
                                              : (int)job.layer.num_experts;
 }
 
-/* Returns the number of tallies. FEATURES decides at compile time whether the layout is FLAT. */
+/* Like num_tallies(), but FEATURES decides at compile time whether the layout is FLAT. */
 template <int FEATURES> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<FEATURES>(job) + (FEATURES & PLAN_FLAT ? job.self.num_ranks : 0);
@@ -149,16 +149,16 @@ __host__ __device__ inline int planner_warps(int tallies)
                : most;
 }
 
-/* Returns the bytes of dynamic shared memory that the arrays of Planner need if each warp has
- * `tallies` tallies. */
+/* Returns the size in bytes of the dynamic shared memory that the arrays of Planner need if
+ * each warp has `tallies` tallies. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
 /* Returns the largest result of planner_bytes() for any layer, which the host allows the
- * kernels when it loads them. Tries every number of tallies, because planner_bytes() may be
- * smaller with more. */
+ * kernels when it loads them. Tries every count of tallies, because planner_bytes() may be
+ * smaller with more tallies. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -167,8 +167,8 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Returns the bytes of dynamic shared memory that the planner needs for this job, without the
- * arrays that only layers with PLAN_DROPS_OR_REPLICAS have. */
+/* Returns the size in bytes of the dynamic shared memory that the planner needs for this job,
+ * without the arrays that only layers with PLAN_DROPS_OR_REPLICAS have. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
@@ -179,23 +179,22 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * of token 1. With more than 32 choices, the warp handles one token at a time, in two *chunks*:
  * choices 0 to 31 (chunk 0), then choices 32 and up (chunk 1). */
 struct TokenLanes {
-    /* tokens_at_once: number of tokens of a group. num_chunks: 1, or 2 if tokens have more than
-     * 32 choices. */
+    /* tokens_at_once: tokens of a group. num_chunks: 1, or 2 if tokens have more than 32
+     * choices. */
     int tokens_at_once, num_chunks;
-    /* token: number of this lane's token within the group. k: its choice in this lane (in chunk
-     * 1: 32 + k). */
+    /* token: index of this lane's token in the group. k: this lane's choice of the token (in
+     * chunk 1: 32 + k). */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
     /* bit mask of the lanes that handle choices of the same token as this lane */
     uint32_t token_lanes;
 
-    /* Assigns a choice to each lane, for tokens with top_k choices. */
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
         /* reciprocal_approx() is inexact, but the quotients below are exact after truncation,
-         * because all numbers are at most 32. */
+         * because all values are at most 32. */
         const float inverse = reciprocal_approx((float)top_k);
         tokens_at_once = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
         num_chunks = top_k <= WARP ? 1 : 2;
@@ -210,9 +209,9 @@ struct TokenLanes {
  * has just stored for rank q, so that they can be sent.
  *
  * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
- * whole CTA, with all top_k words of each record, for which the receiver waits. So the words
- * after the first `count` become RECORD_ABSENT. With more choices, this function posts one put
- * per record, with `count` words.
+ * whole CTA, with all top_k words of each record, and the receiver waits for all of them. So
+ * the words after the first `count` become RECORD_ABSENT. With more choices, this function
+ * posts one put per record, with `count` words.
  *
  * `record`: address of the record of this lane's token, if `in` is true. Called by one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
@@ -233,8 +232,8 @@ __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* Returns the expert id of choice number i of this rank, from the caller's topk_idx. The number
- * of a choice is token * top_k + k. */
+/* Returns the expert id of choice i = token * top_k + k of this rank, from the caller's
+ * topk_idx. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
@@ -253,8 +252,8 @@ __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job
     p.tokens_per_warp = (p.tokens_per_cta + warps - 1) / warps;
 }
 
-/* Returns the range of tokens that this warp handles. The range is empty if the warp does not
- * count choices. */
+/* Returns the tokens that this warp handles: an empty range if the warp does not count
+ * choices. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;

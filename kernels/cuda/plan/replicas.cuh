@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses replicas while a plan is made. Some experts are copies (replicas) of the same logical
  * expert, and the caller's ids name logical experts. If a logical expert has r replicas, its
- * choice number n, in the order of all ranks' tokens, goes to replica n % r.
+ * n-th choice (from 0), in the order of all ranks' tokens, goes to replica n % r.
  *
  * So the ranks count the choices of each logical expert. From n, the planner computes the
- * replica of a choice (n % r) and the position of the choice among those of the replica (n /
- * r). From the total of the logical expert, it computes the count of each replica.
+ * replica of a choice (n % r) and the position of the choice among the choices of that replica
+ * (n / r). From the load of the logical expert, it computes the load of each replica.
  *
  * Tables of the planner, in shared memory:
  *
  *   logical_of      [num_experts]      logical expert of each expert
- *   replica_index   [num_experts]      number of the expert among its logical expert's replicas
+ *   replica_index   [num_experts]      index of the expert among its logical expert's replicas
  *   first_replica   [num_logical + 1]  where a logical expert's replicas begin in `replicas`
  *   replicas        [num_experts]      experts, ordered by logical expert
  *   logical_load    [num_logical]      choices of each logical expert, on all ranks
@@ -22,8 +22,8 @@
 
 #include "cuda/plan/counts.cuh"
 
-/* Returns how many bytes of dynamic shared memory the tables above need. In memory they follow
- * the arrays that every planner has. */
+/* Returns the size in bytes of the tables above, in dynamic shared memory. They follow the
+ * arrays that every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -34,8 +34,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Computes p.first_replica, the prefix sums of the numbers of replicas of the logical experts.
- * The numbers are in p.logical_load until choices are counted. Called by one warp. */
+/* Computes p.first_replica: the prefix sums of the replica counts of the logical experts, which
+ * are in p.logical_load until choices are counted. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -53,11 +53,11 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
 }
 
 /* Reads and checks the caller's table logical_of_expert, and fills in the tables above. Until
- * choices are counted, logical_load contains the number of replicas of each logical expert.
+ * choices are counted, logical_load contains how many replicas each logical expert has.
  *
  * p.bad_replica becomes the index of the first invalid entry of the caller's table. The planner
- * uses 0 in place of invalid entries. Called by all threads of the CTA, after begin_planner().
- */
+ * uses 0 in place of invalid entries. Called by all threads of the CTA, after
+ * begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -96,16 +96,16 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns a hash of this rank's table logical_of_expert, or 0 if it is invalid. Ranks compare
- * these words, which follow the counts in the heap. */
+/* Returns a hash of this rank's table logical_of_expert, or 0 if the table is invalid. Ranks
+ * compare these words, which follow the counts in the heap. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
 /* Checks that all ranks have the same table logical_of_expert. CTA 0 sends a hash of this
- * rank's table to all ranks, and each planner CTA compares the hashes of all ranks with its
- * own. Called by one thread of each planner CTA. If two tables differ, makes the group fail.
+ * rank's table to all ranks, and each planner CTA compares the hashes of all ranks with its own
+ * hash. If two tables differ, makes the group fail. Called by one thread of each planner CTA.
  * Returns false if the group has failed. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
@@ -137,8 +137,8 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Replaces p.load, the number of choices of each logical expert, by that of each expert
- * (replica). Called by all threads of the CTA, after exchange_counts(). */
+/* Replaces p.load, the choices of each logical expert, by the choices of each expert (replica).
+ * Called by all threads of the CTA, after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -164,8 +164,8 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.replica_index[expert]) / replicas);
 }
 
-/* Returns the replica that gets choice number `nth` of a logical expert, counted over all
- * ranks. nth then becomes the position of the choice among the choices of that replica. */
+/* Returns the replica that gets the nth choice of a logical expert, counted over all ranks. nth
+ * then becomes the position of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

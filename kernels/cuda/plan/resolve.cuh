@@ -23,8 +23,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns where in the heap at `heap` rank number `rank` stores its numbers of choices of each
- * logical expert. */
+/* Returns the address, in the heap at `heap`, of the words in which `rank` stores how many
+ * choices of each logical expert it has. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -32,8 +32,8 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
- * for theirs. Sets p.before_cta[logical] to the sum over the lower ranks, and
+/* Sends `own`, this rank's choices of one logical expert, to all ranks, and waits for the
+ * counts of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
  * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
  * group has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
@@ -62,8 +62,7 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Writes the expert (replica) of every choice of this rank to the array resolved_experts(), in
- * the three steps at the head of this file. Called by all threads of the CTA, after
+/* Does the three steps at the top of this file. Called by all threads of the CTA, after
  * read_replicas(). Returns false if the group has failed. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)

@@ -9,7 +9,7 @@
 #include "cuda/plan/planner.cuh"
 
 /* Waits for the records of some tokens of rank `source`, from first_token on, and copies them
- * to `records` in the plan, one word per lane. num_tokens: number of tokens of rank `source` in
+ * to `records` in the plan, one word per lane. num_tokens: how many tokens rank `source` has in
  * all. Called by one warp, which handles as many tokens as fit in its lanes. Returns false if
  * the group has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
@@ -21,7 +21,6 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     const int32_t token = first_token + lanes.token;
     const bool in = lanes.has_choice && token < num_tokens;
     const uint64_t *words = record_address(job.self, op, source, in ? token : 0, top_k);
-    /* true: the record has ended within its first 32 words */
     bool has_ended = false;
     for (int chunk = 0; chunk < lanes.num_chunks; chunk++) {
         const int k = lanes.k + chunk * WARP;
@@ -42,7 +41,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                 return false;
             /* Otherwise the sender sends no words after the one with RECORD_LAST. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: the word with RECORD_LAST (the end of the record) has not arrived */
+            /* the word with RECORD_LAST (the end of the record) has not arrived */
             const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -59,10 +58,9 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 }
 
 /* Calls keep(source, first, tokens), which copies records, for each group of tokens that this
- * warp handles: as many as fit in the lanes of a warp. source: rank of the tokens. first: first
- * token of the group. tokens: number of tokens that rank `source` has in all, from tokens_of.
- * `warp`: number of the calling warp among the `warps` warps that share the work. Returns false
- * as soon as keep() does. */
+ * warp handles. source: rank of the tokens. first: first token of the group. tokens: how many
+ * tokens rank `source` has in all. `warp`: index of the calling warp among the `warps` warps
+ * that share the work. If keep() returns false, stops and returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
                                                      const RankNumbers &tokens_of, int warp,

@@ -12,8 +12,8 @@
 
 #include "cuda/net/operation.cuh"
 
-/* Returns how many slots (rows of its receive buffer) this rank may use in the operation; 0: no
- * bound. This is job.capacity or, if it is smaller, the caller's limit in device memory
+/* Returns how many slots of its receive buffer this rank may use in the operation; 0: no limit.
+ * This is job.capacity or, if it is smaller, the caller's limit in device memory
  * (capacity_limit). */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
@@ -26,14 +26,13 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
  * sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
 /* Value of a word of a record: no choice of the token goes to the receiving rank. In backend
- * `hosts`, also of the unused words. */
+ * `hosts`, unused words of a record also have this value. */
 #define RECORD_ABSENT 0x7fffffffu
 /* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
  * has no slot. The row may already be on its way, so the receiving rank receives and discards
  * it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
-/* Returns the bit mask of the lanes below this one. */
 __device__ __forceinline__ uint32_t lanes_below()
 {
     return (1u << lane_id()) - 1;
@@ -41,35 +40,35 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* How many words of the header each lane loads if one warp loads the header. */
+/* words of the header that each lane loads if one warp loads the header */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
 /* A plan that a kernel reads. The struct is in shared memory; the arrays are in the plan. */
 struct PlanView {
     device_plan_header header;
-    /* addresses of the plan's arrays, which src/rules/device_layout.h describes */
+    /* the plan's arrays, which src/rules/device_layout.h describes */
     const int32_t *slab_begin, *rank_of, *records;
     /* [1 << slab_bits]: for each local expert, the range of padding slots at the end of its
      * slab. Entries after the last local expert are {0, 0}. */
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
-    int32_t most_tokens; /* largest number of tokens of any rank */
+    int32_t most_tokens; /* maximum number of tokens of a rank */
     /* 1: the plan is intact, was made by this rank, and fits the layer and the tokens of this
      * call */
     uint32_t is_valid;
 };
 
-/* Returns where the record (slots on this rank) of a token begins in the plan's array of
- * records. `rank`: the rank that owns the token. */
+/* Returns the index, in the plan's array of records, of the first element of the record of a
+ * token of `rank` (its slots on this rank). */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header. Lane n passes the words with the numbers n, n + 32, and so
- * on, of the header. Called by one warp. */
+/* Returns the checksum of a header. Lane n passes the words n, n + 32, and so on, of the
+ * header. Called by one warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -112,7 +111,6 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
-/* Sets the view's pointers to the arrays of the plan at address `plan`. */
 static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
                                          const p2p_self &self)
 {
@@ -145,13 +143,12 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* num_tokens of an operation that has no tokens, for example the sum of gradients over replicas
- * (allreduce/replicas.cu). Plans with any number of tokens are then accepted. */
+/* Value of num_tokens for operations without tokens, for example the sum of gradients over
+ * replicas (allreduce/replicas.cu). They accept plans with any number of tokens. */
 #define ANY_TOKENS (-1)
 
-/* Loads the header of the plan at `plan`. Lane n gets the words with the numbers n, n + 32, and
- * so on. If the plan's memory is smaller than a header, all words become 0. Called by one
- * warp. */
+/* Loads the header of the plan at `plan`. Lane n gets the words n, n + 32, and so on. If the
+ * plan's memory is smaller than a header, all words become 0. Called by one warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -213,10 +210,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Returns whether the receive buffer of every rank has enough rows for its slots in the plan,
- * after all ranks have announced their rows. If `reports` is true, also reports the first rank
- * with too few rows to the host. Also returns true if the group has failed, which is reported
- * elsewhere. Can be called by any threads. */
+/* Waits until all ranks have announced their rows. Then returns whether the receive buffer of
+ * every rank has at least as many rows as the plan has slots there. If `reports` is true, also
+ * reports the first rank with too few rows to the host. Also returns true if the group has
+ * failed, which is reported elsewhere. Any thread may call it. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -259,8 +256,8 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
 }
 
 /* Waits for words 32 * chunk to 32 * chunk + 31 of a record of a token of `source`, one per
- * lane. `word`: this lane's word, which the caller has loaded early, and which is loaded again
- * if it had not arrived. `slot` becomes the slot (FLAT: local expert) in this lane's word,
+ * lane. `word`: this lane's word, which the caller has loaded early; it is loaded again if it
+ * had not arrived. `slot` becomes the slot (FLAT: local expert) in this lane's word,
  * RECORD_DISCARD, or -1 if the record has no word for this lane. `more` becomes true if the
  * record may have later words. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
@@ -276,9 +273,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a record.
-         * Wait for all of them, because a late word could overwrite a word of a later
-         * operation. */
+        /* See store_records() (plan/store_records.cuh). */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
