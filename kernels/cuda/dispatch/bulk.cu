@@ -12,8 +12,8 @@
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
- * The units form a list, which is divided into steps. Step i has these units. job.lag is the
- * number of tokens that are sent before the first one of a peer is received.
+ * The units form a list, which is divided into steps. Step i has the units below. job.lag is
+ * how many tokens are sent before the first token of a peer is received.
  *
  *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
  *               slots on this rank. So the row is read, or quantized, once.
@@ -33,8 +33,7 @@
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
-/* A unit of work: the packed row (row and scales) of one token, which one warp sends or
- * receives. */
+/* A unit of work: the packed row of one token, which one warp sends or receives. */
 struct Unit {
     /* step: position in the list of units. role: 0 if the token is this rank's own, n if it is
      * a token of the n-th peer (rank_of_role()). */
@@ -43,30 +42,28 @@ struct Unit {
      * take_unit() loads both before the warp moves the row. */
     uint64_t choice_word, record_word;
 
-    /* Returns true if the unit's token is this rank's own. */
     __device__ __forceinline__ bool is_own() const
     {
         return role == 0;
     }
 };
 
-/* Returns the number of the token of a unit: unit.step if it sends, `lag` less if it receives.
- */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Returns true if the unit's token is in the running round, which ends before token `end`. Units
- * that receive have no token in the first steps, and units that send have none in the last. */
+/* Returns true if the unit's token is in the running round, which ends before token `end`. In
+ * the first steps of a round, units that receive have no token; in the last steps, units that
+ * send have none. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Gets the next unit for this warp, and loads the words that it needs first. Some units take
- * longer than others, so the warps of a CTA get units one by one from a common counter,
+/* Returns the next unit for this warp, and loads the words that it needs first. Some units take
+ * longer than others, so the warps of a CTA take units one by one from a common counter,
  * *num_taken. Each CTA gets one unit of each section of gridDim.x units, at a position that
  * changes from section to section. With a fixed position, all units of a CTA could be for one
  * peer. Called by a whole warp. */
@@ -117,8 +114,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). The caller has loaded them early with peek_weight() or peek_extras().
- * Waits for those that are still poison. Called by a whole warp. Returns false if the group has
+ * experts and weights). Waits for those that had not arrived when the caller loaded them with
+ * peek_weight() or peek_extras(). Called by a whole warp. Returns false if the group has
  * failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
@@ -135,8 +132,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller has
- * called fence_buffers(), so that the bulk stores read what the lanes have written. */
+/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller must
+ * have called fence_buffers(), so that the bulk stores read what the lanes have written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -161,8 +158,8 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Moves a unit of this rank's own token: sends the row to the peers that need it, then waits
- * for the token's record and stores the row to its slots on this rank. Called by a whole warp.
+/* Does a unit of this rank's own token: sends the row to the peers that need it, then waits for
+ * the token's record and stores the row to its slots on this rank. Called by a whole warp.
  * Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
@@ -187,9 +184,9 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Moves a unit of a peer's token: waits for the row, stores it to its slots on this rank, and
- * stores poison back to staging. Called by a whole warp. Returns false if the group has failed.
- */
+/* Does a unit of a peer's token: waits for the row, stores it to its slots on this rank, and
+ * stores poison back to staging. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -222,16 +219,16 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
     return receive_weights<FLAT>(m, rank, source, token, slot, extras, weight);
 }
 
-struct RoundProgress { /* what a warp knows about the running round */
+struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
-    bool has_counts;   /* true: the numbers of tokens of all ranks are known */
+    bool has_counts;   /* true: the token counts of all ranks are known */
     /* log2 of the number of slabs (one per expert) into which this warp also writes padding;
      * negative: none (find_padding_slabs()) */
     int slab_bits;
 };
 
-/* At the first call, waits until all ranks have announced their numbers of tokens, without
- * which a warp moves only this rank's own tokens. Returns false if the group has failed. */
+/* At the first call, waits until all ranks have announced their token counts. Without them a
+ * warp moves only this rank's own tokens. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -240,8 +237,8 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Called after a unit of this rank's own token: zeroes some padding slots, so that padding
- * needs no separate pass. Called by a whole warp. Returns false if the group has failed. */
+/* Zeroes some padding slots after a unit of this rank's own token, so that padding needs no
+ * separate pass. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {
@@ -253,8 +250,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Sends or receives the row of a unit of work. The caller has started to copy the row to the
- * current buffer. Returns false if the group has failed. */
+/* Sends or receives the row of a unit, which the caller has started to copy to the current
+ * buffer. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -342,9 +339,9 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* The kernel. OwnPiece makes packed rows of this rank's rows: JoinedPiece copies rows and
- * scales, QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT: the
- * layout of the receive buffer is flat. */
+/* The kernel. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
+ * QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT: the layout of
+ * the receive buffer is flat. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -368,8 +365,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* In lane q, tokens_of is the number of tokens of rank q. Until read_counts_once() reads
-     * it, only this rank's own number is needed. */
+    /* Until read_counts_once() reads the token counts of all ranks, only this rank's own count
+     * is used. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -411,9 +408,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets the warps per CTA that move rows, the buffers of each warp (two to four), and the lag. A
- * kernel that quantizes gets more warps, and usually a longer lag, than one that only copies.
- * The values are measured (docs/lab/cuda.md). */
+/* Sets how many warps per CTA move rows, how many buffers each warp has (two to four), and the
+ * lag. A kernel that quantizes gets more warps, and usually a longer lag, than one that only
+ * copies. The values are measured (docs/lab/cuda.md). */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that moves whole packed rows (a row and its scales, dispatch/packed.cuh) through shared
- * memory. A warp has 2 to 4 *buffers* in shared memory, each for one packed row. All lanes of
- * the warp copy a row to a buffer, or quantize it and store the result there. Then one lane
- * starts bulk stores (cp.async.bulk), with which the copy engine of the SM stores the buffer to
- * its destinations.
+/* Moves whole packed rows (a row and its scales, dispatch/packed.cuh) through shared memory. A
+ * warp has 2 to 4 *buffers* in shared memory, each for one packed row. All lanes of the warp
+ * copy a row to a buffer, or quantize it and store the result there. Then one lane starts bulk
+ * stores (cp.async.bulk), with which the copy engine of the SM stores the buffer to its
+ * destinations.
  *
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> buffer -> bulk stores -> peers, slots
@@ -19,20 +19,21 @@
 
 #include "cuda/dispatch/packed_slots.cuh"
 
-#define BULK_MEMORY (216 << 10) /* bytes of dynamic shared memory per CTA */
-#define CONSTANT_BYTES 2048     /* bytes of each of two arrays: zeros, and poison */
+#define BULK_MEMORY (216 << 10) /* dynamic shared memory per CTA, in bytes */
+#define CONSTANT_BYTES 2048     /* size in bytes of each of two arrays: zeros, and poison */
 
-/* A warp's buffers in shared memory. The warp uses them in turn, each for one packed row. */
+/* A warp's buffers in shared memory, each for one packed row. The warp uses them one after the
+ * other. */
 struct BulkBuffers {
-    /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: bytes of
-     * each buffer. */
+    /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: size of a
+     * buffer. */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* num_buffers: number of the warp's buffers. current: the one with the row of the current
-     * unit. */
+    /* num_buffers: how many buffers the warp has. current: the buffer with the row of the
+     * current unit. */
     int num_buffers, current;
 
-    /* memory: dynamic shared memory of the CTA. warp: number of this warp in the CTA. */
+    /* memory: dynamic shared memory of the CTA. warp: index of this warp in the CTA. */
     __device__ __forceinline__ BulkBuffers(const PackedMove &m, const void *memory, int warp)
     {
         zeros = shared_address(memory);
@@ -43,20 +44,19 @@ struct BulkBuffers {
         first_address = poison + CONSTANT_BYTES + (uint32_t)(warp * num_buffers) * buffer_bytes;
         current = 0;
     }
-    /* Returns the number of the buffer for the row of the next unit of work. */
+    /* Returns the buffer for the row of the next unit. */
     __device__ __forceinline__ int next_buffer() const
     {
         return current + 1 == num_buffers ? 0 : current + 1;
     }
-    /* Returns the shared-memory address of a buffer. */
     __device__ __forceinline__ uint32_t buffer_address(int buffer) const
     {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * Those of the last num_buffers - 2 units read other buffers and may continue. The caller
-     * must call end_bulk() exactly once per unit, because the groups are counted. Called by a
-     * whole warp. */
+     * The bulk stores of the last num_buffers - 2 units read other buffers and may continue.
+     * The caller must call end_bulk() exactly once per unit, because the groups are counted.
+     * Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -71,8 +71,7 @@ struct BulkBuffers {
     }
 };
 
-/* Fills the constant vectors: one array with zeros, the other with poison. Called by all
- * threads of a CTA. */
+/* Fills one array with zeros, the other with poison. Called by all threads of a CTA. */
 static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
@@ -105,8 +104,8 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Starts to load the row of this rank's token, which the warp will quantize as its next unit,
- * into the L2 cache. */
+/* Prefetches into the L2 cache the row of this rank's token that the warp will quantize in its
+ * next unit. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -114,8 +113,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a packed row of rank `rank` from staging to a buffer, perhaps before the row
- * has arrived. Words that have not arrived are poison in the copy. */
+/* Starts to copy a packed row of `rank` from staging to a buffer. Words that have not arrived
+ * yet are poison in the copy. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -125,8 +124,8 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
 }
 
 /* Quantizes a row of this rank's token into a buffer. Returns true in a lane whose scales
- * include a word that equals poison, which must be replaced before the row is sent: the
- * receiver would take it for a missing word. Called by a whole warp. */
+ * include a word that equals poison. The receiver would take this word for a missing word, so
+ * it must be replaced before the row is sent. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
@@ -158,8 +157,8 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Changes a piece of a packed row in its buffer: loads this lane's vectors into q, calls
- * change(q), and stores them. Called by a whole warp. */
+/* Loads this lane's vectors of a piece of a packed row from its buffer into q, calls change(q),
+ * and stores them back. Called by a whole warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
@@ -179,14 +178,14 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffe
             store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* result of scan_packed(); each lane has the result for its own vectors */
+struct ScanResult { /* Result of scan_packed() for this lane's vectors. */
     bool missing, special;
 };
 
 /* Checks a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
  * `special`: the sender may have replaced a word that equaled poison. In a row that the sender
- * has quantized (QUANTIZED), that is a word of scales that equals E8M0_STAND_IN. In other rows
- * it is a word that equals poison or its stand-in, without regard to sign bits. */
+ * has quantized (QUANTIZED), such a word is a word of scales that equals E8M0_STAND_IN. In
+ * other rows it is a word that equals poison or its stand-in, without regard to sign bits. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -204,9 +203,9 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the words of a packed row of rank `rank` that had not arrived when the row was
- * copied to its buffer, and stores them there. Called by a whole warp. Returns false if the
- * group has failed. */
+/* Waits for the words of a packed row of `rank` that had not arrived when the row was copied to
+ * its buffer, and stores them there. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -263,14 +262,14 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if the scales of a row are so short that lanes store them to the slots, 16 bytes
- * per lane. A bulk store of so few bytes takes as long as one of a kilobyte. */
+/* Returns true if lanes store the scales of a row to the slots, 16 bytes per lane, because the
+ * scales are short. A bulk store of so few bytes takes as long as one of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
-/* Stores the scales of a row to a slot. q: this lane's 16 bytes of the scales. */
+/* q: this lane's 16 bytes of the scales of a row. */
 __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
@@ -333,8 +332,8 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
  * take for a missing word, is sent as another word, the stand-in. In a row that was not
  * quantized, the stand-in itself is then special too. This function waits until bulk stores
  * have read the buffer, replaces poison in it, and sends the row. If the row was not quantized,
- * it also sends escape words, which show which stand-ins were poison. Called by a whole warp.
- */
+ * it also sends escape words, which show which stand-ins were poison. Called by a whole
+ * warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

@@ -16,8 +16,8 @@
  *                      W warps (common/rows.cuh)
  *
  * A unit is the work of a warp at a time: to send or to receive a span (some pieces of 2 KB) of
- * one row. The units form a list, which is divided into steps. job.lag is the number of tokens
- * that are sent before the first one is received. Step i has these units:
+ * one row. The units form a list, which is divided into steps. job.lag is how many tokens are
+ * sent before the first one is received. Step i has these units:
  *
  *   send     token i, to every peer that needs it. To send a token, a warp needs only the
  *            token's choices, not the plan
@@ -36,8 +36,8 @@
  * the token's rank sends. Then it polls the row.
  *
  * Ranks cannot wait for each other in a circle. A warp waits for token t only after its own
- * sends of all tokens up to t. Let t be the lowest token number for which any warp of any rank
- * waits. Then every warp has already sent its share of token t. This holds even if ranks have
+ * sends of all tokens up to t. Let t be the lowest token for which any warp of any rank waits.
+ * Then every warp has already sent its share of token t. This holds even if ranks have
  * different lags. If this kernel makes the plan, receiving starts `num_early_tokens` tokens
  * behind sending and then catches up.
  *

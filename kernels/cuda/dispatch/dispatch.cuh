@@ -8,39 +8,39 @@
  *                choices have two chunks
  *   piece        2 KB of a row
  *   unit         the work of a warp at a time: to send, forward or receive some pieces of a row
- *   role         number that shows what a unit does, and for which peer
+ *   role         a number that shows what a unit does, and for which peer
  *   forward      to send a row that came from another host to ranks of this host
  *   poison       0xffffffff, the mark of a word that has not arrived. A word of a row that
  *                equals poison is replaced before it is sent
  *   escape word  bits that show the receiver which words of a piece the sender has replaced
- *   source       number of a rank from which this rank receives: 0 is the next higher rank,
- *                num_ranks - 1 is this rank itself. The heap has a part for each source */
+ *   source       a rank from which this rank receives, counted from this rank upwards, modulo
+ *                num_ranks: 0 is the next higher rank, num_ranks - 1 is this rank itself. The
+ *                heap has a part for each source */
 #ifndef EPIC_DISPATCH_CUH
 #define EPIC_DISPATCH_CUH
 
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* Number of 16-byte vectors of each lane in a piece. It must be equal in all dispatch kernels,
- * so that sender and receiver agree to which piece an escape word belongs. */
+/* 16-byte vectors of each lane in a piece. The value must be equal in all dispatch kernels, so
+ * that sender and receiver agree to which piece an escape word belongs. */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
-    int32_t num_early_tokens; /* tokens [0, num_early_tokens) are sent while the plan is made */
-    RankNumbers tokens_of;    /* number of tokens of each rank */
-    /* largest number of tokens of any rank; an upper limit until the ranks have announced them
-     */
+    int32_t num_early_tokens; /* sent while the plan is made: tokens [0, num_early_tokens) */
+    RankNumbers tokens_of;    /* tokens of each rank */
+    /* maximum number of tokens of a rank; an upper limit until the ranks have announced their
+     * counts */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* Number of roles (kinds of units) that forward rows from other hosts; only in backend
-     * `hosts`. */
+    /* only in backend `hosts`: roles (kinds of units) that forward rows from other hosts */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns the number of the rank from which a unit receives, plus 1 (an argument for
- * rank_of_role()), or 0 or less if the unit does not receive. */
+/* Returns the source from which a unit receives, plus 1, which is the argument of
+ * rank_of_role(). Returns 0 or less if the unit does not receive. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -70,12 +70,12 @@ __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t t
     return word;
 }
 
-/* Returns true if a choice goes to `rank`. `word`: the choice, from read_choice(). */
+/* `word`: the choice, from read_choice(). */
 __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.has_new_plan) return (int32_t)word == rank;
-    /* A negative id (no expert) becomes a large number, because `word` is unsigned. */
+    /* A negative id (no expert) becomes a large value, because `word` is unsigned. */
     if (word >= plan.layer.num_experts) return false;
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
@@ -95,8 +95,9 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* Returns the bits of the weight of choice k of this rank's token. Another NaN replaces poison
- * (also a NaN), which the receiver would take for a weight that has not arrived. */
+/* Returns the bits of the weight of choice k of this rank's token. A weight that equals poison
+ * (a NaN) is replaced by another NaN, because the receiver would take it for a weight that has
+ * not arrived. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -106,8 +107,8 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
 }
 
 /* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
- * sends to each of them the weights of the choices that go there. `word`: this lane's choice,
- * from read_choice(). Called by a whole warp. */
+ * sends the weights: to each peer those of the choices that go there. `word`: this lane's
+ * choice, from read_choice(). Called by a whole warp. */
 __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -127,8 +128,7 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         add_rank(peers, rank);
         if (!with_weights) continue;
-        /* `source` is the number that the peer gives to this rank, and that of its part of the
-         * peer's heap. */
+        /* this rank, as the peer numbers its sources */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
@@ -139,8 +139,8 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* Number of a token by which its escape words are indexed. With many ranks it counts from the
- * beginning of the round, so that the array does not grow with the number of tokens. */
+/* The index of a token by which its escape words are indexed. With many ranks it counts from
+ * the beginning of the round, so that the array does not grow with the number of tokens. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
 /* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
@@ -168,9 +168,9 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of the record of a token of `rank`. If the kernel makes the plan, it
- * may not have arrived yet. `chunk`: 0 for the first 32 words of the record, 1 for the next 32.
- */
+/* Loads this lane's word of the record of a token of `rank`. If the kernel makes the plan, the
+ * word may not have arrived yet. `chunk`: 0 for the first 32 words of the record, 1 for the
+ * next 32. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int chunk)
 {
@@ -219,9 +219,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address at which weight number n of a peer's token arrives on this rank. A peer
- * sends only the weights of choices that go to this rank, without gaps. `source`: number of the
- * peer among this rank's sources. */
+/* Returns the address at which weight n of a peer's token arrives on this rank. A peer sends
+ * only the weights of choices that go to this rank, without gaps. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -271,8 +270,8 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: number of
- * the piece's first vector in the row. `slot`: this lane's slot, or -1. Called by a whole
+/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index in
+ * the row of the piece's first vector. `slot`: this lane's slot, or -1. Called by a whole
  * warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
@@ -341,16 +340,16 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the header of the plan in memory, volatile because a planner CTA of this kernel may
- * still be writing it. */
+/* Returns the header of the plan in memory. It is volatile because a planner CTA of this kernel
+ * may still be writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Values of slab_bits that are no number of bits. NOT_KNOWN: the warp has not yet decided
- * whether it writes padding (zeros to slots without a token) while it receives tokens.
- * NOT_WITH_TOKENS: it does not, so pad_all() writes the padding at the end. */
+/* Special values of slab_bits. NOT_KNOWN: the warp has not yet decided whether it writes
+ * padding (zeros to slots without a token) while it receives tokens. NOT_WITH_TOKENS: it does
+ * not, and pad_all() writes the padding at the end. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
@@ -368,7 +367,7 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
     return true;
 }
 
-/* Waits for the numbers of tokens that all ranks announce, and sets tokens_of and most_tokens.
+/* Waits for the token counts that all ranks announce, and sets tokens_of and most_tokens.
  * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
@@ -377,7 +376,7 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Sets `tokens` to the numbers of tokens of all ranks in the plan that the kernel reads. If the
+/* Sets `tokens` to the token counts of all ranks in the plan that the kernel reads. If the
  * kernel makes the plan (WITH_PLAN), sets them to 0. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
@@ -400,7 +399,7 @@ __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* Returns the number of the token that a unit moves, or of the first one if it receives two. */
+/* Returns the token that a unit moves, or the first one if it receives two tokens. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));

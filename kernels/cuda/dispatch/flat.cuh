@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dispatch with a FLAT plan (a plan for the flat layout). A token has one row on each rank that
- * owns one of its experts, even if several of its choices go there. Each row has *extras*: the
- * token's local experts on this rank, and the weights of these choices. The warp that receives
- * the first piece of a row also receives the row's extras, and stores them to two arrays:
+/* Dispatch with layout FLAT. A token has one row on each rank that owns one of its experts,
+ * even if several of its choices go there. Each row has *extras*: the token's local experts on
+ * this rank, and the weights of these choices. The warp that receives the first piece of a row
+ * also receives the row's extras, and stores them to two arrays:
  *
  *   recv_expert   [recv_rows, top_k]  local experts of the token, then -1
  *   slot_weights  [recv_rows, top_k]  weights of these choices, then 0 */
@@ -11,8 +11,8 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the word with the number of the row of a token of `rank` on this rank, the same word in
- * all lanes. If the kernel makes the plan, it may not have arrived yet. */
+/* Loads the row word of a token of `rank` (the index of its row on this rank), the same word in
+ * all lanes. If the kernel makes the plan, the word may not have arrived yet. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -30,11 +30,10 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* For FLAT plans: waits for the number of the row of a token of `rank`
- * on this rank, its only slot here. `word`: from peek_row(). `slot` becomes the row number in
- * lane 0, and -1 in all other lanes. `more` becomes false. If `keep` is true, also copies the
- * row number into the plan that this kernel makes. Called by a whole warp. Returns false if the
- * group has failed. */
+/* Waits for the row word of a token of `rank`, from peek_row(). `slot` becomes the row in lane
+ * 0, and -1 in all other lanes. `more` becomes false. If `keep` is true, also copies the row
+ * into the plan that this kernel makes. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -62,12 +61,12 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
 /* The local expert and the weight of one choice of a token, loaded before the token's row has
  * arrived. Lane n has the token's n-th choice of an expert on this rank. */
 struct FlatExtras {
-    uint64_t expert; /* local expert of the choice, as a word of a record (peek_record()) */
-    uint32_t weight; /* weight of the choice; poison if it has not arrived yet */
+    uint64_t expert; /* a word of a record (peek_record()) */
+    uint32_t weight; /* poison if it has not arrived yet */
 };
 
-/* Loads the extras (local experts and weights) of 32 choices of a token, as far as they have
- * arrived. `chunk`: 0 for the first 32 choices that go to this rank, 1 for the next 32. */
+/* Loads the extras of 32 choices of a token, as far as they have arrived. `chunk`: 0 for the
+ * first 32 choices that go to this rank, 1 for the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int chunk)
 {
@@ -85,10 +84,9 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
 }
 
 /* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if there
- * is no such choice. `word`: from peek_record(). `chunk`: 0 for the first 32 choices that go to
- * this rank, 1 for the next 32. `more` becomes true if there may be choices after these 32. If
- * the kernel makes the plan, also copies the experts into it. Called by a whole warp. Returns
- * false if the group has failed. */
+ * is no such choice. `word`: from peek_record(). `chunk`: as in peek_extras(). `more` becomes
+ * true if there may be choices after these 32. If the kernel makes the plan, also copies the
+ * experts into it. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -109,10 +107,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice (`there`: it has one). That of a peer's token is
- * in the heap, where poison then replaces it, so that the word can be used again. `word`: on
- * entry the word from peek_extras(), which may be poison; on return the weight. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Waits for the weight of this lane's choice (`there`: it has one). The weight of a peer's
+ * token is in the heap, where it is then replaced by poison, so that the word can be used
+ * again. `word`: on entry the word from peek_extras(), which may be poison; on return the
+ * weight. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
@@ -134,9 +132,9 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras (local experts and weights) of a token, and stores them for row number
- * `row` of the receive buffer. `extras`: from peek_extras() for the first 32 choices. Called by
- * a whole warp. Returns false if the group has failed. */
+/* Receives the extras of a token, and stores them for row `row` of the receive buffer.
+ * `extras`: from peek_extras() for the first 32 choices. Called by a whole warp. Returns false
+ * if the group has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {
@@ -161,7 +159,7 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
 }
 
 /* Clears the extras of all rows from `first` on: local experts become -1, weights 0. Each of
- * `threads` threads calls the function with its own number `thread`. */
+ * `threads` threads calls it with its own index `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host functions that load and launch the kernels of dispatch. dispatch.cu and packed.cu use
- * all of them. bulk.cu uses only the function that loads kernels. */
+ * all of them. bulk.cu uses only load_kernels(). */
 #ifndef EPIC_DISPATCH_LAUNCHER_CUH
 #define EPIC_DISPATCH_LAUNCHER_CUH
 
@@ -11,15 +11,15 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the bytes of dynamic shared memory of a CTA. First the planner uses `planning` bytes
- * of it. Then each warp uses a part of it as a ring buffer for pieces of rows. */
+/* Returns the size in bytes of a CTA's dynamic shared memory. First the planner uses `planning`
+ * bytes of it. Then each warp uses a part of the memory as a ring buffer for pieces of rows. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
-/* Loads the kernels, and allows them most_bytes bytes of dynamic shared memory. */
+/* Loads the kernels, and permits most_bytes bytes of dynamic shared memory. */
 template <int COUNT>
 static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
@@ -46,15 +46,15 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* Half of the lag suffices if the kernel reads a plan, because a receiving warp need
-         * not wait for the token's record. A shorter lag leaves fewer rows to receive after the
-         * last row has been sent. */
+        /* Half of the lag suffices if the kernel reads a plan, because a receiving warp does
+         * not have to wait for the token's record. A shorter lag leaves fewer rows to receive
+         * after the last row has been sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md).
-     * copy.num_early_tokens is the number of tokens that are sent while the plan is made: fewer
-     * if a row has several spans, and 0 or at least copy.lag, by which receiving stays behind
-     * in any case. */
+     * copy.num_early_tokens, the tokens that are sent while the plan is made, is smaller if a
+     * row has several spans. It is 0 or at least copy.lag, by which receiving stays behind in
+     * any case. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)
@@ -65,7 +65,6 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     return copy;
 }
 
-/* Launches a kernel of dispatch with the dynamic shared memory that it needs. */
 static inline cudaError_t launch_dispatch(Kernel kernel, const p2p_dispatch_job &job,
                                           int num_sms, cudaStream_t stream)
 {

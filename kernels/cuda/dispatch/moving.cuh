@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that dispatch and combine_backward share. Both move rows of tokens to slots: the tokens'
  * rows, or the gradients of combine's outputs. A unit is the work of a warp at a time: to send,
- * forward or receive a span (some pieces) of one row. This file has the common arguments, the
- * pieces of a unit, and functions that zero padding slots. */
+ * forward or receive a span (some pieces) of one row. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
@@ -19,13 +18,13 @@ template <class Job> struct RowMove {
     const Stride &stride;
     RowShape shape;
     uint64_t policy;
-    int32_t round_begin; /* number of the first token of the running round */
+    int32_t round_begin; /* the first token of the running round */
     int32_t top_k;
 };
 
 #define NO_PADDING 0 /* value of header.alignment that means: write no zeros to padding slots */
 
-/* Returns the number of roles without those that forward. Role 0 sends. Roles 1 to F forward
+/* Returns the number of roles except those that forward. Role 0 sends. Roles 1 to F forward
  * rows from other hosts, where F is num_forward_roles() (0 without relays). Role F + n receives
  * from the rank that is n above this rank, modulo num_ranks; with n = num_ranks, from this rank
  * itself. */
@@ -38,9 +37,9 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 #define MAX_ROW_PUT_PIECES 32
 
 /* Divides units among warps. With ranks on other hosts and enough tokens, each unit is a whole
- * row: a unit becomes an entry of the proxy ring, for which the
- * proxy thread needs time. Longer units do not slow down the operation, because the net is
- * slower than the warps. */
+ * row, because a unit becomes an entry of the proxy ring, for which the proxy thread needs
+ * time. Longer units do not slow down the operation, because the net is slower than the
+ * warps. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -62,14 +61,13 @@ __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
     return wrap_rank(self.rank + role, self.num_ranks);
 }
 
-/* Returns the index of the first piece of a unit of work within its row. */
+/* Returns the index in the row of the first piece of a unit. */
 template <class M> __device__ __forceinline__ int first_piece(const M &m, const UnitWalk &walk)
 {
     return walk.span * m.job.span;
 }
 
-/* Returns how many pieces a unit of work has. The last span of a row may have fewer pieces than
- * the others. */
+/* Returns how many pieces a unit has. The last span of a row may have fewer than the others. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
@@ -78,7 +76,7 @@ template <class M> __device__ __forceinline__ int pieces_of(const M &m, const Un
 /* Only in backend `hosts`: posts a put of pieces [first, first + count) of a row, which this
  * warp has stored to the outbox, to each rank of `peers` (bit mask) on another host. One put
  * sends all pieces, because each entry of the proxy ring costs a fence and time of the proxy
- * thread. `index`: number of the token within the round. Called by a whole warp. */
+ * thread. `index`: index of the token in the round. Called by a whole warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, RankMask peers)
@@ -93,8 +91,8 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
 }
 
 /* Returns true if the units that receive this rank's own tokens also zero padding slots. This
- * needs enough such units: at least one per warp, and at least two per expert of the layer.
- * Otherwise a separate pass at the end zeroes them. */
+ * needs at least one such unit per warp, and at least two per expert of the layer. Otherwise a
+ * separate pass at the end zeroes them. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -110,7 +108,7 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns which slots of a slab (the slots of one expert) are padding. They are fewer than
+/* Returns which slots of a slab (the slots of one expert) are padding. There are fewer than
  * `alignment`; the limit is for a damaged plan. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
@@ -119,10 +117,10 @@ __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int s
 }
 
 /* Calls write(slot) for the padding slots that one unit must zero. Units that receive spans of
- * this rank's own tokens do this work. `spans`: number of these units (tokens times spans per
- * row). `span`: number of this unit. Unit s zeroes padding of slab s mod 2^slab_bits, which all
- * its units divide among themselves. There are no divisions, which would wait for earlier
- * stores. */
+ * this rank's own tokens do this work. `spans`: how many units do it (tokens times spans per
+ * row). `span`: index of this unit. Unit s zeroes padding of slab s mod 2^slab_bits; the units
+ * of a slab divide its padding among themselves. There are no divisions, which would wait for
+ * earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -137,15 +135,14 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for the share of warp number `warp` of the padding of this rank's
- * `owned` slabs, which `warps` warps divide piece by piece. `pieces`: pieces per row.
- * padding_in(slab): returns the padding slots of a slab. Called by a whole warp. */
+/* Calls write(slot, piece) for the share of warp `warp` of the padding of this rank's `owned`
+ * slabs, which `warps` warps divide piece by piece. `pieces`: pieces per row. padding_in(slab):
+ * returns the padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* number of the piece that this warp writes next, among the pieces of the padding of a slab
-     */
+    /* the piece that this warp writes next, as an index among the pieces of a slab's padding */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
@@ -162,7 +159,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Calls `write` for the pieces of all padding slots, which it reads from a table in the plan. */
+/* Like for_each_padding_of(), with the padding of the plan's table. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

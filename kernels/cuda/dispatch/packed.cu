@@ -15,14 +15,13 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces that a unit moves. first: index of the first piece in the row. count: number of
+/* The pieces that a unit moves. first: index of the first piece in the row. count: how many
  * pieces; 0 or less: none. is_own: true for pieces of the caller's rows, false for pieces of
- * packed rows. If the kernel quantizes, the two have different numbers of pieces. */
+ * packed rows. If the kernel quantizes, a row has different piece counts in the two forms. */
 struct Pieces {
     int first, count;
     bool is_own;
 
-    /* Finds the pieces of the unit of work to which `walk` points. */
     __device__ __forceinline__ Pieces(const PackedMove &m, const UnitWalk &walk)
         : is_own(walk.role == 0 || source_role(m, walk) == m.job.plan.self.num_ranks)
     {
@@ -39,13 +38,13 @@ template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
-    UnitWalk walk; /* the unit of work whose pieces are copied now */
-    /* The row of that unit, in staging or in the caller's memory. NULL: do not copy its pieces.
-     */
+    UnitWalk walk; /* the unit whose pieces are copied now */
+    /* the row of that unit, in staging or in the caller's memory; NULL: do not copy its
+     * pieces */
     const uint8_t *row;
-    /* The address of the scales of the unit's token, minus 16 * row_end. They follow the
-     * row_end vectors of the row, so vector v of the packed row is at scales + 16 * v if v >=
-     * row_end. */
+    /* The address of the scales of the unit's token, minus 16 * row_end: in a packed row the
+     * scales follow the row_end vectors of the row, so vector v of the packed row is at scales
+     * + 16 * v if v >= row_end. */
     const uint8_t *scales;
     /* row_end: first vector that comes from `scales`, not from `row`. copy_end: first vector
      * that is not copied. */
@@ -53,7 +52,7 @@ template <class OwnPiece> struct PieceFeed {
     /* vector: first vector of the piece that is copied next. pieces_left: pieces of the unit
      * that have not been copied. */
     int32_t vector, pieces_left;
-    int32_t round_end; /* the first token after the running round */
+    int32_t round_end;
 
     __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
                                          int32_t end, const uint8_t *memory)
@@ -88,8 +87,7 @@ template <class OwnPiece> struct PieceFeed {
         scales = job.scales + (int64_t)token * job.scale_bytes - (int64_t)row_end * 16;
         if (!job.scales_aligned) copy_end = row_end;
     }
-    /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
-     * unit. */
+    /* Starts to copy one more piece. After the last piece of a unit, moves to the next unit. */
     __device__ __forceinline__ void copy_next()
     {
         if (row) {
@@ -107,15 +105,14 @@ template <class OwnPiece> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
-     * it into q. */
+    /* Starts to copy one more piece, then waits for the oldest piece of the ring and reads it
+     * into q. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
         ring.read_piece(q, piece * V * WARP, shape);
     }
-    /* Discards the next `pieces` pieces of the ring, because their unit does not need them. The
-     * next piece then belongs to the next unit. */
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces > 0; pieces--) {
@@ -163,8 +160,6 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
-/* Gets piece i of a token of this rank: from the ring buffer if `copied` is true, else from
- * memory. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -176,8 +171,8 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-/* Does a unit of work that sends: sends pieces of one of this rank's tokens to every peer that
- * needs the token. `word`: in lane k, choice k of the token (from read_ahead()). */
+/* Does a unit that sends: sends pieces of one of this rank's tokens to every peer that needs
+ * the token. `word`: in lane k, choice k of the token (from read_ahead()). */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
@@ -202,8 +197,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank: in lane n, slot[0] is its slot n, and slot[1] its slot 32 + n. `copied`: the pieces are
- * in the warp's ring. Returns false if the group has failed. */
+ * rank: in lane n, slot[0] is the token's slot n, and slot[1] its slot 32 + n. `copied`: the
+ * pieces are in the warp's ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -268,10 +263,10 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has sent to this rank to the ranks
- * of this host in `wants` (bit mask). Quantized pieces contain no poison, so they have no
- * escape words. Not inlined, because the main loop would otherwise spill registers. Returns
- * false if the group has failed. */
+/* Forwards a piece of a row from rank `from` of another host to the ranks of this host in
+ * `wants` (bit mask). Quantized pieces contain no poison, so they have no escape words. Not
+ * inlined, because the main loop would otherwise spill registers. Returns false if the group
+ * has failed. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -309,8 +304,8 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * (received_before()). For this rank itself, also zeroes some padding slots. slab_bits: log2 of
- * the number of slabs (one per local expert), rounded up; negative: no padding here. Returns
- * false if the group has failed. */
+ * the number of slabs (one per local expert), rounded up; negative: do not zero padding.
+ * Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -418,10 +413,10 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* The kernel. OwnPiece makes packed rows of this rank's rows: JoinedPiece copies rows and
- * scales, QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if they are
- * quantized, have elements of 16 bits; only then pieces are copied through the ring. WITH_PLAN:
- * the kernel also makes the plan. FLAT: the layout of the receive buffer is flat. */
+/* The kernel. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
+ * QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if they are quantized,
+ * have elements of 16 bits; only then pieces are copied through the ring. WITH_PLAN: the kernel
+ * also makes the plan. FLAT: the layout of the receive buffer is flat. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

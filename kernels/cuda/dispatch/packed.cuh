@@ -29,19 +29,18 @@
 typedef Quantized<2, 16> Sixteens;
 
 /* Arguments that all functions for packed rows share. The inherited `shape` describes packed
- * rows (row and scales), except shape.row_bytes and shape.aligned, which describe rows of the
- * receive buffer, without scales. */
+ * rows, except shape.row_bytes and shape.aligned, which describe rows of the receive buffer,
+ * without scales. */
 struct PackedMove : DispatchMove {
-    /* Sizes of the caller's rows. own_shape.pieces is the number of pieces that are made from
-     * such a row. */
+    /* Sizes of the caller's rows. own_shape.pieces: how many pieces are made from such a
+     * row. */
     RowShape own_shape;
-    /* number of vectors of a packed row that belong to the row; the others are scales */
+    /* vectors of a packed row that belong to the row; the others are scales */
     int32_t row_vectors;
-    int32_t own_span; /* number of pieces per span if the rows are the caller's */
+    int32_t own_span; /* pieces per span if the rows are the caller's */
 };
 
-/* Sets row_vectors, own_shape and own_span of m. `spans`: into how many spans a row is
- * divided. */
+/* Sets row_vectors, own_shape and own_span of m. `spans`: spans per row. */
 __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
@@ -55,7 +54,7 @@ __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
     m.own_span = (m.own_shape.pieces + spans - 1) / spans;
 }
 
-/* Returns the sizes of packed rows. `aligned`: rows of recv are aligned to 16 bytes. */
+/* `aligned`: rows of recv are aligned to 16 bytes. */
 __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bool aligned)
 {
     RowShape s = row_shape<V>(job.row_bytes, aligned);
@@ -66,9 +65,9 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector number i (16 bytes) of a row, or of its scales, which need not be aligned and
- * may end inside the vector. Bytes past the end are 0. Loads words if the row is aligned to 4
- * bytes, else bytes. */
+/* Returns vector i (16 bytes) of a row, or of its scales, which need not be aligned and may end
+ * inside the vector. Bytes past the end are 0. Loads words if the row is aligned to 4 bytes,
+ * else bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -80,8 +79,8 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector number i (16 bytes) of a row, or of its scales, which need not be aligned,
- * without bytes past the end. */
+/* Stores vector i (16 bytes) of a row, or of its scales, which need not be aligned, except
+ * bytes past the end. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -96,7 +95,7 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
         if (at + w * 4 < row_bytes) ((uint32_t *)(row + at))[w] = words[w];
 }
 
-/* Stores vector number `at` of a packed row to a slot: to the slot's row or to its scales. */
+/* Stores vector `at` of a packed row to a slot: to the slot's row or to its scales. */
 __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
@@ -140,8 +139,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Zeroes the rows and scales of all slots from `first` on. Each of `threads` threads calls the
- * function with its own number `thread`. */
+/* Zeroes the rows and scales of all slots from `first` on. Each of `threads` threads calls it
+ * with its own index `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -151,8 +150,7 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* Returns a bit mask of the lanes whose `slot` is a row of the receive buffer (not -1 or too
- * large). */
+/* Returns a bit mask of the lanes whose `slot` is a row of the receive buffer. */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
@@ -177,9 +175,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns where in `heap` the escape words of a piece of a packed row are, which show the words
- * that the sender has replaced. `source`: number of the sender among the sources of the heap's
- * owner. */
+/* Returns the address in `heap` of the escape words of a piece of a packed row, which show the
+ * words that the sender has replaced. `source`: the sender, as the heap's owner numbers its
+ * sources. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -187,8 +185,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Restores words of scales in the piece that begins with vector number `vector`: E8M0_NANS in
- * place of E8M0_STAND_IN. */
+/* Restores words of scales in the piece whose first vector is `vector`: replaces E8M0_STAND_IN
+ * by E8M0_NANS. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -265,7 +263,6 @@ struct JoinedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Loads the whole piece from the caller's arrays, which need not be aligned. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
@@ -276,19 +273,17 @@ struct JoinedPiece {
     {
         make_raw(m, raw);
     }
-    /* Makes a piece from its raw numbers alone. */
     __device__ __forceinline__ void make_raw(const PackedMove &, const uint4 (&raw)[V])
     {
 #pragma unroll
         for (int v = 0; v < V; v++) q[v] = raw[v];
     }
-    /* Returns the number of this lane's first vector of a piece. */
+    /* Returns the index in the packed row of this lane's first vector of a piece. */
     static __device__ __forceinline__ int32_t first_vector(int piece)
     {
         return piece * V * WARP + lane_id();
     }
-    /* Returns vector number `at` of a token's packed row: 16 bytes of the row or of the
-     * scales. */
+    /* Returns vector `at` of a token's packed row: 16 bytes of the row or of the scales. */
     static __device__ __forceinline__ uint4 vector_of(const PackedMove &m, int32_t token,
                                                       int32_t at)
     {
@@ -371,14 +366,14 @@ struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Returns the index within the piece of vector v of this lane. Vectors 0 and 1 are the
-     * lane's first run of 16 elements, vectors 2 and 3 its second run. */
+    /* Returns the index in the piece of vector v of this lane. Vectors 0 and 1 are the lane's
+     * first run of 16 elements, vectors 2 and 3 its second run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
     /* Loads this lane's vectors of a piece of the caller's row, whose elements have 16 bits. If
-     * rows are not aligned, make_piece() does so. */
+     * rows are not aligned, does nothing: make_piece() then loads the row. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -438,18 +433,17 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* Returns where in the quantized row the elements of this lane's run v begin. An element
-     * has one byte. */
+    /* Returns the offset in bytes, in the quantized row, of this lane's run v. An element has
+     * one byte. */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
-    /* Returns where in the row's scales this lane's word of scales is, in bytes. */
+    /* Returns the offset in bytes, in the row's scales, of this lane's word of scales. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;
     }
-    /* Returns the 16 quantized elements of this lane's run v. */
     __device__ __forceinline__ uint4 vector_of_run(int v) const
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);

@@ -8,10 +8,10 @@
 #include "cuda/dispatch/packed.cuh"
 
 /* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n of the token,
- * and slot[1] slot 32 + n, or -1. With layout FLAT, slot[0] of lane 0 is the token's row.
+ * and slot[1] its slot 32 + n, or -1. With layout FLAT, slot[0] of lane 0 is the token's row.
  * `word`: from peek_record() or peek_row(). If `keep` is true, also copies the record into the
- * plan that this kernel makes. Called by a whole warp. Returns false if the group has failed.
- */
+ * plan that this kernel makes. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -31,8 +31,8 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
 }
 
 /* Zeroes rows, scales and weights of the receive buffer from row `first` on. With layout FLAT,
- * recv_expert becomes -1 there. Each of `threads` threads calls the function with its own
- * number `thread`. */
+ * recv_expert becomes -1 there. Each of `threads` threads calls it with its own index
+ * `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -44,8 +44,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Zeroes the tail, the slots after the last slab, if the caller of dispatch requests that.
- * Called by all CTAs. Returns false if the group has failed. */
+/* If the caller of dispatch wants it, zeroes the tail (the slots after the last slab). Called
+ * by all CTAs. Returns false if the group has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -55,7 +55,7 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
 }
 
 /* Zeroes all outputs if the plan is invalid, or if the receive buffer of any rank has too few
- * rows, because the rows in it must not be used. Called by the CTA that finishes last. */
+ * rows, because then its rows must not be used. Called by the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

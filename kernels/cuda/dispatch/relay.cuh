@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch with relays, for backend `hosts` with several ranks per host. A row crosses the net
- * once for every other host that needs it. The sender sends it to its *mate* there, the rank
- * with the sender's index within the host. The mate forwards the row to the ranks of its host
- * that need it (net/relay.cuh).
+ * once for every other host that needs it. The sender sends it to its *mate* there: the rank
+ * that has the same index in that host as the sender has in its own. The mate forwards the row
+ * to the ranks of its host that need it (net/relay.cuh).
  *
  * All units form a list. Part i of the list has these units, in this order. `lag` tokens are
  * sent before the first one is forwarded and received.
@@ -21,9 +21,9 @@
 #include "cuda/net/relay.cuh"
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token that all `peers` (bit
- * mask) need: its mate in place of the ranks of every other host. If the unit has the token's
- * first piece (`first`), also sends the word *wants* to each mate: a bit mask of the ranks of
- * the mate's host that need the row. */
+ * mask) need: for every other host, its mate there in place of the ranks of that host. If the
+ * unit has the token's first piece (`first`), also sends the word *wants* to each mate: a bit
+ * mask of the ranks of the mate's host that need the row. */
 __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, RankMask peers)
 {
@@ -32,8 +32,8 @@ __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t
 
 /* Does a unit that forwards pieces of one or two tokens from one mate: calls hand(from, token,
  * piece, wants) for each piece, which forwards it to the ranks of this host in `wants` (bit
- * mask). `copied`: the ring buffer of `feed` has one buffer for each piece of every unit, which
- * forwarding discards. Returns false if the group has failed. */
+ * mask). `copied`: the ring of `feed` has a buffer for each piece, which forwarding does not
+ * use and discards. Returns false if the group has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

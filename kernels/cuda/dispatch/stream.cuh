@@ -16,12 +16,12 @@ template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
-    UnitWalk walk; /* the unit of work whose pieces are copied now */
-    /* Address of this lane's first vector of the piece that is copied next. NULL: do not copy
-     * the pieces of this unit. */
+    UnitWalk walk; /* the unit whose pieces are copied now */
+    /* address of this lane's first vector of the piece that is copied next; NULL: do not copy
+     * the pieces of this unit */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
-    int32_t pieces_left; /* how many pieces of the unit have not been copied */
+    int32_t pieces_left; /* pieces of the unit that have not been copied */
     int32_t round_end;   /* the first token after the running round */
 
     __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,
@@ -50,8 +50,7 @@ template <bool EXACT> struct PieceFeed {
                    : NULL;
         if (is_forward_role(m, walk) || (staged && is_host_memory(m.op, row))) from = NULL;
     }
-    /* Starts the copy of one more piece. After the last piece of a unit, moves to the next
-     * unit. */
+    /* Starts to copy one more piece. After the last piece of a unit, moves to the next unit. */
     __device__ __forceinline__ void copy_next()
     {
         if (from) {
@@ -64,15 +63,14 @@ template <bool EXACT> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts the copy of one more piece, then waits for the oldest piece of the ring and reads
-     * it into q. its_vector: first vector of that piece. */
+    /* Starts to copy one more piece, then waits for the oldest piece of the ring and reads it
+     * into q. its_vector: first vector of the oldest piece. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape);
     }
-    /* Discards the next `pieces` pieces of the ring, because their unit does not need them. The
-     * next piece then belongs to the next unit. */
+    /* Discards the next `pieces` pieces of the ring, because their unit does not need them. */
     __device__ __forceinline__ void skip_pieces(int pieces)
     {
         for (; pieces; pieces--) {
@@ -82,8 +80,8 @@ template <bool EXACT> struct PieceFeed {
     }
 };
 
-/* Does a unit of work that sends: sends pieces of one of this rank's tokens to every peer that
- * needs the token. `word`: in lane k, choice k of the token (from read_ahead()). */
+/* Does a unit that sends: sends pieces of one of this rank's tokens to every peer that needs
+ * the token. `word`: in lane k, choice k of the token (from read_ahead()). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT> &feed)
@@ -178,9 +176,9 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has sent to this rank to the ranks
- * of this host in `wants` (bit mask). Not inlined, because the main loop would otherwise spill
- * registers. Returns false if the group has failed. */
+/* Forwards a piece of a row from rank `from` of another host to the ranks of this host in
+ * `wants` (bit mask). Not inlined, because the main loop would otherwise spill registers.
+ * Returns false if the group has failed. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -215,8 +213,8 @@ static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
     }
 }
 
-/* Sends the early tokens in backend `hosts`. A warp sends a whole span (several pieces of a row)
- * with one put, because each put has a fixed cost. */
+/* Like send_early_tokens(), for backend `hosts`. A warp sends a whole span (several pieces of a
+ * row) with one put, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -242,8 +240,8 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
     }
 }
 
-/* Sends the first m.num_early_tokens tokens before the first unit of a round. windows.cu
- * replaces this function by one that does nothing, because its kernel has sent them before. */
+/* Sends the early tokens before the first unit of a round. windows.cu replaces this function by
+ * one that does nothing, because its kernel has sent them before. */
 template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchMove &m)
 {
     if (m.num_early_tokens && HOSTS)
@@ -254,8 +252,8 @@ template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchM
 
 /* Receives the tokens of one unit from one source: one token, or two if receiving catches up
  * (received_before()). For this rank itself, also zeroes some padding slots. slab_bits: log2 of
- * the number of slabs, rounded up; negative: no padding here. Returns false if the group has
- * failed. */
+ * the number of slabs, rounded up; negative: do not zero padding. Returns false if the group
+ * has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -346,7 +344,7 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 }
 
 /* Zeroes all outputs if the plan is invalid, or if the receive buffer of any rank has too few
- * rows, because the rows in it must not be used. Called by the CTA that finishes last. */
+ * rows, because then its rows must not be used. Called by the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -359,8 +357,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Zeroes the tail, the slots after the last slab, if the caller of dispatch requests that.
- * Called by all CTAs. Returns false if the group has failed. */
+/* If the caller of dispatch wants it, zeroes the tail (the slots after the last slab). Called
+ * by all CTAs. Returns false if the group has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;

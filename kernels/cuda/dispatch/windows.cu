@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* dispatch of rows without scales, if the receive buffer of this rank lies in a window. If the
- * receive buffers of all ranks do, rows are stored directly into their slots (windows.cuh).
- * Otherwise all rows go through staging, like in dispatch.cu.
+ * receive buffers of all ranks lie in windows, rows are stored directly into their slots
+ * (windows.cuh). Otherwise all rows go through staging, like in dispatch.cu.
  *
  *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
  *   recv    [recv_rows, row_bytes]    output, in a window of this rank: rows by slot
@@ -12,7 +12,7 @@
  *   all CTAs                wait for the plan and for the permits of all peers. If all permits
  *                           came, remote CTAs store rows to peers and local CTAs do the rest
  *                           (windows.cuh). Otherwise all CTAs move all rows through staging
- *   warp 0 of CTA 0         after a direct dispatch, waits until all peers have stored their rows
+ *   warp 0 of CTA 0         after a direct dispatch, waits until all peers have stored rows
  *   the CTA that is last    sets the counters to 0; after an error, clears the outputs
  *
  * Memory order, for each store that another CTA or a peer must see before it continues:
