@@ -10,13 +10,13 @@
  *   d_slot_weights  [num_rows]               output: dot product of d_out and the slot's row
  *
  * A unit is the work of one warp at a time: one span of pieces of one row. All units form one
- * list, and the warps of all CTAs get its units in turn (common/rows.cuh). job.lag is the
- * number of tokens that are sent before the first one is received. Step i of the list has these
+ * list, and the warps of all CTAs take them one after the other (common/rows.cuh). job.lag is
+ * how many tokens are sent before the first one is received. Step i of the list has these
  * units:
  *
  *   send     token i of this rank, to every peer that needs it
  *   receive  token i - lag of each source; this rank itself is the last source. A unit that
- *            receives a token of this rank also finishes dot products: those of token
+ *            receives a token of this rank also finishes the dot products of token
  *            i - 2 * lag of every rank.
  *
  * A piece has 1024 elements and is one block of a dot product. The warp that has computed a
@@ -29,8 +29,7 @@
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
 
-/* Returns the threads per CTA. A CTA that quantizes has fewer, because each needs more
- * registers. */
+/* Threads per CTA. A CTA that quantizes has fewer, because each thread needs more registers. */
 template <class ROW> static constexpr int block_for(bool quantize)
 {
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
@@ -75,8 +74,7 @@ __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
 
 typedef void (*Kernel)(p2p_combine_backward_job);
 
-/* Returns the kernel for element type ROW. With quantized rows one kernel handles all row
- * sizes, so `exact` is not used. */
+/* With quantized rows one kernel handles all row sizes, so `exact` is not used. */
 template <class ROW> static Kernel kernel_for(bool exact, bool quantize)
 {
     if (quantize) return combine_backward_kernel<ROW, false, true>;
@@ -91,14 +89,14 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
-/* Returns the number of threads per CTA for the kernel that kernel_of() returns. */
+/* Threads per CTA of the kernel that kernel_of() returns. */
 static int block_of(uint32_t type, bool quantize)
 {
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA: WARP_BYTES of GradientStream for each of
- * its warps. */
+/* Returns the size in bytes of a CTA's dynamic shared memory: WARP_BYTES of GradientStream for
+ * each of its warps. */
 static int memory_bytes(uint32_t type, bool quantize)
 {
     const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
@@ -128,10 +126,9 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Choose the lag: how many tokens are sent before the first one is received. With a lag
-     * below the number of tokens that all warps process at a time, warps often wait for the
-     * slowest of them. There is also a minimum, because some warps are faster than others.
-     * Measured: docs/lab/cuda.md. */
+    /* Choose the lag. If it is shorter than the number of tokens that all warps process at a
+     * time, warps often wait for the slowest of them. There is also a minimum, because some
+     * warps are faster than others. Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.total_warps / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

@@ -17,7 +17,7 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns where `parts` holds the blocks of one dot product: that of the n-th choice on this
+/* Returns the address in `parts` of the blocks of one dot product: for the n-th choice on this
  * rank of a token of `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
@@ -27,9 +27,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns the n-th slot (row of the receive buffer) of a token of `rank` on this rank, from the
- * plan. Returns -1 if there is no such slot, or if the token, below m.round_begin, belongs to
- * an earlier round. */
+/* Returns the n-th slot of a token of `rank` on this rank, from the plan. Returns -1 if there
+ * is no such slot, or if the token belongs to an earlier round. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -39,8 +38,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Returns the rank to which choice k of this rank's token goes, or -1 if it is not sent to any.
- */
+/* Returns the rank to which choice k of this rank's token goes, or -1 if it goes to none. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -69,7 +67,7 @@ __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choi
 }
 
 /* Stores a piece of d_out to the staging of each peer in the bit mask `peers`. For a peer on
- * another host that is the outbox, and the caller must post a put with post_put_pieces().
+ * another host, stores it to the outbox, and the caller must post a put with post_put_pieces().
  * Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
@@ -101,9 +99,9 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
 }
 
 /* Reads this lane's vectors of a piece of d_out for a token of `rank`: from the caller's array
- * for this rank's own token. Otherwise waits until the piece has arrived in staging, and then
- * stores poison there, so that the staging can be used again. Called by a whole warp. Returns
- * false if the group has failed. */
+ * for this rank's own token. For a peer's token, waits until the piece has arrived in staging,
+ * and then stores poison there, so that the staging can be used again. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -121,9 +119,9 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products (gradients of weights) for token number `token` of every rank. Each
- * has one part for each block of 1024 elements of the row, which the warp that received the
- * block stores in `parts`. For each slot of these tokens, one lane waits for the parts, adds
+/* Finishes the dot products (gradients of weights) of a token of every rank. Each dot product
+ * has one part for each block of 1024 elements of the row. The warp that received the block has
+ * stored the part in `parts`. For each slot of these tokens, one lane waits for the parts, adds
  * them in ascending order, and stores the sum to d_slot_weights. It overwrites each part with
  * poison, so that the memory can be used again. Called by a whole warp. Returns false if the
  * group has failed. */
@@ -133,8 +131,8 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
-        /* computes rank = i / top_k by subtraction, because a division would wait for earlier
-         * stores */
+        /* Compute rank = i / top_k by subtraction, because a division would wait for earlier
+         * stores. */
         for (; n >= m.top_k; n -= m.top_k) rank++;
         const int32_t slot = i < entries ? clamp_slot(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
@@ -174,17 +172,15 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Returns the arrays of the caller in which quantized d_rows and their scales are stored. */
 __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backward_job &job)
 {
     return {job.d_rows,      job.d_rows_scales,        job.quantized_bytes,
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* Quantizes weight * x, and stores it as piece number `number` of the row of a slot. Elements
- * are quantized in blocks, and each lane computes the scale of one block. `largest`: bits of
- * the largest absolute value of x in this lane's block (find_largest()). Called by a whole
- * warp. */
+/* Quantizes weight * x, and stores it as piece `number` of the row of a slot. Elements are
+ * quantized in blocks, and each lane computes the scale of one block. `largest`: bits of the
+ * largest absolute value of x in this lane's block (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -205,7 +201,7 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
 }
 
 /* Zeroes d_rows, their scales and d_slot_weights from slot `first` to the end. Each of
- * `threads` threads calls the function with its own number `thread`. */
+ * `threads` threads calls it with its own index `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -244,18 +240,18 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Does the extra work of a unit that has received span number `span` of token number `token` of
- * this rank. Every unit zeroes some of the padding slots (slots without a token). One unit of
- * each token also finishes the dot products of token number `token` - lag of every rank. `end`:
- * the round ends before the token with this number. Returns false if the group has failed. */
+/* Does the extra work of a unit that has received span `span` of a token of this rank. Every
+ * unit zeroes some of the padding slots. One unit of each token also finishes the dot products
+ * of token `token` - lag of every rank. `end`: the round ends before this token. Returns false
+ * if the group has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* A hash of the token number chooses the span whose unit finishes the dot products, so that
-     * all warps get equally much of this work. */
+    /* A hash of the token chooses the span whose unit finishes the dot products, so that all
+     * warps get equally much of this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -269,10 +265,10 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
            add_dot_parts(m, finished_token);
 }
 
-/* Returns the role of a unit, which decides what the unit does. 0: send a token of this rank. n
- * > 0: receive a token of source n (rank_of_role()). -n (only with relays): forward a row of
- * another host to ranks of this host; that host's number is this host's number plus n, modulo
- * the number of hosts. */
+/* Returns the role of a unit. 0: send a token of this rank. n > 0: receive a token of source n
+ * (rank_of_role()). -n (only with relays): forward rows that came from another host to ranks of
+ * this host; the index of the other host is this host's index plus n, modulo the number of
+ * hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -280,7 +276,6 @@ __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &wa
     return walk.role > handing ? walk.role - handing : -walk.role;
 }
 
-/* Returns true if a unit with this role forwards rows from another host. */
 __device__ __forceinline__ bool is_forward_role(int role)
 {
     return HOSTS && role < 0;
@@ -299,10 +294,9 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
                : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token number `sent`,
- * which the ranks in `peers` need. With relays these are, on each other host, only the mate of
- * this rank (the rank with the same index there), which forwards the token. In p2p, returns
- * `peers`. */
+/* Returns a bit mask of the ranks to which this rank itself sends its token `sent`, which the
+ * ranks in `peers` need. With relays these are, on each other host, only the mate of this rank
+ * (the rank with the same index there), which forwards the token. In p2p, returns `peers`. */
 __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, RankMask peers)
 {
@@ -312,8 +306,8 @@ __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const U
 }
 
 /* With relays: forwards pieces [first, first + count) of a token's row, which this rank has
- * received from its mate on another host, to those ranks of its host that need them. The number
- * of the other host is this host's number plus `hosts`, modulo the number of hosts. Called by a
+ * received from its mate on another host, to those ranks of its host that need them. The index
+ * of the other host is this host's index plus `hosts`, modulo the number of hosts. Called by a
  * whole warp. Returns false if the group has failed. */
 template <int V>
 static __device__ __noinline__ bool

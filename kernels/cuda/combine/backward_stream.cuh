@@ -17,29 +17,28 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* One of the slots (rows of d_rows) on this rank of the token that a unit receives. */
+/* A slot on this rank of the token that a unit receives. */
 struct __align__(8) Slot
 {
     int32_t number;
     float weight;
 };
 
-struct Entry { /* A unit of work that the warp has begun and not finished; in shared memory. */
-    int32_t token; /* number of the token that is sent or received */
-    /* In a unit that receives a token: number of the token's slots on this rank. In a unit that
-     * sends one: bit mask of the peers that need it or, with many ranks, 1. 0: nothing to do.
-     */
+struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
+    int32_t token; /* the token that is sent or received */
+    /* In a unit that receives a token: how many slots the token has on this rank. In a unit
+     * that sends one: bit mask of the peers that need it or, with many ranks, 1. 0: nothing to
+     * do. */
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
     int16_t role, span; /* role: what the unit does (role_of()). span: which part of the row */
-    /* first: index of the unit's first piece in the row. count: number of pieces. A unit
-     * without work uses one buffer of the ring, which stays empty. */
+    /* first: index of the unit's first piece in the row. count: how many pieces. A unit without
+     * work uses one buffer of the ring, which stays empty. */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
 
-/* Stores the peers to which a unit sends in its entry. Returns Entry.work. */
 __device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &peers)
 {
 #if MANY_RANKS
@@ -51,7 +50,6 @@ __device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &pe
 #endif
 }
 
-/* Returns the peers to which a unit sends. */
 __device__ __forceinline__ RankMask peers_in(const Entry &entry)
 {
 #if MANY_RANKS
@@ -66,7 +64,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
     /* DOTS: for how many dot products `sums` has space. When it is full, the sums of the lanes
-     * are added. PITCH: distance in floats between two rows of `sums`, with 4 unused ones
+     * are added. PITCH: distance in floats between two rows of `sums`, with 4 unused floats
      * against bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
@@ -78,19 +76,19 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     Pieces ring;
     UnitWalk walk;        /* selects the unit that the warp begins next */
     int32_t next_word;    /* result of read_ahead() for the unit that the warp begins next */
-    int32_t end;          /* the round ends before the token with this number */
+    int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* Address of this lane's bytes of the current piece in row 0 of the caller's `rows`;
-     * row_offset(i) bytes before those of row i. */
+    /* Address of this lane's bytes of the current piece in row 0 of the caller's `rows`. For
+     * row i, add row_offset(i). */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
     /* pieces: pieces of d_out of the unit that are left to copy. slots: slots whose rows are
      * left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    /* Numbers of units that this warp has begun (their data is in `entries`), has copied or
-     * copies now (their pieces are in the ring), and has finished. */
+    /* How many units this warp has begun (their data is in `entries`), has copied or copies now
+     * (their pieces are in the ring), and has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -105,14 +103,14 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Begins the warp's next unit of work, if one is left: fills in an Entry for it, and starts
-     * to copy the weights of its slots to shared memory. */
+    /* Begins the warp's next unit, if one is left: fills in an Entry for it, and starts to copy
+     * the weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
         /* An older unit has used this entry. A warp collective (reduce or ballot) comes before
-         * each write below, so no lane still reads it. */
+         * each write below, so no lane still reads the older entry. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -143,13 +141,12 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
-    /* Returns true if the unit receives a token of a peer. Only such tokens arrive in staging;
-     * this rank's own tokens do not. */
+    /* Returns true if the unit receives a token of a peer. This rank's own tokens do not arrive
+     * in staging. */
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
     }
-    /* Returns the address in staging of the row that the unit receives from a peer. */
     __device__ __forceinline__ uint4 *staged_d_out(const Entry &u) const
     {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
@@ -167,7 +164,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* Starts the copy of one more piece to the ring: a piece of d_out, or of a slot's row in
+    /* Starts to copy one more piece to the ring: a piece of d_out, or of a slot's row in
      * `rows`. */
     __device__ __forceinline__ void copy_next()
     {
@@ -193,9 +190,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- using ---- */
 
-    /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece of the ring into q. `its_vector` is the index in the row of that piece's first
-     * vector. Words past the end of the row become `fill`. */
+    /* Starts to copy one more piece, so that the ring stays full, and reads the oldest piece of
+     * the ring into q. `its_vector`: index in the row of the oldest piece's first vector. Words
+     * past the end of the row become `fill`. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
@@ -203,8 +200,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     }
     /* Waits until a piece of d_out has arrived in staging. On entry, q is the copy from the
      * ring, in which words that had not arrived are poison. On return, q is the whole piece,
-     * and its staging is poison again for the next use. Returns false if the group has failed.
-     */
+     * and its staging is poison again. Returns false if the group has failed. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -227,9 +223,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Computes block number `piece` of the dot products of the unit's slots `first` to first +
-     * count - 1. `sums` has each lane's sum. Lane i adds the sums of all lanes for slot first +
-     * i, and stores the result to `parts` (dot_part_of()). Called by a whole warp. */
+    /* Computes block `piece` of the dot products of the unit's slots `first` to first + count -
+     * 1. `sums` has each lane's sum. Lane i adds the sums of all lanes for slot first + i, and
+     * stores the result to `parts` (dot_part_of()). Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -279,9 +275,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit, so that its copies start early, and then finishes the oldest one
-     * that the warp has begun. Called by a whole warp. Returns false if the group has failed.
-     */
+    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
+     * that the warp has begun. Called by a whole warp. Returns false if the group has
+     * failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

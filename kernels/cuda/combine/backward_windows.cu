@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward that only moves rows, if d_rows of this rank lies in a window: without weights,
- * gradients of weights, and quantizing. Every token has at most one slot on each rank (top-1 or
- * layout FLAT). If d_rows of all ranks lie in windows, each rank stores the rows of d_out straight
- * into their slots (net/windows.cuh). Otherwise they go through staging, like in backward.cu.
+/* combine_backward that only moves rows, if d_rows of this rank lies in a window: without
+ * weights, gradients of weights, and quantizing. Every token has at most one slot on each rank
+ * (top-1 or layout FLAT). If d_rows of all ranks lie in windows, each rank stores the rows of
+ * d_out directly into their slots (net/windows.cuh). Otherwise rows go through staging, like in
+ * backward.cu.
  *
  *   remote CTAs   the last CTAs of the grid. They store rows to peers
  *   local CTAs    the others. They copy rows to slots of this rank, and write padding
  *
- *   if there is only one CTA, it is both
- *
- * The kernel moves only rows that are aligned to 16 bytes. */
+ * If there is only one CTA, it is both. The kernel moves only rows that are aligned to 16
+ * bytes. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/list_rows.cuh"
 
-/* Copies the rows of d_out of this rank's tokens: to peers, or to slots of this rank.
- * Multiplies by the weight 1, so that NaNs have the bits of backward.cu. Called by all threads
- * of the CTAs of a team. */
+/* Copies the rows of d_out of this rank's tokens: to peers if the team is remote, else to slots
+ * of this rank. Multiplies by the weight 1, so that NaNs have the same bits as in backward.cu.
+ * Called by all threads of the CTAs of a team. */
 template <class ROW>
 static __device__ __noinline__ void copy_gradients(const BackwardMove &m, const WindowState &w,
                                                    RowList<Dot<ROW>::BLOCK> &list,
@@ -59,7 +59,6 @@ __device__ __forceinline__ void move_directly(const BackwardMove &m, const Windo
         [&](int32_t slot, int piece) { pad_piece<V, false, false>(m, slot, piece); });
 }
 
-/* The kernel. ROW: element type. */
 template <class ROW>
 __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
     combine_backward_windows_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -77,7 +76,7 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         stride.set_strides(job.total_warps, num_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
     }
-    /* The first warp reads the plan meanwhile. */
+    /* The first warp reads the plan at the same time. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.d_rows_place, job.num_rows, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);

@@ -6,7 +6,7 @@
  *   out   [num_tokens, row_bytes]  output: a weighted sum for each of this rank's tokens
  *
  * dispatch_backward also returns one float per choice to the token's rank: the gradient of the
- * weight of the choice. In the comments of this folder, *floats* of a token are these numbers.
+ * weight of the choice. The comments of this folder call these floats the *floats* of a token.
  *
  * All warps of all CTAs do the same work. A unit is the work of one warp on one piece (2 KB) of
  * one token's row. Each warp has its share of two lists of units, both in token order:
@@ -18,17 +18,17 @@
  *
  * Memory order: a word of staging that has not arrived contains poison, a bit pattern that
  * arithmetic never returns. The receiver polls each word of a partial sum until the word is not
- * poison. So no other flag is needed. The sender may store the words in any order.
+ * poison. So no other flag is needed, and the sender may store the words in any order.
  *
  * Ranks cannot wait for each other in a circle. Only source units wait for other ranks. A warp
  * begins the source units of token t only after its own expert units of all tokens below t +
- * lag (lag > 0). Let t be the lowest token number for which any warp of any rank waits. No warp
- * is at a lower token, so every warp has already sent its partial sums for token t.
+ * lag (lag > 0). Let t be the lowest token for which any warp of any rank waits. No warp is at
+ * a lower token, so every warp has already sent its partial sums for token t.
  *
- * The file combine/stream.cuh handles the common cases: aligned rows, and at most
- * P2P_STREAM_LEAVES leaves of the sum tree on each rank. Libraries for many ranks do not use it
- * (MANY_RANKS, rules/device_layout.h). The file combine/plain.cuh handles the
- * other cases, which its first comment lists. */
+ * combine/stream.cuh handles the common cases: aligned rows, and at most P2P_STREAM_LEAVES
+ * leaves of the sum tree on each rank. Libraries for many ranks do not use it (MANY_RANKS,
+ * rules/device_layout.h). combine/plain.cuh handles the other cases, which its first comment
+ * lists. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
@@ -36,9 +36,8 @@
 #define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Zeroes all outputs. The CTA that finishes last calls this function after an error: if the
- * plan is invalid, or if the array `rows` of any rank has fewer rows than the plan has slots
- * there. */
+/* Zeroes all outputs. Called by the CTA that finishes last after an error: if the plan is
+ * invalid, or if the array `rows` of any rank has fewer rows than the plan has slots there. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -106,8 +105,8 @@ __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &p
 }
 
 /* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
- * sum tree (blocks of experts whose rows are added first). combine_kernel() has no registers
- * left for the nodes of a tree. */
+ * sum tree (blocks of experts whose rows are added first). It is a separate kernel because
+ * combine_kernel() has no registers left for the nodes of a tree. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_leaves_kernel(const __grid_constant__ p2p_combine_job job)
@@ -138,8 +137,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* Returns the kernel for rows of type ROW. `exact`: see EXACT of combine_kernel(). `leaves`:
- * selects combine_leaves_kernel(). */
+/* `exact`: see EXACT of combine_kernel(). `leaves`: selects combine_leaves_kernel(). */
 template <class ROW> static Kernel kernel_for(bool exact, bool leaves)
 {
     if constexpr (!HOSTS)
@@ -154,9 +152,9 @@ static Kernel kernel_of(uint32_t type, bool exact, bool leaves)
     return type == EPIC_F16 ? kernel_for<F16>(exact, leaves) : kernel_for<F32>(exact, leaves);
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA: the larger one of the sizes for
- * stream.cuh (a ring buffer per warp) and plain.cuh (a LeafStack per warp), because a CTA runs
- * one of them. `leaves`: the CTA runs combine_leaves_kernel(). */
+/* Returns the size in bytes of a CTA's dynamic shared memory. A CTA runs stream.cuh (a ring
+ * buffer per warp) or plain.cuh (a LeafStack per warp), so it is the larger of both sizes.
+ * `leaves`: the CTA runs combine_leaves_kernel(). */
 static int memory_bytes(bool leaves)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -179,8 +177,8 @@ extern "C" cudaError_t p2p_load_combine(void)
 }
 
 /* Returns the lag: for how many tokens a warp sends partial sums before it adds those of the
- * first token. It should be so long that the peers' partial sums have arrived when the warp
- * reads them: 5/4 of the number of tokens that all warps together send at a time.
+ * first token. The lag should be so long that the peers' partial sums have arrived when the
+ * warp reads them: 5/4 of the number of tokens that all warps together send at a time.
  *
  * Returns job.lag if that is longer, if the computed lag is above 192, or in two cases in which
  * a longer lag does not help: every warp always gets the same piece of a row, or the plan is

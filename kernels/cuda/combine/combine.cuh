@@ -16,13 +16,11 @@
 template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N;
 
-    /* Converts VECTORS vectors of PART to ROW::N floats. */
     static __device__ __forceinline__ void unpack_floats(const uint4 *q, float *x)
     {
 #pragma unroll
         for (int i = 0; i < VECTORS; i++) PART::unpack_floats(q[i], x + i * PART::N);
     }
-    /* Rounds ROW::N floats to PART and packs them into VECTORS vectors. */
     static __device__ __forceinline__ void pack_floats(uint4 *q, const float *x)
     {
 #pragma unroll
@@ -42,8 +40,9 @@ template <class ROW, class PART> struct PartialSum {
 
 /* Adds the node `b` of a sum tree to the node `a`, and rounds each sum to type ROW, like
  * PartialSum::add_partials(). With nvcc, the functions for Bf16 and F16 below use an
- * instruction for two pairs of 16-bit elements. It returns the bits of a float32 addition that
- * is then rounded, because float32 has at least 2 * p + 2 significant bits if ROW has p. */
+ * instruction that adds two 16-bit elements at once and rounds once. The bits are the same as
+ * those of a float32 sum that is then rounded to ROW: rounding twice does no harm, because
+ * float32 has at least 2 * p + 2 significant bits if ROW has p. */
 template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const uint4 &b)
 {
     PartialSum<ROW, ROW>::add_partials(&a, &b);
@@ -75,7 +74,7 @@ template <> __device__ __forceinline__ void add_nodes<F16>(uint4 &a, const uint4
 }
 #endif
 
-/* The data that a warp needs to process its units of work in the running round. */
+/* The data that a warp needs to process its units in the running round. */
 struct CombineState {
     const p2p_combine_job &job;
     const OpState &op;
@@ -83,26 +82,24 @@ struct CombineState {
     /* How the two lists of units are divided among the warps. expert: units that send partial
      * sums for peers' tokens. source: units that add partial sums for this rank's tokens. */
     const Stride &expert, &source;
-    uint4 *stack;    /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
-    RowShape shape;  /* sizes of the rows that are summed */
-    uint64_t policy; /* result of policy_once(), for rows that are read or written once */
-    int32_t round_begin; /* number of the first token of the running round */
+    uint4 *stack; /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
+    RowShape shape;
+    uint64_t policy;     /* result of policy_once(), for rows that are read or written once */
+    int32_t round_begin; /* the first token of the running round */
     int32_t top_k;
-    /* Only in backend `hosts` (elsewhere empty): true if one rank of each host adds the partial
-     * sums of its host and sends only their sum to another host (combine/relay.cuh). */
+    /* only in backend `hosts`: the value of adds_by_host() */
     __extension__ bool adds_by_host[HOSTS];
 };
 
-/* Returns true if one rank of each host adds the partial sums of its host, and sends only their
+/* Returns true if one rank of each host adds the partial sums of its host, and sends only the
  * sum to another host (combine/relay.cuh). Always false in backend p2p. */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
-/* Lane n returns the n-th slot (row of the receive buffer on this rank) of token number `token`
- * of rank `rank`, counted from 0, or -1 if the token has fewer. With chunk = 1, lane n returns
- * the (32 + n)-th slot. */
+/* Lane n returns the n-th slot (from 0) that a token of `rank` has on this rank, or -1 if the
+ * token has fewer slots. With chunk = 1, lane n returns slot 32 + n. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -125,14 +122,14 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer for which an expert unit computes a partial sum. `role` numbers the expert
- * units of one token number: role 0 is for the next higher rank, role 1 for the rank after it,
- * and so on, modulo num_ranks. If adds_by_host() is true, the mates of this rank (the ranks
- * with its index on other hosts) come last, because their units wait for other ranks. */
+/* Returns the peer for which an expert unit computes a partial sum. `role` distinguishes the
+ * expert units of one token index: role 0 is for the next higher rank, role 1 for the rank
+ * after it, and so on, modulo num_ranks. If adds_by_host() is true, the mates of this rank (the
+ * ranks with its index on other hosts) come last, because their units wait for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
-    /* number of peers that are not mates of this rank */
+    /* peers that are not mates of this rank */
     const int others = adds_by_host(c) ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;

@@ -7,17 +7,17 @@
 
 #include "cuda/common/rows.cuh"
 
-/* The eight accumulators of one lane for one block of 1024 elements. The CPU code has 256
- * accumulators per block, numbered from 0 to 255. The GPU adds in the same order, because lane
- * number L of the warp has these eight of them:
+/* The eight accumulators of one lane for one block of 1024 elements. The CPU code has
+ * accumulators 0 to 255 per block. The GPU adds in the same order, because lane L of the warp
+ * has these eight of them:
  *
  *   16-bit elements   8 * L to 8 * L + 7
  *   float32 elements  4 * L to 4 * L + 3, and 128 + 4 * L to 128 + 4 * L + 3
  *
  * Members:
  *
- *   V            number of 16-byte vectors per lane and block
- *   BLOCK        number of threads per CTA of combine_backward
+ *   V            16-byte vectors per lane and block
+ *   BLOCK        threads per CTA of combine_backward
  *   lane_sum()   adds a lane's accumulators or, with float32, those of two adjacent lanes
  *   add_lanes()  adds the results of lane_sum() over the lanes: first those of lanes at
  *                distance 16, then 8, and so on down to LAST
@@ -29,7 +29,6 @@ template <class ROW> struct Dot16 {
     static constexpr int V = 4, BLOCK = 512, LAST = 1;
     float acc[8];
 
-    /* Adds the products x[i] * y[i] of one vector to the accumulators of this lane. */
     __device__ __forceinline__ void add_products(int, const float *x, const float *y)
     {
 #pragma unroll
@@ -70,7 +69,6 @@ template <> struct Dot<F32> {
         for (int i = 0; i < 4; i++) s[i] = a[i] + __shfl_xor_sync(ALL_LANES, a[i], 1);
         return (s[0] + s[2]) + (s[1] + s[3]);
     }
-    /* Returns the sum of all 16 accumulators of two lanes: this one and the adjacent one. */
     __device__ __forceinline__ float lane_sum() const
     {
         return sum_group(acc) + sum_group(acc + 4);
@@ -87,14 +85,13 @@ template <class ROW> __device__ __forceinline__ float add_lanes(float s)
     return s;
 }
 
-/* Returns the sum of two vectors, element by element. */
 __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
 {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Adds the results of lane_sum() of all 32 lanes, which are in shared memory (`lanes`). Called by
- * a single lane. */
+/* Like add_lanes() above, but the results of lane_sum() of all 32 lanes are in shared memory
+ * (`lanes`). Called by a single lane. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -120,8 +117,7 @@ __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4
     return dot.lane_sum();
 }
 
-/* Returns the 16-byte vector weight * x, rounded to type ROW. x: the elements of one vector, as
- * floats. */
+/* Returns the 16-byte vector weight * x, rounded to type ROW. */
 template <class ROW>
 __device__ __forceinline__ uint4 scale_vector(float weight, const float (&x)[ROW::N])
 {

@@ -21,7 +21,6 @@
 
 #define BLOCK 512
 
-/* Arguments of the functions that send and receive floats. */
 struct FlatFloats {
     const p2p_combine_job &job;
     const OpState &op;
@@ -97,16 +96,15 @@ static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chu
     return true;
 }
 
-/* Sends the floats of the peers' tokens, then receives those of this rank's tokens. Called by
- * all warps. Returns false if the group has failed. */
+/* Sends the floats of the peers' tokens, then receives the floats of this rank's tokens. Called
+ * by all warps. Returns false if the group has failed. */
 static __device__ bool move_floats(const FlatFloats &f)
 {
     const p2p_self &self = f.job.self;
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* `source` is the number that the peer gives to this rank. A rank numbers the others
-         * from the next higher one, modulo num_ranks. */
+        /* this rank, as the peer numbers its sources (dispatch/dispatch.cuh) */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -124,10 +122,10 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if the receive buffer of every rank has a row for each of its slots, according
- * to the sizes that the ranks have announced. Does not report an error, because the first
- * operation of dispatch_backward, which moved the rows, has done so. Called by the CTA that
- * finishes last. */
+/* Returns true if the receive buffer of every rank has at least as many rows as the plan has
+ * slots there, according to the sizes that the ranks have announced. Does not report an error,
+ * because the first operation of dispatch_backward, which moved the rows, has done so. Called
+ * by the CTA that finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
@@ -146,7 +144,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 {
     __shared__ OpState op;
     __shared__ PlanView plan;
-    /* the first operation of dispatch_backward has reported a bad plan */
+    /* false, because the first operation of dispatch_backward has reported a bad plan */
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens, false);
     const device_plan_header &h = plan.header;
     if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;

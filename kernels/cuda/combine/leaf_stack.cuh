@@ -7,13 +7,12 @@
 
 #include "cuda/combine/combine.cuh"
 
-/* largest number of partial sums (nodes) on the stack of a LeafStack: one more than the tree has
- * levels */
+/* maximum number of nodes on the stack of a LeafStack: one more than the tree has levels */
 #define LEAF_LEVELS (MANY_RANKS ? 10 : 8)
 
-/* The numbers of one leaf below each node of a LeafStack. leaf_number() returns number i, and
- * set_leaf_number() sets it. In the usual libraries a number is a byte of a word, and these are
- * macros for the reason in ranks.cuh. */
+/* For each node of a LeafStack, the index of one leaf below it. leaf_number() returns element
+ * i, and set_leaf_number() sets it. In the usual libraries an element is a byte of a word, and
+ * these are macros for the reason in ranks.cuh. */
 #if MANY_RANKS
 struct LeafNumbers {
     uint16_t numbers[LEAF_LEVELS];
@@ -33,19 +32,18 @@ typedef uint64_t LeafNumbers;
     ((void)((at) = ((at) & ~(255ull << (8 * (i)))) | (uint64_t)(leaf) << (8 * (i))))
 #endif
 
-/* Returns the level in the tree of the lowest common ancestor of the leaves numbered `a` and
- * `b`. Leaves are at level 0, their parents at level 1. */
+/* Returns the level in the tree of the lowest common ancestor of the leaves `a` and `b`. Leaves
+ * are at level 0, their parents at level 1. */
 __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
 {
     return 32 - __clz(a ^ b);
 }
 
-/* Adds partial sums in the order of a binary tree whose leaves are numbered. Some leaves may
- * have none. The caller pushes one node per leaf, in ascending order of leaves. A node whose
- * right sibling is not complete stays on the stack, in shared memory. Number i of `leaf_at` is
- * a leaf below node i of the stack, which shows where the node is in the tree. `depth` is the
- * number of nodes on the stack. P is the number of 16-byte vectors that each lane has of a
- * node. */
+/* Adds partial sums in the order of a binary tree. Not every leaf needs to have a partial sum.
+ * The caller pushes one node per leaf, in ascending order of leaves. A node whose right sibling
+ * is not complete stays on the stack, in shared memory. Element i of `leaf_at` is a leaf below
+ * node i of the stack, which shows where the node is in the tree. `depth` is how many nodes are
+ * on the stack. P is how many 16-byte vectors of a node each lane has. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -57,7 +55,6 @@ template <class ROW, class PART> struct LeafStack {
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
-    /* Returns the number of one leaf below node i of the stack. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return leaf_number(leaf_at, i);
@@ -77,7 +74,7 @@ template <class ROW, class PART> struct LeafStack {
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
     /* Pushes the node of leaf `new_leaf`. Before that, adds the two top nodes again and again,
-     * as long as their smallest common subtree does not contain the new leaf: it is then
+     * as long as their smallest common subtree does not contain the new leaf. Such a subtree is
      * complete, because leaves come in ascending order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {

@@ -10,16 +10,16 @@
  *   relays (combine/relay.cuh)
  *   all cases in the libraries for many ranks (MANY_RANKS, rules/device_layout.h)
  *
- * The file combine.cu describes the units of work and their order. Here a piece has one vector
- * (16 bytes) per lane.
+ * combine.cu describes the units of work and their order. Here a piece has one vector (16
+ * bytes) per lane.
  *
  * Names used here:
  *
  *   acc         sum of rows in float32
  *   node        a partial sum in the sum tree, packed into vectors
  *   touched     bit mask of the ranks that have choices of a token
- *   vector      the first vector of a piece, as an index within the row
- *   floats      numbers that dispatch_backward returns to the token's rank, one per choice: the
+ *   vector      the first vector of a piece, as an index in the row
+ *   floats      one float per choice, which dispatch_backward returns to the token's rank: the
  *               gradients of the choices' weights
  *   sum order   the order of ranks in which partial sums are added: rank_at[p] is the rank at
  *               position p
@@ -30,8 +30,6 @@
 
 #include "cuda/combine/leaf_stack.cuh"
 
-/* Returns the slot that read_slot() returns, or 0 if the caller's buffer has no row for it
- * (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int chunk)
 {
@@ -74,15 +72,13 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
     }
 }
 
-/* Adds weight * row to acc for the slots of all lanes in the bit mask `lanes`, in ascending
- * order, for the piece that begins at `vector`. `slot`, `weight`: this lane's slot and its
- * weight. Called by a whole warp. */
+/* Like add_rows(), for the slots of all lanes in the bit mask `lanes`, in ascending order. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
                                           int32_t vector)
 {
-    constexpr int MOST = 4; /* largest number of rows whose loads overlap */
+    constexpr int MOST = 4; /* maximum number of rows whose loads overlap */
 #pragma unroll 1
     while (__popc(lanes) >= MOST) add_rows<ROW, V, MOST>(c, acc, lanes, slot, weight, vector);
     const int left = __popc(lanes);
@@ -149,9 +145,9 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Adds the local rows of a rank with several leaves of the sum tree: first the rows of each
- * leaf, and then the sums of the leaves in the order of the tree. A piece has one vector per
- * lane. Returns false if the token has no slot on this rank. Called by a whole warp. */
+/* Like sum_local_rows(), for a rank with several leaves of the sum tree: first adds the rows of
+ * each leaf, and then the sums of the leaves in the order of the tree. A piece has one vector
+ * per lane. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -187,9 +183,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends to the peer `rank` the floats of one of its tokens, one for
- * each choice that was sent to this rank, from the caller's array slot_floats. `to`: the array
- * in the heap of `rank` for floats of this rank. Called by a whole warp. */
+/* Only in dispatch_backward: sends the floats of one token of the peer `rank` to this peer, one
+ * for each choice that was sent to this rank, from the caller's array slot_floats. `to`: the
+ * array in the heap of `rank` for floats of this rank. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -250,13 +246,13 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* A unit of work: one piece of one token's row. The warp loads slots and ranks of the next unit
- * while it works on this one. */
+/* A unit: one piece of one token's row. The warp loads slots and ranks of the next unit while
+ * it works on this one. */
 struct Unit {
     int32_t token;
     int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
     int32_t slot;    /* in lane n: the n-th slot that the token has on this rank, or -1 */
-    /* in lane k: the rank to which choice k goes. Set only if the token is this rank's own */
+    /* in lane k, only if the token is this rank's own: the rank to which choice k goes */
     int32_t ranks;
 };
 
@@ -275,8 +271,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Processes an expert unit: adds this rank's rows for one piece of a peer's token, and stores
- * the partial sum to the peer's staging. Called by a whole warp. Returns false if the group has
+/* Does an expert unit: adds this rank's rows for one piece of a peer's token, and stores the
+ * partial sum to the peer's staging. Called by a whole warp. Returns false if the group has
  * failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
@@ -295,9 +291,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* `source` is the number that the peer gives to this rank: (s - r - 1) modulo num_ranks for
-     * rank s on rank r. In backend p2p, u.role is the number that this rank gives to the peer.
-     */
+    /* this rank, as the peer numbers its sources: (s - r - 1) modulo num_ranks for rank s on
+     * rank r; in backend p2p, u.role is the same value with the roles of the two ranks
+     * exchanged */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -477,9 +473,9 @@ add_ranks(const CombineState &c, const Unit &u, RankMask touched,
     return true;
 }
 
-/* Processes a source unit: for one piece of this rank's token, stores the sum of this rank's
- * rows and the peers' partial sums to `out`. Called by a whole warp. Returns false if the group
- * has failed. */
+/* Does a source unit: for one piece of this rank's token, stores the sum of this rank's rows
+ * and the peers' partial sums to `out`. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {

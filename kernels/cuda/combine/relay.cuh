@@ -3,9 +3,10 @@
  * rank sends its own partial sum over the network. With relays, one rank of each host adds the
  * partial sums of its host, and sends only this sum over the network.
  *
- * The rank that adds is the *mate* of the token's home rank: the rank with the same index
- * within its host (net/relay.cuh). The ranks of a host are a subtree of the sum tree, so adding
- * them first does not change the result. A *node* is a partial sum in this tree.
+ * The rank that adds is the *mate* of the token's home rank: the rank that has the same index
+ * in its host as the home rank has in its own (net/relay.cuh). The ranks of a host are a
+ * subtree of the sum tree, so adding their partial sums first does not change the result. A
+ * *node* is a partial sum in this tree.
  *
  *   other ranks of the host  store the word *wants* to the mate's heap: 1 if the rank has a
  *                            partial sum for the token, else 0. If it is 1, they also store the
@@ -16,12 +17,12 @@
  *
  * Ranks cannot wait for each other in a circle. While partial sums are sent (expert units,
  * combine.cu), only the mate waits, and only for ranks that wait for nothing. For each token
- * number, the units in which this rank is the mate are the last ones in the list of work. */
+ * index, the units in which this rank is the mate are the last ones in the list of work. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns where in staging this lane's first vector of a partial sum is, for the token and
- * piece of unit `u`. `box`: start of the staging between two ranks. */
+/* Returns the address in staging of this lane's first vector of a partial sum, for the token
+ * and piece of unit `u`. `box`: start of the staging between two ranks. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -66,10 +67,10 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum (`node`) to the mate of the token's home rank `rank` on this
- * host, which adds those of its host. The unit of piece 0 also sends has_partial, as the word
- * *wants*, from which the mate knows whether a partial sum comes. Called on ranks that are not
- * the mate. */
+/* Sends this rank's partial sum (`node`) to the rank of this host that adds the partial sums of
+ * its host: the mate of the token's home rank `rank`. The unit of piece 0 also sends
+ * has_partial, as the word *wants*, from which the mate knows whether a partial sum follows.
+ * Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -120,8 +121,8 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
 
 /* Sends this rank's partial sum for a token of `rank`, a rank of another host. The mate of
  * `rank` adds the partial sums of its host and puts the sum to `rank`. The other ranks send
- * theirs to the mate. `node` is valid only if `has_partial` is true. Called by a whole warp.
- * Returns false if the group has failed. */
+ * their partial sums to the mate. `node` is valid only if `has_partial` is true. Called by a
+ * whole warp. Returns false if the group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that combine and combine_backward share: they check slots, read the weights of
- * slots, and divide an operation into rounds. A round moves as many tokens as have space in the
- * staging memory. M is the type of the kernel's state: CombineState or BackwardMove. */
+/* Functions that combine and combine_backward share. A round moves as many tokens as have space
+ * in the staging memory. M is the type of the kernel's state: CombineState or BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The fast variant of combine, for aligned rows whose partial sums have the type of the rows.
  * Each rank sends one partial sum for a token. With LEAVES, a rank has several leaves of the
- * sum tree. It adds the rows of each leaf, and then adds the sums of the leaves in a tree. The
- * file combine.cu explains expert units, which send a partial sum to a peer, and source units,
- * which compute the result of one of this rank's tokens.
+ * sum tree. It adds the rows of each leaf, and then adds the sums of the leaves in a tree.
+ * combine.cu explains expert units, which send a partial sum to a peer, and source units, which
+ * compute the result of one of this rank's tokens.
  *
  * Each warp reads one stream of pieces, unit after unit: pieces of rows on this rank, and
  * pieces of the peers' partial sums. It copies the pieces into a ring buffer in shared memory
@@ -20,7 +20,7 @@
  *                               v                                          v  in the tree
  *                         staging of q                                   out[t]
  *
- * The *floats* of a token are one number per choice, which dispatch_backward returns to the
+ * The *floats* of a token are one float per choice, which dispatch_backward returns to the
  * token's rank: the gradient of the choice's weight. The *sum order* is the order of ranks in
  * which partial sums are added: rank_at[p] is the rank at position p. */
 #ifndef EPIC_COMBINE_STREAM_CUH
@@ -29,11 +29,11 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
-/* levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES, the largest number of leaves
+/* levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES, the maximum number of leaves
  * (blocks of experts) of a rank */
 #define TREE_LEVELS 3
 
-/* A slot (row of the caller's buffer) of the token that a unit works on. */
+/* A slot of the token that a unit works on. */
 struct __align__(8) Slot
 {
     int32_t number;
@@ -42,29 +42,28 @@ struct __align__(8) Slot
     uint32_t word;
 };
 
-struct Entry { /* A unit of work that the warp has begun and not finished; in shared memory. */
+struct Entry { /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token;
-    int32_t vector;    /* the first vector of the unit's piece, as an index within the row */
-    int16_t num_slots; /* number of the token's slots on this rank */
+    int32_t vector;    /* the first vector of the unit's piece, as an index in the row */
+    int16_t num_slots; /* how many slots the token has on this rank */
     int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
     /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
      * sends a partial sum for the token. */
     uint32_t positions;
     Slot slots[WARP]; /* the token's slots on this rank */
-    /* [k]: the rank to which choice k goes. Set only if the token is this rank's own */
+    /* only for a token of this rank: ranks[k] is the rank to which choice k goes */
     int32_t ranks[WARP];
 };
 
-/* The Entry of a unit of work if each rank has several leaves of the sum tree (blocks of
- * experts). Its slots are in ascending order of leaves and, within a leaf, in the order of the
- * token's choices. */
+/* The Entry of a unit if each rank has several leaves of the sum tree (blocks of experts). Its
+ * slots are in ascending order of leaves and, within a leaf, in the order of the token's
+ * choices. */
 struct LeafEntry : Entry {
-    uint32_t leaves;      /* bit i is 1 if the token has slots in this rank's leaf number i */
+    uint32_t leaves;      /* bit i is 1 if the token has slots in this rank's leaf i */
     uint32_t ends;        /* bit i is 1 if slots[i] is the last slot of its leaf */
     uint8_t places[WARP]; /* the token's n-th choice on this rank has slot slots[places[n]] */
 };
 
-/* Selects the type of an entry: LeafEntry if each rank has several leaves of the sum tree. */
 template <bool LEAVES> struct EntryOf {
     typedef Entry type;
 };
@@ -72,10 +71,10 @@ template <> struct EntryOf<true> {
     typedef LeafEntry type;
 };
 
-/* The leaves of the sum tree on this rank: its blocks of experts. In shared memory. */
+/* The leaves of the sum tree on this rank (its blocks of experts), in shared memory. */
 struct LeafSlots {
     int32_t count;                    /* number of leaves, a power of two */
-    int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf (block of experts) */
+    int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf */
 };
 
 template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
@@ -91,31 +90,32 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* positions in the two lists of units (combine.cu): the expert unit and the source unit to
      * begin next */
     UnitWalk expert_walk, source_walk;
-    /* Words of the next units, loaded early because a load takes long. expert_slot and
-     * source_slot: in lane n, the token's n-th slot in the next expert unit and source unit.
-     * source_rank: in lane n, the rank to which choice n of the latter token goes. */
+    /* Words of the next units, loaded early because a load takes long. expert_slot,
+     * source_slot: in lane n, the n-th slot of the token of the next expert unit and of the
+     * next source unit. source_rank: in lane n, the rank to which choice n of the source unit's
+     * token goes. */
     int32_t expert_slot, source_slot, source_rank;
-    /* the ends of the round: it has no expert units from token expert_end on, and no source
-     * units from token source_end on */
+    /* The round has no expert units from token expert_end on, and no source units from token
+     * source_end on. */
     int32_t expert_end, source_end;
     /* In lane p: the rank at position p of the sum order. -1 if there is no such rank, or if it
      * is this rank itself. */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* Address of this lane's bytes of the current piece in row 0 of the caller's array;
-     * row_offset(i) bytes before those of row i. */
+    /* Address of this lane's bytes of the current piece in row 0 of the caller's array. For row
+     * i, add row_offset(i). */
     const uint8_t *rows;
-    /* the unit whose pieces are being copied: its token, and the index in the row of its
-     * piece's first vector */
+    /* the unit whose pieces are being copied: its token, and where its piece begins in the row
+     * (index of a vector) */
     int32_t token, vector;
     int32_t slots = 0; /* how many rows on this rank are left to copy for that unit */
     /* the peers whose partial sums are left to copy for that unit: bit p is the rank at
      * position p of the sum order */
     uint32_t positions = 0;
-    /* the leaves of the sum tree (blocks of experts) on this rank; only with LEAVES */
+    /* the leaves on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
-    /* Numbers of units that this warp has begun (their data is in `entries`), has copied or
-     * copies now (their pieces are in the ring), and has finished. */
+    /* How many units this warp has begun (their data is in `entries`), has copied or copies now
+     * (their pieces are in the ring), and has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -138,14 +138,12 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 
     /* ---- copying ---- */
 
-    /* Loads this lane's slot for the next expert unit. */
     __device__ __forceinline__ void load_expert()
     {
         const int32_t t = c.round_begin + expert_walk.step;
         expert_slot =
             t < expert_end ? read_slot(c, peer_of_role(c, expert_walk.role), t, 0) : -1;
     }
-    /* Loads this lane's slot and rank for the next source unit. */
     __device__ __forceinline__ void load_source()
     {
         const int32_t t = c.round_begin + source_walk.step;
@@ -238,8 +236,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.round_begin, c.shape.vectors);
     }
-    /* Starts the copy of one more piece to the ring: of a row on this rank, or of a peer's
-     * partial sum. A unit without pieces uses one buffer of the ring, which stays empty. */
+    /* Starts to copy one more piece to the ring: of a row on this rank, or of a peer's partial
+     * sum. A unit without pieces uses one buffer of the ring, which stays empty. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | positions) && copied != begun) {
@@ -267,20 +265,19 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 
     /* ---- using ---- */
 
-    /* Returns true if this lane's vector v of the unit's piece is inside the row. Without
+    /* Returns true if this lane's vector v of the unit's piece is inside the row: without
      * EXACT, the last piece of a row may be shorter. */
     __device__ __forceinline__ bool in_row(const Entry &u, int v) const
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    /* Starts the copy of one more piece, so that the ring stays full, and reads the oldest
-     * piece of the ring into q. */
+    /* Starts to copy one more piece, so that the ring stays full, and reads the oldest piece of
+     * the ring into q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
         ring.read_piece(q, u.vector, c.shape);
     }
-    /* Rounds float32 sums to type ROW, and packs them into vectors. */
     static __device__ __forceinline__ void round_sums(uint4 (&to)[V],
                                                       const float (&sums)[V][ROW::N])
     {
@@ -288,11 +285,11 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
     /* Only with LEAVES: adds a node of the sum tree to its sibling, or keeps it until the
-     * sibling is complete. `node` is at `level`, and leaf number `leaf` of this rank is below
-     * it. `left`: bit mask of the leaves that the warp has not added yet. A right child is
-     * added to its left sibling, if that is in `waiting`. A left child whose sibling has leaves
-     * in `left` moves to `waiting`, and goes_up becomes false. has_waiting: bit l is 1 if a
-     * node of level l waits. */
+     * sibling is complete. `node` is at `level`, and leaf `leaf` of this rank is below it.
+     * `left`: bit mask of the leaves that the warp has not added yet. A right child is added to
+     * its left sibling, if that is in `waiting`. A left child whose sibling has leaves in
+     * `left` moves to `waiting`, and goes_up becomes false. has_waiting: bit l is 1 if a node
+     * of level l waits. */
     static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
                                                         int leaf, int level, uint32_t left,
                                                         uint32_t &has_waiting, bool &goes_up)
@@ -315,17 +312,17 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
     }
     /* Sets sum to this rank's partial sum, rounded to type ROW: weight * row, added over the
-     * unit's slots on this rank. With LEAVES, rounds the sum of each leaf, and adds these in a
-     * tree. */
+     * unit's slots on this rank. With LEAVES, rounds the sum of each leaf, and adds these sums
+     * in a tree. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Only with LEAVES: nodes that wait for their right sibling. That of level 0, a leaf,
-         * is in registers. Those of higher levels are in local memory, because there are not
-         * enough registers. */
+        /* Only with LEAVES: nodes that wait for their right sibling. The node of level 0, a
+         * leaf, is in registers. The nodes of higher levels are in local memory, because there
+         * are not enough registers. */
         uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
         uint32_t has_waiting = 0, leaves = 0;
         if constexpr (LEAVES) leaves = u.leaves;
@@ -443,7 +440,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         for (int v = 0; v < V; v++) out[v] = ROW::pack_floats(total[v]);
         return true;
     }
-    /* Returns where the slot of the token's n-th choice on this rank is in u.slots. */
+    /* Returns the index in u.slots of the slot of the token's n-th choice on this rank. */
     static __device__ __forceinline__ int place_of(const Entry &u, int n)
     {
         if constexpr (LEAVES)
@@ -451,7 +448,6 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         else
             return n;
     }
-    /* Adds one vector of the partial sum `b` to that of `a`. */
     static __device__ __forceinline__ void add_vector(uint4 &a, const uint4 &b)
     {
         if constexpr (LEAVES)
@@ -555,9 +551,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit, so that its copies start early, and then finishes the oldest one
-     * that the warp has begun. Called by a whole warp. Returns false if the group has failed.
-     */
+    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
+     * that the warp has begun. Called by a whole warp. Returns false if the group has
+     * failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
@@ -571,8 +567,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     }
 };
 
-/* Runs all rounds of combine. Called by all threads of all CTAs. Returns false if the group of
- * ranks has failed.
+/* Runs all rounds of combine. Called by all threads of all CTAs. Returns false if the group has
+ * failed.
  *
  *   EXACT       rows consist of whole pieces
  *   TREE        partial sums are added in tree order

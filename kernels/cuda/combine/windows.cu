@@ -1,22 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* combine and dispatch_backward of layers with one choice per token (top-1), if the output of
- * this rank lies in a window. If the outputs of all ranks do, the rank that has a token's row
- * stores the result straight into the output of the token's home rank (net/windows.cuh).
- * Otherwise the partial sums go through staging, like in combine.cu.
+ * this rank lies in a window. If the outputs of all ranks lie in windows, the rank that has a
+ * token's row stores the result directly into the output of the token's home rank
+ * (net/windows.cuh). Otherwise the partial sums go through staging, like in combine.cu.
  *
  *   remote CTAs   the last CTAs of the grid. They multiply rows by their weights and store them
  *                 to peers. In dispatch_backward they also send the gradients of the weights
  *   local CTAs    the others. They do the same for this rank's tokens, write zeros for tokens
  *                 without a slot, and receive the gradients of the weights
  *
- *   if there is only one CTA, it is both
- *
- * The kernel moves only rows that are aligned to 16 bytes. */
+ * If there is only one CTA, it is both. The kernel moves only rows that are aligned to 16
+ * bytes. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/net/windows.cuh"
 
-#define BLOCK 384 /* threads per CTA */
+#define BLOCK 384
 
 /* Multiplies the vectors of a row by its weight, and rounds to type ROW, like a sum of this row
  * only. */
@@ -40,9 +39,9 @@ __device__ __forceinline__ int32_t slot_of(const CombineState &c, int rank, int3
     return clamp_slot(c, __ldg(c.plan.records + record_index(c.job.self, rank, token, 1)));
 }
 
-/* Lists the rows of items [begin, end). Item p * most_tokens + t of remote CTAs is token t of the
- * p-th peer. Item t of local CTAs is token t of this rank. Remote CTAs also send the gradients of
- * the weights. Called by all threads of a CTA; there is a thread for each item. */
+/* Lists the rows of items [begin, end). Item p * most_tokens + t of remote CTAs is token t of
+ * the p-th peer. Item t of local CTAs is token t of this rank. Remote CTAs also send the
+ * gradients of the weights. Called by all threads of a CTA; there is a thread for each item. */
 __device__ __forceinline__ void list_rows(const CombineState &c, const WindowState &w,
                                           RowList<BLOCK> &list, bool is_remote, int64_t begin,
                                           int64_t end)
@@ -83,7 +82,7 @@ static __device__ __noinline__ void copy_results(const CombineState &c, const Wi
         });
 }
 
-/* Zeroes the outputs of those tokens of this rank that have no slot on any rank. `warp`: number
+/* Zeroes the outputs of those tokens of this rank that have no slot on any rank. `warp`: index
  * of this warp among `warps`. */
 __device__ __forceinline__ void zero_dropped(const CombineState &c, int warp, int warps)
 {
@@ -99,8 +98,8 @@ __device__ __forceinline__ void zero_dropped(const CombineState &c, int warp, in
 }
 
 /* Only in dispatch_backward: receives the gradients of the weights of 32 tokens of this rank,
- * from `first` on, one per lane. Called by a whole warp. Returns false if the group has failed.
- */
+ * from `first` on, one per lane. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool receive_gradients(const CombineState &c, int32_t first)
 {
     const p2p_self &self = c.job.self;
@@ -146,14 +145,12 @@ __device__ __forceinline__ bool combine_directly(const CombineState &c, const Wi
     return true;
 }
 
-/* Zeroes all outputs, like the function of this name in combine.cu. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
     zero_floats(c.job.choice_floats, 0, c.job.num_tokens, threadIdx.x, BLOCK);
 }
 
-/* The kernel. ROW: element type. */
 template <class ROW>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_windows_kernel(const __grid_constant__ p2p_combine_job job)
@@ -164,7 +161,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Stride expert, source;
     __shared__ WindowState windows;
     const p2p_self &self = job.self;
-    /* The first warp reads the plan meanwhile. */
+    /* The first warp reads the plan at the same time. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.out_place, job.num_tokens, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
@@ -209,8 +206,8 @@ static Kernel kernel_of(uint32_t type)
                               : combine_windows_kernel<F32>;
 }
 
-/* Returns the bytes of dynamic shared memory of a CTA: the list of rows, or the stacks of
- * partial sums of plain.cuh. */
+/* Returns the size in bytes of a CTA's dynamic shared memory: the larger of the list of rows
+ * and the stacks of partial sums of plain.cuh. */
 static int memory_bytes(void)
 {
     const int stacks = BLOCK / WARP * LEAF_LEVELS * 2 * WARP * 16;
