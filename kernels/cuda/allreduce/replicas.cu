@@ -21,40 +21,39 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* in Replicas.nth and Replicas.mine: the logical expert has one replica, so there is nothing to
- * add */
+/* value in Replicas.nth and Replicas.mine: the logical expert has one replica, so there is
+ * nothing to add */
 #define SINGLE_REPLICA 0xffff
-/* levels of a binary tree over the leaves (blocks of experts) of a rank, root included. A rank
- * has at most 128 leaves. */
+/* Levels of a binary tree over the leaves (blocks of experts) of a rank, including the root. A
+ * rank has at most 128 leaves. */
 #define LEAF_LEVELS 8
 
-/* Tables in shared memory about the replicated experts, the logical experts with two or more
- * replicas. They have the numbers n = 0, 1, ... */
+/* Tables in shared memory about the replicated experts: the logical experts with two or more
+ * replicas, in ascending order. The index n of a replicated expert is its index in this
+ * order. */
 struct Replicas {
     union { /* these two arrays share memory, because they are needed at different times */
-        /* Number of replicas of logical expert e on all ranks. Only read_replicas() needs it.
-         */
+        /* how many replicas logical expert e has on all ranks; only read_replicas() needs it */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
         /* The replicas of replicated expert n on this rank are local[first[n]] to local[first[n
          * + 1] - 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* the number n of logical expert e, or SINGLE_REPLICA */
+    /* the index n of logical expert e, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
-    /* the number n of the logical expert of which local expert i is a replica, or
-     * SINGLE_REPLICA */
+    /* the index n of the logical expert of local expert i, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
     /* the local experts that are replicas of replicated experts, ordered by n */
     uint16_t local[P2P_REPLICATED_EXPERTS];
     /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
-    int32_t num_replicated; /* number of replicated logical experts */
-    /* number of leaves of the sum tree on this rank; 1 if sums are not added in a tree */
+    int32_t num_replicated;
+    /* leaves of the sum tree on this rank; 1 if sums are not added in a tree */
     int32_t leaves;
 };
 
 /* Replaces count[i], for i below num, by the sum of the elements before it, and count[num] by
- * the sum of all. Called by one warp. */
+ * the sum of all elements. Called by one warp. */
 static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
@@ -73,8 +72,7 @@ static __device__ void prefix_sum(int32_t *count, int num)
     if (lane_id() == 0) count[num] = before;
 }
 
-/* Numbers the logical experts that have two or more replicas: sets r.nth and r.num_replicated
- * from r.num_replicas. Called by one warp. */
+/* Sets r.nth and r.num_replicated from r.num_replicas. Called by one warp. */
 static __device__ void number_replicated(Replicas &r, int num_logical)
 {
     int num_replicated = 0;
@@ -135,21 +133,20 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
 }
 
 /* Four floats that a thread adds at a time: floats [i, i + 4) of the replicated expert with
- * number `nth`. */
+ * index `nth`. */
 struct Quad {
     int nth;
     int64_t i;
 };
 
-/* Returns the caller's array of a local expert: job.count floats. */
 __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &job, int local)
 {
     return job.data + local * job.count;
 }
 
-/* Adds vector number `part` (four floats) of this rank's replicas to x: of the replicas in leaf
- * number `leaf` or, without a tree, of all replicas. n: index in r.local of the first replica
- * that has not been added yet; it advances. */
+/* Adds the four floats `part` of this rank's replicas in leaf `leaf` (without a tree: of all
+ * its replicas) to x. n: index in r.local of the first replica that has not been added yet; it
+ * advances. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -217,9 +214,9 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Returns true if `data` of every rank has at least num_local rows, the largest number of
- * experts of a rank. Otherwise CTA 0 reports the first rank that has announced fewer. Sets ok
- * to false if the group has failed, otherwise to true. Called by all threads of all CTAs. */
+/* Returns true if `data` of every rank has at least num_local rows, the maximum number of
+ * experts of a rank. Otherwise CTA 0 reports the first rank that has announced fewer rows. Sets
+ * ok to false if the group has failed, otherwise to true. Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {

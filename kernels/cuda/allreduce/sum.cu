@@ -16,8 +16,8 @@
 
 #define BLOCK 512
 
-/* Returns the arguments (RankSum) with which add_ranks() adds vector v. They include the four
- * floats of this rank's own array. */
+/* Returns the arguments with which add_ranks() adds vector v. They include the four floats of
+ * this rank's own array. */
 __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_sum_job &job,
                                                  int64_t v)
 {

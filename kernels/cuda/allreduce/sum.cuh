@@ -10,12 +10,11 @@
 /* In groups of at most this many ranks, a thread keeps the vectors of all ranks in
  * registers. */
 #define MAX_UNROLLED_RANKS 8
-/* how many levels a binary tree over up to DEVICE_MAX_RANKS ranks has, root included */
+/* levels of a binary tree over up to DEVICE_MAX_RANKS ranks, including the root */
 #define RANK_LEVELS (MANY_RANKS ? 9 : 6)
 static_assert(1 << (RANK_LEVELS - 1) == DEVICE_MAX_RANKS, "a tree over all ranks");
 
-/* Loads elements [i, i + 4) of an array of `count` floats. Elements past the end of the array
- * are zeros. */
+/* Loads elements [i, i + 4) of an array of `count` floats. Elements past the end are zeros. */
 __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
 {
     uint32_t w[4];
@@ -25,8 +24,7 @@ __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* Stores x to elements [i, i + 4) of an array of `count` floats. Does not store elements past
- * the end of the array. */
+/* Stores x to elements [i, i + 4) of an array of `count` floats, except those past the end. */
 __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
                                              const float *x)
 {
@@ -39,30 +37,28 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
-/* Adds `left` to x. `left` is the sum of lower-numbered ranks or leaves, so it is the first
- * operand. */
+/* Adds `left` to x. `left` is the sum of lower ranks or leaves, so it is the first operand. */
 __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
     for (int e = 0; e < 4; e++) x[e] = left[e] + x[e];
 }
 
-/* Copies four floats. */
 __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[4])
 {
 #pragma unroll
     for (int e = 0; e < 4; e++) to[e] = from[e];
 }
 
-/* Adds vectors in a fixed binary tree. They are the leaves, which the caller passes in
+/* Adds vectors in a fixed binary tree. The vectors are the leaves, which the caller passes in
  * ascending order. left[level] is a sum of 2^level leaves that waits for its right sibling. It
  * is in use if bit `level` of the number of passed leaves is 1. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf number `leaf`, which is x, to the tree. As long as x is a right child, adds its
-     * left sibling left[level], which makes it a node one level higher. Then stores x to
-     * left[level], where it waits for its right sibling. Overwrites x. */
+    /* Adds leaf `leaf`, which is x, to the tree. As long as x is a right child, adds its left
+     * sibling left[level], which makes x a node one level higher. Then stores x to left[level],
+     * where it waits for its right sibling. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -99,17 +95,17 @@ struct RankSum {
     uint32_t order;
     /* where the vector is in staging: index of its first float in each source rank's part */
     int64_t at;
-    /* false: this thread has no vector, because its number is past the end of the list */
+    /* false: this thread has no vector, because its index is past the end of the list */
     bool in;
     uint4 own;
 
-    /* Returns where in this rank's staging the vector of `rank` arrives. */
+    /* Returns the address in this rank's staging at which the vector of `rank` arrives. */
     __device__ __forceinline__ uint4 *staged_vector(int rank) const
     {
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
-    /* Stores this rank's vector to the staging of every peer. Another NaN replaces a NaN that
-     * equals poison, which the receiver would take for a missing word. */
+    /* Stores this rank's vector to the staging of every peer. A NaN that equals poison is
+     * replaced by another NaN, because the receiver would take it for a missing word. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
@@ -121,7 +117,7 @@ struct RankSum {
 };
 
 /* Backend `hosts`: posts the puts of the vectors that this warp has stored for ranks on other
- * hosts. `vectors`: number of vectors of the whole grid. Called by a whole warp after its last
+ * hosts. `vectors`: vectors of the whole grid. Called by a whole warp after its last
  * send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
@@ -134,9 +130,9 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits for the vectors of this thread from all ranks, and reads that of rank r into q[r]. Then
- * writes poison to their staging, so that it can be used again. Called by a whole warp. Returns
- * false if the group has failed. */
+/* Waits for the vectors of this thread from all ranks, and reads the vector of rank r into
+ * q[r]. Then writes poison to their staging, so that it can be used again. Called by a whole
+ * warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -159,8 +155,7 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Waits for the vector of `rank`, and reads it into x. Then writes poison to its staging, so
- * that it can be used again. Called by a whole warp. Returns false if the group has failed. */
+/* Like receive_floats(), for the vector of one rank, which it reads into x. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -224,9 +219,9 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Sets x to the sum of the vectors of all ranks, for which it waits. s.order selects the order:
- * by ascending rank, or in a binary tree. MANY: the group has more than MAX_UNROLLED_RANKS
- * ranks. Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order: by
+ * ascending rank, or in a binary tree. MANY: the group has more than MAX_UNROLLED_RANKS ranks.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

@@ -37,8 +37,8 @@
 
 /* Returns how many tokens a kernel must send before it receives the first one: the larger of
  * `lag` and the net's window (EPIC_NET_WINDOW, in tokens, at most num_tokens). With a large
- * lag, the net always has data to send, and the proxy thread can send adjacent rows in one put.
- */
+ * lag, the net always has data to send, and the proxy thread can send adjacent rows in one
+ * put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -46,8 +46,8 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the proxy thread has read the ring entry in whose place entry number `index`
- * goes. Called by one thread. */
+/* Returns true if the ring has space for entry `index`: the proxy thread has read the older
+ * entry at the same position. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -61,7 +61,7 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 }
 
 /* Appends an entry to the ring at `entries`, and waits while the ring is full. `room`: an
- * earlier value of control->ring_room, below which entries have space. Appends nothing if the
+ * earlier value of control->ring_room; entries below it have space. Appends nothing if the
  * group fails during the wait. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
@@ -76,7 +76,7 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
 
 /* Appends an entry to the ring, after a system fence, so that a thread that reads the entry
  * sees all stores that this thread has made or observed. Loads ring_room before the fence, so
- * that the load overlaps with it. Called by one thread. */
+ * that the load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
@@ -97,7 +97,8 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* Sends bytes that the lanes of a warp have stored together. Called by the whole warp. */
+/* Like post_put(), for bytes that the lanes of a warp have stored together. Called by the whole
+ * warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -106,9 +107,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Called by each warp that has stored a piece of a token's row for rank q. The call for the
- * last of the `pieces` pieces posts one put for the whole row: `bytes` bytes at `whole`.
- * `token`: number of the token. Called by a whole warp. */
+/* Called by each warp that has stored a piece of a token's row for rank q. Only the call for
+ * the last of the `pieces` pieces posts: one put for the whole row, `bytes` bytes at `whole`.
+ * Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -127,8 +128,8 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
 }
 
 /* Sends `count` floats at `floats` (weights of one token, or their gradients), which the warp
- * has stored, to rank q. The net copies words of 8 bytes, so if count is odd, poison follows.
- * Called by a whole warp. */
+ * has stored, to rank q. The net copies words of 8 bytes, so if count is odd, poison is
+ * appended. Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -148,8 +149,8 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
     if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Appends an entry to the ring that marks the end of the epoch. No thread may post puts of this
- * epoch afterwards. Called by one thread of the rank. */
+/* Appends an entry that marks the end of the epoch to the ring. After that, no thread may post
+ * puts of this epoch. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -161,8 +162,8 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
 }
 
 /* Waits until the next epoch may write to its half of the outbox: the net must have read all
- * data of the epoch two before it. Called by one thread. Returns false if the group has failed.
- */
+ * data of the epoch two before it. Called by one thread. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -176,9 +177,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` (epochs of which the net has read all data from the outbox) from
- * host memory to control memory, where reads are fast. Called near the end of an operation, so
- * that the next one finds a recent value. Called by one warp. */
+/* Copies the counter `freed` from host memory to control memory, where reads are fast. Called
+ * near the end of an operation, so that the next one finds a recent value. Called by one
+ * warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -188,9 +189,9 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch: the net must have read all data
- * of the older epochs that used this half. Called by all threads of a CTA before their first
- * store for a peer. Returns false if the group has failed. */
+/* Waits until this CTA may store into the outbox in this epoch (wait_outbox_free()). Called by
+ * all threads of a CTA before their first store for a peer. Returns false if the group has
+ * failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -211,11 +212,11 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word number `which` (P2P_ANNOUNCED_*) of the announcement of rank `rank`, from a copy
- * in control memory, because polls of a net inbox in host memory are slow. If the copy is from
- * an older epoch, a warp with a permit (poll_permit()) reads the word in the inbox, at `from`,
- * and updates the copy. A word that has not arrived is of an older epoch. Called by a whole
- * warp, with a different rank in each lane. */
+/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`, from a copy in control
+ * memory, because polls of a net inbox in host memory are slow. If the copy is from an older
+ * epoch, a warp with a permit (poll_permit()) reads the word in the inbox, at `from`, and
+ * updates the copy. The returned word is from an older epoch if the announcement has not
+ * arrived. Called by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -245,8 +246,8 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
     return whole;
 }
 
-/* Sends any number of words: divides them into as many ring entries as needed (post_put()).
- * Called by one thread. */
+/* Like post_put(), for any number of words, in as many ring entries as needed. Called by one
+ * thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)
 {

@@ -13,10 +13,10 @@
  *             operation reads what peers announced, the warp then executes a system fence. The
  *             CTA that finishes last stores the epoch.
  *
- * Many arrays have two halves, for even and odd epochs. Two are enough for this reason: a rank
- * ends epoch n only after all peers have announced n. A peer announces n only after it has
- * ended n - 1. So when this rank is in epoch n + 1, no rank still uses the half of epoch n - 1,
- * and this rank may write to this half again. */
+ * Many arrays have two halves, for even and odd epochs. Two halves are enough for this reason:
+ * a rank ends epoch n only after all peers have announced n. A peer announces n only after it
+ * has ended n - 1. So when this rank is in epoch n + 1, no rank still uses the half of epoch n
+ * - 1, and this rank may write to this half again. */
 #ifndef EPIC_OPERATION_CUH
 #define EPIC_OPERATION_CUH
 
@@ -24,8 +24,8 @@
 
 /* Marks in control memory that an operation of this rank is running. Returns 1 if the mark was
  * already set: the caller has started two operations at once, on streams that are not ordered.
- * One thread of each CTA calls the function before it reads the epoch. Only CTA 0 sets and
- * checks the mark, because the other operation may have ended when a late CTA starts. */
+ * One thread of each CTA calls it before it reads the epoch. Only CTA 0 sets and checks the
+ * mark, because the other operation may have ended when a late CTA starts. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
@@ -43,7 +43,7 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* Stores the epoch of the finished operation, so that the next operation gets the next number.
+/* Stores the epoch of the finished operation, so that the next operation gets the next epoch.
  * Called by one thread, when no CTA will read the epoch any more. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
@@ -54,8 +54,7 @@ __device__ __forceinline__ void complete_operation(p2p_control *control, const O
     store_relaxed(&control->running, 0u);
 }
 
-/* Stores the sizes of this rank (tokens, capacity, rows) as words of the announcement at
- * `to`. */
+/* Stores the sizes of this rank as words of the announcement at `to`. */
 __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_t *to)
 {
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)op.tokens));
@@ -63,7 +62,7 @@ __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)op.rows));
 }
 
-/* Announces to every rank, this rank included, that this rank has begun the operation. Called
+/* Announces to every rank, including this rank, that this rank has begun the operation. Called
  * by one warp; each lane writes to one rank at a time. */
 static __device__ void announce_operation(const p2p_self &self, const OpState &op)
 {
@@ -72,7 +71,7 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
         if (q >= self.num_ranks) return;
         uint64_t *to = announcement_words(self, op, self.heap[q], self.rank);
         store_announced_sizes(op, to);
-        /* Without this fence, a peer could read the signature, but not yet see the poison and
+        /* Without this fence, a peer could read the signature before it can see the poison and
          * the zeros that earlier operations of this rank have stored. */
         __threadfence_system();
         store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
@@ -81,8 +80,8 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
 }
 
 /* Only in backend `hosts`: sets op.net->host_box[q], where rows of rank q arrive in the net
- * inbox, and op.net->relay[q], the rank that stores them. `offset`: where they arrive, counted
- * from the beginning of a heap or of the net inbox. */
+ * inbox, and op.net->relay[q], the rank that stores them. `offset`: offset of host_box[q] in
+ * the net inbox. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
@@ -119,8 +118,7 @@ __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
                               : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
 }
 
-/* Returns the word `broken` (the failure of the group, or 0) in the net inbox. Only in backend
- * `hosts`. */
+/* Only in backend `hosts`: returns the word `broken` in the net inbox. */
 __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 {
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
@@ -161,8 +159,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces the operation: no other warp waits for it, and
-     * its CTA does not take part in making a plan. */
+    /* The first warp of the last CTA announces the operation: no other warp waits for this
+     * warp, and its CTA does not take part in making a plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) {
         count_operation(self);
@@ -190,12 +188,12 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
     });
 }
 
-/* Waits until every rank has announced this operation. If a rank has announced another one
- * (another signature), the wait fails (find_failure()). There is no fence: later stores of this
- * kernel may become visible before the announcements were read. `are_copied`: a low-latency
- * kernel has copied the peers' announcements to this rank's heap, where they are then read.
- * Called by one warp; each lane reads one announcement at a time. Returns false if the group
- * has failed. */
+/* Waits until every rank has announced this operation. If a rank has announced another
+ * operation (another signature), the wait fails (find_failure()). There is no fence: later
+ * stores of this kernel may become visible before the announcements were read. `are_copied`: a
+ * low-latency kernel has copied the peers' announcements to this rank's heap, so they are read
+ * there. Called by one warp; each lane reads one announcement at a time. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -204,8 +202,9 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     return wait_group_announcements(
         self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
 }
-/* Waits for the announcements, then runs a system fence, so that later loads and stores happen
- * after the announcements were read. One fence costs less than acquire loads in the polls. */
+/* Waits for the announcements, then executes a system fence, so that later loads and stores
+ * happen after the announcements were read. One fence costs less than acquire loads in the
+ * polls. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
@@ -237,8 +236,7 @@ __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, co
     return ok;
 }
 
-/* Waits until word `which` (P2P_ANNOUNCED_*) of every rank's announcement has arrived, and sets
- * `values` to these words. Called by one warp. Returns false if the group has failed. */
+/* Like read_group_announcement(), for all ranks of the group. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, RankNumbers &values)
 {
@@ -257,9 +255,9 @@ static __device__ bool read_announcement(const OpState &op, int which, RankNumbe
     return read_announcement(*op.self, op, which, values);
 }
 
-/* Ends an operation. Called by all threads of all CTAs. CTA number `waiting_cta` waits until
- * all ranks have announced the operation. Returns true in the CTA that finishes last, which may
- * then do final work, for example report errors. `read`: the final work reads what peers have
+/* Ends an operation. Called by all threads of all CTAs. CTA `waiting_cta` waits until all ranks
+ * have announced the operation. Returns true in the CTA that finishes last, which may then do
+ * final work, for example report errors. `read`: the final work reads what peers have
  * announced, so a fence follows the wait. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
@@ -289,8 +287,8 @@ static __device__ bool finish_operation(OpState &op)
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it to all ranks, and sets control->round
- * to it, for which the other CTAs of this rank wait. Called by one warp. */
+/* Begins the next round: advances the epoch, announces it to all ranks, and stores it in
+ * control->round, for which the other CTAs of this rank wait. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -305,8 +303,8 @@ static __device__ void begin_round(OpState &op)
 
 /* Ends a round and begins the next one. An operation has several rounds, each with its own
  * epoch, if its rows do not all fit into the staging at once. Called by all threads of all
- * CTAs. The CTA that calls it last does the work, and the others wait for it. Returns false if
- * the group has failed. */
+ * CTAs. The CTA that calls it last does the work, and the other CTAs wait for it. Returns false
+ * if the group has failed. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

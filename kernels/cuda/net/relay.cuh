@@ -2,8 +2,8 @@
 /* Relays, for backend `hosts` with several ranks per host: a row crosses the net once per
  * destination host, not once per destination rank. Partial sums go the opposite way.
  *
- * Host number h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a
- * rank on another host is the rank there with the same index in its host.
+ * Host h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a rank on
+ * another host is the rank there that has the same index in its host.
  *
  *   dispatch   rank j of host h' --net--> its mate, rank j of host h
  *              --NVLink--> ranks of host h that need the row
@@ -27,21 +27,21 @@
 
 #include "cuda/net/staging.cuh"
 
-/* Returns the number of hosts. Only for groups with relays. */
+/* Only for groups with relays. */
 __device__ __forceinline__ int num_hosts(const p2p_self &self)
 {
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`: the rank with the same index there.
- */
+/* Returns the mate of rank `like` on the host of rank `on`: the rank that has the same index
+ * there. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns where rows of rank `by` arrive in the heap (or net inbox) of rank `to` in the running
- * epoch. `heap`: start of that heap. */
+/* Returns the address, for the running epoch, at which rows of rank `by` arrive in the heap (or
+ * net inbox) of rank `to`. `heap`: start of that heap. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -49,8 +49,8 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns where in the heap of rank `to`, at `heap`, the word *wants* of rank `by` for one
- * token is. */
+/* Returns the address, in the heap of rank `to` at `heap`, of the word *wants* of rank `by` for
+ * one token. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a row that the ranks in
- * `ranks` must receive: those of this host, and this rank's mate on every other host that has
- * one of them. */
+ * `ranks` must receive: the ranks of this host among them, and this rank's mate on every other
+ * host that has one of them. */
 __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
     RankMask mates = no_ranks();
@@ -121,10 +121,10 @@ __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const Op
 
 /* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
  * stores it to the staging of the ranks in `wants`, whose bit i stands for the i-th rank of
- * this host. `index`: number of the token within the round. `piece`: number of the piece in the
- * row. `vectors`: number of 16-byte vectors per row. escapes(heap, source): a function that
- * returns where the escape words of the piece are in a heap (staging.cuh), or NULL. Called by
- * one warp. Returns false if the group has failed. */
+ * this host. `index`: index of the token in the round. `vectors`: 16-byte vectors per row.
+ * escapes(heap, source): a function that returns the address in a heap of the escape words of
+ * the piece (staging.cuh), or NULL. Called by one warp. Returns false if the group has
+ * failed. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,
@@ -150,8 +150,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if relays may add the partial sums of the ranks of their host: with sums in tree
- * order, in which the ranks of each host are one subtree. */
+/* Returns true if relays may add the partial sums of the ranks of their host: if the sums are
+ * added in tree order, and the ranks of each host are one subtree. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

@@ -28,15 +28,15 @@
 #define POISON_STAND_IN 0x7fff7fffu
 #define ESCAPE_SENT 0x80000000u
 
-/* Returns where in staging the row of a token is. `box`: op.inbox[] or op.outbox[] of a rank.
- * `token`: index of the token in the round. `vectors`: number of 16-byte vectors per row. */
+/* Returns the address of a token's row in staging. `box`: op.inbox[] or op.outbox[] of a rank.
+ * `token`: index of the token in the round. `vectors`: 16-byte vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
-/* Returns where in the receiver's heap, at `heap`, the escape words of one sender arrive.
- * `source`: number of the sender; 0 is the next higher rank after the receiver. */
+/* Returns the address, in the receiver's heap at `heap`, of the escape words of one sender.
+ * `source`: the sender, as the receiver numbers its sources. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -44,9 +44,9 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns where in the heap at `heap` the floats (weights of choices, or their gradients) of
- * one sending rank arrive. `source`: number of that rank; 0 is the next higher rank after the
- * owner of the heap. */
+/* Returns the address, in the heap at `heap`, of the floats (weights of choices, or their
+ * gradients) of one sender. `source`: the sender, as the owner of the heap numbers its
+ * sources. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -64,14 +64,12 @@ __device__ __forceinline__ bool needs_escape(uint4 q)
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* Replaces the word by the stand-in (0x7fff7fff) and sets bit `bit` of the mask, if the word is
- * poison (0xffffffff). */
+/* Replaces a word that is poison by the stand-in, and sets bit `bit` of the mask. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
-/* Undoes hide_word(): sets the word back to poison if bit `bit` of the mask is 1. */
 __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
@@ -124,8 +122,8 @@ __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4
     return ok;
 }
 
-/* Returns true if a word of the piece is poison, which means that the piece has not fully
- * arrived. Called by a whole warp. */
+/* Returns true if a word of the piece is poison, so that the piece has not fully arrived.
+ * Called by a whole warp. */
 template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
     bool missing = false;
@@ -170,9 +168,9 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
 }
 
 /* Waits for a piece that arrives in host memory, where polls are slow. Polls only its last
- * vector, at `last`: when that has arrived, most of the piece has. A thousand warps may wait at
- * the same time, so only those whose piece is likely to arrive next (may_arrive_next()) poll at
- * every spin. Called by a whole warp. Returns false if the group has failed. */
+ * vector, at `last`: when this vector has arrived, most of the piece has. A thousand warps may
+ * wait at the same time, so only those whose piece is likely to arrive next (may_arrive_next())
+ * poll at every spin. Called by a whole warp. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -272,8 +270,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Returns the position of the n-th bit of `bits` that is 1, with n counted from 0. Returns 0 if
- * there is no such bit. n may differ between lanes. */
+/* Returns the position of the n-th bit (from 0) of `bits` that is 1, or 0 if there is no such
+ * bit. n may differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int index = 0;
@@ -282,8 +280,8 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return index;
 }
 
-/* Zeroes rows [first, end) of an array. Each of `threads` threads calls the function with its
- * own number `thread`. */
+/* Zeroes rows [first, end) of an array. Each of `threads` threads calls it with its own index
+ * `thread`. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -296,8 +294,7 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* Zeroes elements [first, end) of x, with `threads` threads as in zero_rows(). Does nothing if
- * x is NULL. */
+/* Zeroes elements [first, end) of x, like zero_rows(). Does nothing if x is NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {
