@@ -6,17 +6,17 @@
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
  * The kernels compute the weights again from the logits: from all logits of a token if the
- * weights come from a softmax over all experts (needs_full_softmax()), otherwise from those of
- * the chosen experts. Lane number L handles choices L and L + 32 of a token, at index j = 0 and
- * 1 (struct Chosen). */
+ * weights come from a softmax over all experts (needs_full_softmax()), otherwise from the
+ * logits of the chosen experts. Lane L handles choices L and L + 32 of a token, at index j = 0
+ * and 1 (struct Chosen). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
 #define MOST_WARPS 4
 
 /* Computes the parts and the divisor of a token's choices (struct Shares) as forward did. s
- * [columns]: the softmax over all columns. If it is NULL, loads the logits of the chosen
- * experts into z. */
+ * [columns]: the softmax over all columns. If s is NULL, loads the logits of the chosen experts
+ * into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -112,7 +112,6 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
-/* Returns true if the weights come from a softmax over all experts, which needs all logits. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
@@ -151,12 +150,12 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
 /* -------------------------------------------------------------- the scale by expert ---- */
 
-/* most warps of a CTA, which divide the tokens among themselves */
+/* maximum number of warps of a CTA; the warps divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* Returns on all lanes the term of choice number `place` (token * top_k + k) in the gradient of
- * its expert's scale: the gradient of the choice's weight times the weight without this scale.
- * `s`: this warp's row in shared memory. */
+/* Returns, on all lanes, what choice `place` (token * top_k + k) adds to the gradient of its
+ * expert's scale: the gradient of the choice's weight times the weight without this scale. `s`:
+ * this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
@@ -219,7 +218,6 @@ static cudaError_t launch_scale(const p2p_router_backward_job *job, cudaStream_t
                          *job);
 }
 
-/* Launches the instance for rows of V columns per lane, or of any number of columns (V = 0). */
 template <int V>
 static cudaError_t launch_width(const p2p_router_backward_job *job, cudaStream_t stream)
 {

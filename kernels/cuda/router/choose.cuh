@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses the experts of a token: the ids with the k largest selection values (score or logit
  * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value. An
- * id is a column of the logits: the number of an expert or zero-expert.
+ * id is a column of the logits: an expert or a zero-expert.
  *
- *   key          a selection value, mapped to an unsigned number in the same order; 0 equals -0
+ *   key          a selection value, mapped to an unsigned value in the same order; 0 equals -0
  *   IdOwnership  which lane owns which ids. Each lane has consecutive ids, in the order of
  *                lanes
  *   Owned        the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
@@ -37,7 +37,8 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of expert ids [first, first + count) of a lane, in V registers, in falling order. */
+/* The keys of expert ids [first, first + count) of a lane, in V registers, in descending
+ * order. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -72,8 +73,9 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort_keys();
     }
-    /* Sets the keys of all ids of this lane to `value`, also in `keys` in shared memory unless
-     * it is KEY_NONE, because choose_by_lanes() compares the keys there to find ids. */
+    /* Sets the keys of all ids of this lane to `value`. Also sets them in `keys` in shared
+     * memory unless `value` is KEY_NONE, because choose_by_lanes() compares the keys there to
+     * find ids. */
     __device__ __forceinline__ void set_keys(uint32_t *keys, uint32_t value)
     {
         if (value != KEY_NONE)
@@ -90,8 +92,8 @@ template <int V> struct Owned {
 };
 
 /* The keys of any number of expert ids [first, first + count) of one lane, unsorted in shared
- * memory. `best` is the current key, the largest one that is left, and first + position is its
- * id. Equal keys come in ascending order of ids. */
+ * memory. `best` is the current key: the largest one that has not been removed. Its id is first
+ * + position. Equal keys come in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -126,7 +128,7 @@ template <> struct Owned<0> {
         position = 0;
         find_next(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value`. The first id becomes current. */
+    /* Sets the keys of all ids of this lane to `value`, and makes the first id current. */
     __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
@@ -143,11 +145,11 @@ template <> struct Owned<0> {
  * lanes share the ids of a group. With more groups, each lane owns all ids of groups_per_lane
  * groups. */
 struct IdOwnership {
-    int groups;          /* number of groups of experts; 1 if the router has no groups */
-    int ids_per_group;   /* number of ids in a group */
-    int lane_bits;       /* base-2 logarithm of the number of lanes that share a group */
-    int groups_per_lane; /* number of groups per lane; 1 if lanes share groups */
-    int ids_per_lane;    /* largest number of ids that any lane owns */
+    int groups; /* groups of experts; 1 if the router has no groups */
+    int ids_per_group;
+    int lane_bits;       /* log2 of the number of lanes that share a group */
+    int groups_per_lane; /* 1 if lanes share groups */
+    int ids_per_lane;    /* maximum number of ids that a lane owns */
 
     __device__ __forceinline__ int lanes_per_group() const
     {
@@ -178,7 +180,7 @@ struct IdRange {
     int first, count;
 };
 
-/* Returns the ids that this lane owns, for routers with at most 32 groups. */
+/* For routers with at most 32 groups. */
 __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
 {
     const int begin = d.lane_of_group() * d.ids_per_lane;
@@ -187,7 +189,7 @@ __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
     return {d.group_of_lane() * d.ids_per_group + begin, max(count, 0)};
 }
 
-/* Returns the first lane whose `top` is the largest `top` of the warp. Called by all lanes. */
+/* Returns the first lane whose `top` is the largest of the warp. Called by all lanes. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
@@ -215,7 +217,7 @@ __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own,
 }
 
 /* Returns true if `score`, the score of this lane's group, is among the topk_groups largest
- * ones. Called by all lanes. */
+ * scores. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
     const bool leads = d.lane_of_group() == 0 && d.group_of_lane() < d.groups;
@@ -230,8 +232,9 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
 }
 
 /* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
- * groups. Each lane computes the scores of its groups, sums of m selection values, and writes
- * their keys to group_keys. Ids in other groups get the key `others`. Called by a warp. */
+ * groups. Each lane computes the scores of its groups, which are sums of m selection values,
+ * and writes their keys to group_keys. Ids in other groups get the key `others`. Called by a
+ * warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -302,9 +305,9 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Chooses k experts for a token with keys in registers, without ids. So the warp first finds
- * the k largest keys and their owners. Then lane i compares key number i with the keys of all
- * ids of its owner. If an owner has equal keys, the lower id comes first. */
+/* Chooses k experts for a token with keys in registers, where keys have no ids. So the warp
+ * first finds the k largest keys and their owners. Then lane i compares key i with the keys of
+ * all ids of its owner. If an owner has equal keys, the lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {

@@ -17,7 +17,7 @@
 #define MOST_WARPS 4
 
 /* Returns the experts of a token from row token_ids[token] of the caller's table. An id that is
- * too large becomes -1, and all ids do if the table does not have this row. */
+ * too large becomes -1. If the table does not have this row, all ids become -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -48,8 +48,8 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
     return c;
 }
 
-/* The router's bias for the columns of this lane, or zeros. Loaded before the logits, so that
- * the two loads overlap. */
+/* The router's bias for the columns of this lane, or zeros. It is loaded before the logits, so
+ * that the two loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -110,7 +110,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* V: upper bound of the number of columns per lane; 0: no bound. */
+/* V: upper bound of the columns per lane; 0: no bound. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job,
@@ -144,7 +144,6 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     write_weights(job, c, of_score ? s : z, token);
 }
 
-/* Launches the instance for rows of V columns per lane, or of any number of columns (V = 0). */
 template <int V>
 static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &deal,
                                 cudaStream_t stream)

@@ -7,8 +7,8 @@
  *   loss_kernel<BACKWARD>   logits, d_loss -> d_logits [num_tokens, columns]
  *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
- * One warp works on one *run* of consecutive tokens (rules/rule.h). Only the number of tokens
- * decides how tokens are divided into runs, so the order of the additions does not depend on
+ * One warp works on one *run* of consecutive tokens (rules/rule.h). How tokens are divided into
+ * runs depends only on the number of tokens, so the order of the additions does not depend on
  * the GPU. For the balance loss by sequences, each CTA counts the choices in every sequence
  * that has tokens in one of its runs. */
 #include "cuda/common/launch.cuh"
@@ -21,7 +21,7 @@
 enum Pass { FORWARD, BACKWARD };
 
 /* Writes the probabilities of a token's experts to p [columns]: the scores divided by their
- * sum. Returns that sum, or 1 for a softmax. If the sum is 0, all probabilities are 0. */
+ * sum. Returns the sum, or 1 for a softmax. If the sum is 0, all probabilities are 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -113,8 +113,9 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor of the sum over the tokens: job.factor, with job.plan divided
- * job.num_divisions times by the number of tokens of all ranks, which the plan records. */
+/* Returns the factor of the sum over the tokens: job.factor or, if job.plan is set, job.factor
+ * divided job.num_divisions times by the number of tokens of all ranks, which the plan
+ * records. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -148,7 +149,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* every thread of the CTA runs it equally often, because count_sequence() has barriers */
+    /* every thread of the CTA runs the loop equally often, because count_sequence() has
+     * barriers */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);

@@ -32,7 +32,8 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-/* most bytes of shared memory that a CTA uses; every GPU since sm_80 has at least this many */
+/* maximum number of bytes of shared memory of a CTA; every GPU since sm_80 has at least this
+ * many */
 #define SHARED_BYTES (96 << 10)
 
 __device__ __forceinline__ int lane_id()
@@ -47,7 +48,8 @@ __host__ __device__ __forceinline__ int padded_index(int i)
     return i + (i >> 5);
 }
 
-/* Returns how many words a row needs: whole multiples of 32 columns, with padding. */
+/* Returns how many words a row needs in shared memory: whole multiples of 32 columns, with
+ * padding. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
@@ -75,9 +77,9 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
     }
 }
 
-/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also for columns
- * from `end` on, up to 32 * V - 1, which saves a comparison per column. Shared memory has words
- * for them. */
+/* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls it for
+ * columns from `end` on, up to 32 * V - 1, for which shared memory has words. This saves a
+ * comparison per column. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -99,7 +101,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
 }
 
 /* Returns the sum of f(i) over all columns, on every lane. Adds in the order of the CPU code:
- * block after block of SUM_BLOCK columns, in each the columns of a lane, then the lanes. */
+ * block after block of SUM_BLOCK columns, and in each block first the columns of a lane, then
+ * the lanes. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -114,7 +117,6 @@ template <int V, class T, class F> __device__ __forceinline__ T add_columns(int 
 
 /* ------------------------------------------------------------------------- elements ---- */
 
-/* Returns *p as float32. */
 __device__ __forceinline__ float load_element(const float *p)
 {
     return *p;
@@ -194,12 +196,12 @@ __device__ __forceinline__ float largest_of(float mine, float first)
     return first != first ? first : mine;
 }
 
-/* The largest logit, and the sum of exp(logit - largest), of a softmax. */
+/* The largest logit of a softmax, and the sum of exp(logit - largest). */
 struct Softmax {
     float largest, sum;
 };
 
-/* Writes the softmax of row z to p, both in shared memory and perhaps the same array. */
+/* Writes the softmax of row z to p. Both are in shared memory and may be the same array. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -224,7 +226,7 @@ __device__ __forceinline__ float score_of(float z, uint32_t score)
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* Writes the scores of row z to s, both in shared memory and perhaps the same array. */
+/* Writes the scores of row z to s. Both are in shared memory and may be the same array. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -244,8 +246,8 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k chosen experts of a token. Lane number L has choice L (index j = 0) and, if J is 2,
- * also choice L + 32 (j = 1). */
+/* The k chosen experts of a token. Lane L has choice L (index j = 0) and, if J is 2, also
+ * choice L + 32 (j = 1). */
 template <int J> struct Chosen {
     int k;
     int id[J]; /* expert id of choice lane + 32 * j; negative: no expert */
@@ -272,7 +274,8 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the chosen experts, by their softmax. No expert: 0. */
+/* Replaces p, the logits of the chosen experts, by their softmax. A choice without an expert
+ * gets 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -296,7 +299,7 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
         if (low | high) p[j] /= sum;
 }
 
-/* The numbers from which the weights of a token's choices are computed: weight = part / divisor
+/* The values from which the weights of a token's choices are computed: weight = part / divisor
  * * scales of the router. parts[j] is the part of choice lane + 32 * j. is_divisor_variable:
  * the divisor depends on the parts, so backward also needs its gradient. */
 template <int J> struct Shares {
@@ -306,7 +309,7 @@ template <int J> struct Shares {
 };
 
 /* Computes the parts and the divisor of a token by the router's weight_rule and normalize. x
- * has one number per choice: the expert's score or logit, as weight_rule requires. */
+ * has one value per choice: the expert's score or logit, as weight_rule requires. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -334,7 +337,7 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns the number of warps per CTA, at most `most`, if each needs `words` words of shared
+/* Returns how many warps a CTA has, at most `most`, if each warp needs `words` words of shared
  * memory. */
 static inline int router_warps(int words, int most)
 {

@@ -11,7 +11,7 @@
 
 #include "epic/epic.h"
 
-#define P2P_MAX_COLUMNS 4096 /* largest number of columns of logits */
+#define P2P_MAX_COLUMNS 4096 /* maximum number of columns of logits */
 
 #ifdef __cplusplus
 extern "C" {
@@ -22,8 +22,7 @@ typedef struct p2p_router_rows {
     epic_router router; /* the caller's options, with defaults filled in */
     const void *logits;
     int64_t num_tokens;
-    int32_t columns; /* number of logits per token: num_experts + zero_experts */
-    /* epic_type of the logits */
+    int32_t columns; /* logits per token: num_experts + zero_experts */
     uint32_t type;
     float eps, norm_min, scale; /* the options of `router` with these names, as float32 */
     uint32_t pad;
@@ -48,7 +47,7 @@ typedef struct p2p_router_job {
     float *weights;    /* output [num_tokens, top_k]: weights of the choices */
     float *scores; /* output [num_tokens, columns]; NULL: the caller does not need the scores */
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: compare experts by their logits, which have the order of the scores */
+    /* 1: compare experts by their logits, which have the same order as the scores */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -68,14 +67,13 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* balance loss over all tokens: [num_experts], number of choices of each expert */
+    /* balance loss over all tokens: [num_experts], choices of each expert */
     const int32_t *load;
     /* balance loss by sequences: [num_tokens, top_k], the chosen experts */
     const int32_t *topk_idx;
-    int64_t
-        sequence_tokens; /* number of tokens of a sequence; 0: the loss is over all tokens */
-    double factor;       /* the sum over the tokens is multiplied by this number */
-    /* plan with the number of tokens of all ranks, by which the kernel divides; or NULL */
+    int64_t sequence_tokens; /* tokens of a sequence; 0: the loss is over all tokens */
+    double factor;           /* factor of the sum over the tokens */
+    /* a plan, whose number of tokens of all ranks divides `factor`; or NULL */
     const void *plan;
     /* how many times the kernel divides `factor`: 1 or 2 */
     int32_t num_divisions;
@@ -90,8 +88,9 @@ typedef struct p2p_loss_job {
     int32_t is_z_loss;             /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* Launch the kernels of the router and of the losses. p2p_launch_bias_update() lowers `bias`
- * [num_experts] of experts with more than the mean `load`, and raises it for the others. */
+/* Launch the kernels of the router and of the losses. p2p_launch_bias_update() lowers the
+ * `bias` [num_experts] of experts whose `load` is above the mean, and raises it for the
+ * others. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
