@@ -18,7 +18,7 @@
 #define TANH_CUBIC 0.044715f
 #define LOG2_E 1.44269504088896340736f
 
-/* The value of an activation function at one number x, and its derivative (slope) at x. */
+/* The value of an activation function at x, and its derivative (slope) at x. */
 struct Activated {
     float value, slope;
 };
@@ -51,7 +51,7 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* Computes compute_swish() with approximate instructions, for rows of 16-bit numbers. The error
+/* Like compute_swish(), with approximate instructions, for rows of 16-bit elements. The error
  * is a few units in the last place of float32. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
@@ -59,7 +59,6 @@ __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
     return {x * s, s * (1 + y * (1 - s))};
 }
 
-/* Returns the activation function that `ex` selects, for the gate value x. */
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {
     const bool above = x > ex.limit;
@@ -79,9 +78,9 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
     }
 }
 
-/* Returns the factor of a gated expert's activation for the up value u: u, or with
- * EPIC_CLAMPED_SILU the clamped u, or with EPIC_CLAMPED_SWIGLU the clamped u plus 1. Without a
- * gate it is 1. */
+/* Returns the factor of a gated expert's activation for the up value u: u. With
+ * EPIC_CLAMPED_SILU it is the clamped u, and with EPIC_CLAMPED_SWIGLU the clamped u plus 1.
+ * Without a gate it is 1. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -94,11 +93,11 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
 }
 
 /* Values of the template argument ACTIVATION. ANY_ACTIVATION reads job.experts at run time. The
- * others are faster, for gated experts with rows of 16-bit numbers: EPIC_SILU (GATED_SILU), or
+ * others are faster, for gated experts with rows of 16-bit elements: EPIC_SILU (GATED_SILU), or
  * EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU (GATED_CLAMPED). */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* compute_activation() and compute_up_factor() with the activation known at compile time. */
+/* Like the functions above, with the activation known at compile time. */
 template <int ACTIVATION>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

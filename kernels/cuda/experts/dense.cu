@@ -2,7 +2,7 @@
 /* Small kernels of a layer's dense part: the gate, the shared expert and the losses.
  * experts/grouped.h describes their arguments.
  *
- *   rows_kernel       to = from, or to += from           one thread per number
+ *   rows_kernel       to = from, or to += from           one thread per element
  *   trees_kernel      values [2, n] -> two sums          one warp
  *   losses_kernel     balance loss, z-loss -> their sum  one thread
  *   incoming_kernel   gradients of the two losses        one thread
@@ -26,8 +26,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the n numbers (a power of two) of each row of values [2, n] in a binary tree, and writes
- * the sums to values[0] and values[1]. One warp works on both rows as one array. */
+/* Adds the n elements (a power of two) of each row of values [2, n] in a binary tree, and
+ * writes the sums to values[0] and values[1]. One warp works on both rows as one array. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {

@@ -29,7 +29,7 @@ static __device__ __forceinline__ int64_t first_token()
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Returns the distance between two tokens of this warp: the number of warps in the grid. */
+/* Distance between two tokens of this warp: the number of warps in the grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
@@ -104,7 +104,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* sum += factor * rows, for V numbers of `rows` from index `at` on. */
+/* sum += factor * rows, for V elements of `rows` from index `at` on. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)
@@ -146,7 +146,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs for `units` tokens or choices, `each` per CTA. */
+/* Returns how many CTAs to launch for `units` tokens or choices, `each` per CTA. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

@@ -37,10 +37,11 @@ cudaError_t p2p_load_dense_tokens(void);
 /* Arguments of p2p_launch_fits(), which checks that a plan fits its layer. */
 typedef struct p2p_fits_job {
     p2p_self self;
-    uint8_t *plan; /* the plan to check */
-    /* outputs [num_local]: set to zero if the plan does not fit, so no rows are processed */
+    uint8_t *plan;
+    /* outputs [num_local]: set to zero if the plan does not fit, so that no rows are
+     * processed */
     int32_t *expert_rows, *expert_tokens;
-    /* number of experts per rank for which the layer's memory has space */
+    /* the layer's memory has space for this many experts per rank */
     int32_t num_local;
 } p2p_fits_job;
 

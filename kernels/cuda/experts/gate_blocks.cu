@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels for the gradients of the gate's weights in calls with several blocks of tokens
  * (moe/moe.h). One grouped product (experts/grouped.h) computes a gradient for each block, or
- * for each slice of a block, which takes the place of a slab. These kernels run before and
- * after it:
+ * for each slice of a block; the block or slice takes the place of a slab. These kernels run
+ * before and after the product:
  *
  *   blocks_kernel  -> tiles of all tokens, slabs of blocks and slices    one CTA
  *   leaves_kernel  sums of all slices and components -> gradient [rows, columns]
- *                                                                        one thread per number
+ *                                                                        one thread per element
  *
  * leaves_kernel adds the terms of one block in the same order as slices_kernel and fold_kernel,
  * and then the blocks in a binary tree. So the result has the same bits as calls with one block
@@ -16,8 +16,7 @@
 
 #define THREADS 256
 
-/* Returns the first token of block number `index` of the call, counted from the call's first
- * token. */
+/* Returns the first token of block `index` of the call, counted from the call's first token. */
 static __device__ __forceinline__ int64_t begin_of(const gate_blocks &b, int64_t index)
 {
     return ((b.first + index) * b.units / b.total - b.first * b.units / b.total) * b.unit;

@@ -9,9 +9,9 @@
  * columns of the activations. `width` is inner, or 2 * inner for experts with a gate.
  *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
- * device knows how many rows each expert has. So a launcher chooses the grid for the largest
- * possible number of rows, and each kernel reads the actual numbers. Every launcher enqueues on
- * `stream` and returns the error of the launch. */
+ * device knows how many rows each expert has. So a launcher chooses the grid for the maximum
+ * number of rows, and each kernel reads the actual counts. Every launcher enqueues on `stream`
+ * and returns the error of the launch. */
 #ifndef EPIC_CUDA_GROUPED_H
 #define EPIC_CUDA_GROUPED_H
 
@@ -25,10 +25,10 @@
 
 /* terms that the kernels without tensor cores add per step (experts/grouped_plain.cu) */
 #define EXPERTS_PLAIN_STEP 16
-/* largest number of rows of the kernel for few rows (experts/grouped_few.cu) */
+/* maximum number of rows of the kernel for few rows (experts/grouped_few.cu) */
 #define EXPERTS_FEW_ROWS 128
 
-/* Returns the number of terms of a slice in the kernels without tensor cores: a multiple of
+/* Returns how many terms a slice has in the kernels without tensor cores: a multiple of
  * EXPERTS_PLAIN_STEP. `depth`: terms of the sum. The last slices may be short or empty. */
 RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 {
@@ -43,37 +43,38 @@ extern "C" {
 /* The slabs of the experts' rows, and their tiles. p2p_launch_slabs() computes `tiles` and
  * `slabs` once for each call of the library. */
 typedef struct p2p_slabs {
-    /* [num_experts]: rows of each slab. NULL: one expert has all rows of the buffer */
+    /* [num_experts]: rows of each slab; NULL: one expert has all rows of the buffer */
     const int32_t *expert_rows;
-    /* [num_experts]: rows of each slab that hold a token, not padding. NULL: all rows */
+    /* [num_experts]: rows of each slab that hold a token, not padding; NULL: all rows */
     const int32_t *expert_tokens;
-    int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
-    /* [most_tiles]: the tiles; each has up to EXPERTS_TILE_ROWS rows of one slab */
+    int32_t *num_tiles; /* [1]: tiles that the slabs have */
+    /* [most_tiles]: up to EXPERTS_TILE_ROWS rows of one slab each */
     slab_tile *tiles;
-    slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
+    slab_range *slabs; /* [num_experts]: first row and token count of each slab */
     int64_t num_slots;
-    int32_t num_experts; /* number of local experts */
+    int32_t num_experts; /* local experts */
     int32_t most_tiles;  /* upper bound of *num_tiles; the host knows only this bound */
 } p2p_slabs;
 
 /* Arguments of a matrix product over slabs. `pass` (epic_gemm_pass) selects FORWARD (y), INPUT
  * (the gradient of x) or WEIGHT (the gradient of the weights). FORWARD and INPUT read matrix b
- * as [experts, k, n], but FORWARD of e4m3 reads [experts, n, k]: the tensor cores read e4m3
- * only if the summed dimension (k) is contiguous. WEIGHT does not support e4m3. */
+ * as [experts, k, n]. But FORWARD of e4m3 reads [experts, n, k], because the tensor cores can
+ * read e4m3 only if the summed dimension (k) is contiguous. WEIGHT does not support e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
     const void *b; /* FORWARD, INPUT: weights [experts, k, n]; WEIGHT: d_y [slots, n] */
     void *out;     /* FORWARD: [slots, n]; INPUT: [slots, k]; WEIGHT: [experts, k, n] */
-    /* FORWARD: bias [experts, n], added to the rows that hold a token. NULL: none */
+    /* FORWARD: bias [experts, n], added to the rows that hold a token; NULL: none */
     const void *bias;
-    /* [slots]: factor of the bias in each row. NULL: 1 */
+    /* [slots]: factor of the bias in each row; NULL: 1 */
     const float *bias_weights;
-    /* row_type EPIC_E4M3: [slots, blocks], scales of a, one for each 128 numbers of a row */
+    /* row_type EPIC_E4M3: [slots, blocks], scales of a, one for each 128 elements of a row */
     const float *a_scales;
-    /* row_type EPIC_E4M3: [experts, blocks, blocks], scales of b, for 128 x 128 numbers each */
+    /* row_type EPIC_E4M3: [experts, blocks, blocks], scales of b, for 128 x 128 elements
+     * each */
     const float *b_scales;
-    /* INPUT: an array with the shape and type of out that is added to the result. NULL: none */
+    /* INPUT: an array with the shape and type of out that is added to the result; NULL: none */
     const void *addend;
     int64_t k, n;
     uint32_t pass;     /* an epic_gemm_pass */
@@ -85,20 +86,20 @@ typedef struct p2p_gemm {
     /* WEIGHT: epic_type of out. In FORWARD out has y_type. In INPUT it has row_type or, if
      * row_type is EPIC_E4M3, y_type. */
     uint32_t out_type;
-    /* Only in WEIGHT and INPUT. 1: add the result to out; 0: overwrite out. */
+    /* only in WEIGHT and INPUT; 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
-    /* FORWARD, INPUT. 0: rows of `out` without a token become zero. 1: they need not. */
+    /* FORWARD, INPUT; 0: rows of `out` without a token become zero; 1: they need not */
     int32_t leave_padding;
-    int32_t sms; /* largest number of CTAs to launch */
-    /* The kernel computes the tiles of `out` in groups of this many rows of tiles, and within a
+    int32_t sms; /* maximum number of CTAs to launch */
+    /* The kernel computes the tiles of `out` in groups of this many rows of tiles, and in a
      * group column by column, so that the tiles of a column read the same part of matrix b from
      * the L2 cache. Clusters of two CTAs count pairs of rows. 0: the launcher chooses the
-     * number. */
+     * value. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* Above 1: each sum is divided into this many slices, which different CTAs compute. Only
      * for products with one slab that fills all slots. p2p_launch_plain_gemm() adds the sums of
-     * the slices. p2p_launch_hopper_slices() leaves this to its caller.
+     * the slices. p2p_launch_hopper_slices() leaves this addition to its caller.
      * p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
     /* with slices: [slices, rows of out, columns of out], the sum of each slice */
@@ -132,7 +133,7 @@ typedef struct p2p_activation_job {
     /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; on
      * return the activations themselves. */
     void *activations;
-    /* Forward: output [slots, blocks of 128 numbers], the scales of activations in e4m3. NULL:
+    /* Forward: output [slots, blocks of 128 elements], the scales of activations in e4m3. NULL:
      * the activations have row_type. */
     float *scales;
     /* backward: output [slots, width], gradient of the first product's result */
@@ -144,7 +145,7 @@ typedef struct p2p_activation_job {
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: all rows start and end at multiples of 16 bytes */
-    /* backward with EPIC_WEIGHT_INPUT. 1: multiply rows of d_gate_up by the slots' weights */
+    /* backward with EPIC_WEIGHT_INPUT; 1: multiply rows of d_gate_up by the slots' weights */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
@@ -173,7 +174,7 @@ typedef struct p2p_scale_job {
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
-    int32_t sms; /* number of SMs of the GPU; the size of the grid depends on it */
+    int32_t sms; /* SMs of the GPU; the size of the grid depends on it */
     int32_t pad;
 } p2p_scale_job;
 
@@ -182,7 +183,7 @@ typedef struct p2p_quantize_job {
     p2p_slabs slabs;
     const void *rows; /* [slots, n] of row_type */
     uint8_t *to;      /* [slots, n] of e4m3 */
-    float *scales;    /* [slots, blocks]: one scale for each 128 numbers of a row */
+    float *scales;    /* [slots, blocks]: one scale for each 128 elements of a row */
     int64_t n;
     uint32_t row_type;
     int32_t sms;
@@ -193,8 +194,8 @@ typedef struct p2p_quantize_job {
 /* Arguments of p2p_launch_rows(), which adds the array `from` to `to`, or copies it. */
 typedef struct p2p_rows_job {
     void *to;
-    const void *from; /* NULL: an array of zeros */
-    int64_t count;    /* number of elements of each array */
+    const void *from; /* NULL: zeros */
+    int64_t count;    /* elements of each array */
     uint32_t type;    /* epic_type of the elements */
     int32_t replace;  /* 1: to = from; 0: to += from */
 } p2p_rows_job;
@@ -216,22 +217,25 @@ typedef struct p2p_loss_gradients_job {
 
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
  * (experts/grouped_components.cu), with which bf16 tensor cores multiply float32 matrices. The
- * comments call them split, fold and fold_slices. split writes each number as the sum of three
- * bf16 numbers, its components. The product of the components computes GATE_COMPONENTS sums for
- * each result. fold adds these sums, and fold_slices those of all slices of the product. */
+ * comments call these functions split, fold and fold_slices. split writes each value as the sum
+ * of three bf16 values, its components. The product of the components computes GATE_COMPONENTS
+ * sums for each result. fold adds these sums, and fold_slices adds the sums of all slices of
+ * the product. */
 typedef struct p2p_components_job {
-    /* Input, float32. split: the numbers [rows, columns]. fold: the sums of the product [rows,
-     * GATE_COMPONENTS, columns]. fold_slices: [slices, rows, GATE_COMPONENTS, columns]. */
+    /* Input, float32. split: the values [rows, columns]. fold: the sums of the product [rows,
+     * GATE_COMPONENTS, columns]. fold_slices: the sums of the product [slices, rows,
+     * GATE_COMPONENTS, columns]. */
     const float *from;
-    /* Output. split: bf16 [rows, places, columns]. Others: float32 [rows, columns]. */
+    /* output; split: bf16 [rows, places, columns]; others: float32 [rows, columns] */
     void *to;
-    /* [columns], added to each row of the result; NULL: none. Not used by split. */
+    /* [columns], added to each row of the result; NULL: none; not used by split */
     const float *bias;
     int64_t rows, columns;
-    /* split: number of components stored for each number; one may be stored several times */
+    /* split: components stored for each value; the same component may be stored several
+     * times */
     int32_t places;
-    /* split: the component at position i, in bits 2 * i and 2 * i + 1. 0 is the high component,
-     * 1 the middle one, 2 the low one. */
+    /* split: bits 2 * i and 2 * i + 1 select the component at position i: 0 is the high
+     * component, 1 the middle one, 2 the low one. */
     uint32_t order;
     /* fold: 1: add the result to `to`; 0: overwrite `to` */
     int32_t accumulate;
@@ -274,7 +278,7 @@ cudaError_t p2p_launch_gate_blocks(const p2p_gate_blocks_job *job, cudaStream_t 
 cudaError_t p2p_launch_leaves(const p2p_leaves_job *job, cudaStream_t stream);
 cudaError_t p2p_load_gate_blocks(void);
 
-/* Adds the n numbers of each of the two rows of values [2, n] in a binary tree. Writes the two
+/* Adds the n elements of each of the two rows of values [2, n] in a binary tree. Writes the two
  * sums to values[0] and values[1]. n must be a power of two. */
 cudaError_t p2p_launch_trees(float *values, int64_t n, cudaStream_t stream);
 cudaError_t p2p_launch_rows(const p2p_rows_job *job, int sms, cudaStream_t stream);
@@ -282,7 +286,7 @@ cudaError_t p2p_launch_losses(const p2p_sum_losses_job *job, cudaStream_t stream
 cudaError_t p2p_launch_incoming(const p2p_loss_gradients_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
-/* Computes slabs->slabs and slabs->tiles from the caller's numbers of rows and tokens
+/* Computes slabs->slabs and slabs->tiles from the caller's row and token counts
  * (experts/slabs.cu). Must run before all kernels that read `slabs`. */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 

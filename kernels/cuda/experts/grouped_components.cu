@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Products of float32 matrices on tensor cores that multiply bf16. split_kernel splits a
- * float32 number x into three bf16 numbers, its components: high = bf16(x), middle = bf16(x -
+ * float32 value x into three bf16 values, its components: high = bf16(x), middle = bf16(x -
  * high), and low = bf16(x - high - middle). Together they have all 24 significant bits of x.
  *
  * If only one matrix is float32, the components of a row become separate columns. One matrix
@@ -9,10 +9,10 @@
  * GATE_PAIRS times as long. One matrix product adds the products of GATE_PAIRS pairs of
  * components. The other pairs are too small to change the result.
  *
- *   split_kernel  from [rows, columns]    -> to  [rows, places, columns]  one thread per number
- *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]          one thread per number
+ *   split_kernel  from [rows, columns]    -> to  [rows, places, columns] one thread per element
+ *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]         one thread per element
  *   fold_slices_kernel  sums [slices, rows, 3, columns] -> out [rows, columns]
- *                                                             one thread per four numbers
+ *                                                             one thread per four elements
  *
  * src/backend/p2p/gate.c defines the order of the components. */
 #include "cuda/common/launch.cuh"
@@ -21,7 +21,7 @@
 
 #define THREADS 256
 
-/* Stores job.places components of each number, in the order of job.order. */
+/* Stores job.places components of each value, in the order of job.order. */
 static __global__ void __launch_bounds__(THREADS)
     split_kernel(const __grid_constant__ p2p_components_job job)
 {
@@ -88,7 +88,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs for `count` threads, at most 8 per SM. */
+/* Returns how many CTAs to launch for `count` threads, at most 8 per SM. */
 static int ctas_for(const p2p_components_job *job, int64_t count)
 {
     const int64_t ctas = (count + THREADS - 1) / THREADS;

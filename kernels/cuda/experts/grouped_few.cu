@@ -28,7 +28,8 @@ static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, i
 }
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
- * rows. `weights`: the column's weights, `stride` numbers apart. */
+ * rows. `weights`: the column's weights; the distance between two of them is `stride`
+ * elements. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,
@@ -64,7 +65,7 @@ static __global__ void __launch_bounds__(THREADS)
     float sum[ROWS_EACH] = {};
     for (int64_t begin = slice * each; begin < slice_end; begin += TERMS) {
         const int terms = (int)min((int64_t)TERMS, slice_end - begin);
-        __syncthreads(); /* the threads have read the terms before */
+        __syncthreads(); /* all threads have read the previous terms */
         for (int i = threadIdx.x; i < ROWS * terms; i += THREADS) {
             const int row = i / terms, term = i % terms;
             rows[row][term] =

@@ -34,7 +34,7 @@ struct Matrix {
     const void *data;
     /* count: 0 means one matrix, with a tensor map of two dimensions */
     int64_t columns, rows, count;
-    uint32_t type; /* epic_type of the numbers */
+    uint32_t type; /* epic_type of the elements */
     int lines;
 };
 
@@ -122,8 +122,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns the number of CTAs to launch: at most g->sms, at most one for each possible tile, and
- * a multiple of `pair`, the number of CTAs in a cluster (1 or 2). */
+/* Returns how many CTAs to launch: at most g->sms, at most one for each possible tile, and a
+ * multiple of `pair`, the CTAs of a cluster (1 or 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down =
@@ -239,9 +239,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
- * false if the build has no code of it for this GPU. The instance is then empty, with 0 bytes
- * of static shared memory. */
+/* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the build
+ * has no code of the instance for this GPU, the instance is empty, with 0 bytes of static
+ * shared memory; then sets *good to false. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Matrix products over slabs on the tensor cores of sm_90a (Hopper). p2p_gemm
- * (experts/grouped.h) describes the products. Matrices a and b have 16-bit or e4m3 numbers,
+ * (experts/grouped.h) describes the products. Matrices a and b have 16-bit or e4m3 elements,
  * sums are float32, and k and n are multiples of 8.
  *
- * A tile of out has 128 x 256 numbers. A CTA has three warpgroups. In the first, one thread
+ * A tile of out has 128 x 256 elements. A CTA has three warpgroups. In the first, one thread
  * (the producer) copies parts of the matrices a and b to shared memory. The other two
- * warpgroups (the consumers) multiply them. Each consumer has a number, `warpgroup`. Consumer 0
+ * warpgroups (the consumers) multiply them. `warpgroup` is the index of a consumer: consumer 0
  * computes the first 64 rows of the tile, and consumer 1 the last 64. A thread keeps its 128
  * results in registers, in the array `d`. Producer and consumers share a ring of STAGES stages
  * in shared memory. Each stage has two barriers, "full" and "empty":
  *
- *   producer   waits for empty[s]; copies 128 x 64 numbers of matrix a and 64 x 256 numbers of
- *              matrix b into stage s; the copies complete full[s]
+ *   producer   waits for empty[s]; copies 128 x 64 elements of matrix a and 64 x 256 elements
+ *              of matrix b into stage s; the copies complete full[s]
  *   consumers  wait for full[s]; issue 4 wgmma of 64 x 256 x 16; arrive at empty[s] after
  *              the wgmma of the next stage have been issued
  *   consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
@@ -20,9 +20,9 @@
  * The grid is persistent, and producer and consumers process the same tiles in the same order.
  * The two CTAs of a cluster compute two tiles that are neighbours in a column, and then go on
  * to the next pair of tiles. If both tiles belong to one expert, they need the same part of
- * matrix b. Each CTA then copies half of it, and its multicast copy writes this half to both
- * CTAs. The CTAs decide for each pair of tiles whether they share the copies. So the two tiles
- * of a pair may also belong to different experts.
+ * matrix b. Each CTA then copies half of the part, and its multicast copy writes this half to
+ * both CTAs. The CTAs decide for each pair of tiles whether they share the copies. So the two
+ * tiles of a pair may also belong to different experts.
  *
  * The kernel reads a and b in the caller's layout. The *summed dimension* is K of a GEMM; the
  * last column of the table names it. "Transposed" marks a matrix in which the summed dimension
@@ -43,9 +43,9 @@
 
 /* --------------------------------------------------------------------------- consumers ---- */
 
-/* Releases a stage of the ring to the producer: arrives at the barrier `empty` and, with
- * clusters, also at that of the other CTA, whose producer writes into this stage too. Called
- * after the warpgroup's wgmma have read the stage. */
+/* Releases a stage of the ring to the producer: arrives at the barrier `empty`. With clusters,
+ * also arrives at the same barrier of the other CTA, whose producer writes into this stage too.
+ * Called after the warpgroup's wgmma have read the stage. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const SharedLayout &at, int stage,
                                                      int thread)
@@ -58,9 +58,9 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
     }
 }
 
-/* Zeroes lines `first` to 63 of both matrices in a stage, in the pass WEIGHT, where these lines
- * are slots without tokens of the slab. They must add nothing to the sums. Each consumer zeroes
- * half of the columns. `stage`: shared-memory address of the stage. */
+/* Only in the pass WEIGHT: zeroes lines `first` to 63 of both matrices in a stage. These lines
+ * are slots without tokens of the slab, which must add nothing to the sums. Each consumer
+ * zeroes half of the columns. `stage`: shared-memory address of the stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int warpgroup,
                                                   int thread)
 {
@@ -85,9 +85,9 @@ static __device__ __forceinline__ bool uniform_in_warp(bool x)
     return __any_sync(0xffffffffu, x);
 }
 
-/* Takes the place of multiply_tile() if none of this warpgroup's 64 rows holds a token: waits
- * for each stage of the tile and releases it. Only the first warp does so. The others wait at
- * the barrier in store_tile(), so that no warp falls a whole round of the ring behind. */
+/* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token: waits for each
+ * stage of the tile and releases it. Only the first warp does so. The others wait at the
+ * barrier in store_tile(), so that no warp falls a whole round of the ring behind. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
                                                  Stage &s, int thread)
@@ -101,15 +101,15 @@ static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayo
     }
 }
 
-/* Computes this warpgroup's 64 rows of a tile from 16-bit numbers. Issues the wgmma of each
- * stage before it waits for those of the previous one, so that the tensor cores stay busy. */
+/* Computes this warpgroup's 64 rows of a tile from 16-bit elements. Issues the wgmma of each
+ * stage before it waits for those of the previous stage, so that the tensor cores stay busy. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
                                                      const SharedLayout &at, Stage &s,
                                                      int warpgroup, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* distance of two blocks of 16 numbers of the summed dimension, in units of 16 bytes */
+    /* distance of two blocks of 16 elements of the summed dimension, in units of 16 bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -142,7 +142,7 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* The places of a thread's results in the 64 rows of its warpgroup, as wgmma defines them.
+/* The positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines them.
  * Result d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column
  * + i % 2. */
 struct Lane {
@@ -155,7 +155,8 @@ struct Lane {
     }
 };
 
-/* Returns numbers i and i + 1 of an array, whose type the last argument selects, as float32. */
+/* Returns elements i and i + 1 of an array, whose type the last argument selects, as
+ * float32. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -166,7 +167,7 @@ static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __hal
     return __half22float2(*(const __half2 *)((const __half *)p + i));
 }
 
-/* Rounds two numbers to the 16-bit type of the last argument, and packs them, x first. */
+/* Rounds two floats to the 16-bit type of the last argument, and packs them, x first. */
 static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __nv_bfloat16)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
@@ -202,7 +203,7 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
     }
 }
 
-/* Adds rows of `from` to the results before they are rounded. Each thread adds numbers of the
+/* Adds rows of `from` to the results before they are rounded. Each thread adds elements of the
  * rows `row` and row + 8, if they are below num_rows. Not for float32 results, which add_box()
  * adds in memory. */
 template <class Out>
@@ -241,7 +242,7 @@ add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, cons
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Zeroes the rows without a token. `tokens`: number of this warpgroup's rows with a token. */
+/* Zeroes the rows without a token. `tokens`: rows of this warpgroup with a token. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -280,7 +281,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const float *x = d + q * 16 + j * 4;
-        /* The swizzle is the same for both lines, because high % 8 == lane.row % 8. */
+        /* The swizzle is equal for both lines, because high % 8 == lane.row % 8. */
         const int vector = (2 * j + lane.column / 4) ^ lane.row % 8;
         const uint32_t at = box + vector * 16 + lane.column % 4 * 4;
         write_shared(at + lane.row * 128, x[0], x[1]);
@@ -311,15 +312,15 @@ template <int PASS> static __device__ __forceinline__ int out_row(const Job &job
 }
 
 /* Rounds the results of a tile to type Out and stores them, one box of 64 rows after the other.
- * If not all rows of a box are stored, uses boxes of FEW_LINES rows or, if FEW_LINES does not
- * divide the number of rows, store_lines(). The warpgroup writes one box in shared memory while
- * a tensor copy reads the other. */
+ * If not all rows of a box are stored, uses boxes of FEW_LINES rows or, if the row count is not
+ * a multiple of FEW_LINES, store_lines(). The warpgroup writes one box in shared memory while a
+ * tensor copy reads the other. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
                                                   int warpgroup, int thread)
 {
-    /* WIDE: columns of a box. COUNT: number of boxes next to each other in the tile. */
+    /* WIDE: columns of a box. COUNT: boxes next to each other in the tile. */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
     /* rows of the slab, from this warpgroup's first row on */
     const int rows = w.rows - warpgroup * 64;
@@ -355,11 +356,11 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
-/* The scales that a thread needs for an e4m3 tile. It has results in two rows: `first`, and
- * `second`, 8 rows below. Index 0 of the arrays is the left 128 columns of the tile, index 1
- * the right ones. Each block of 128 numbers along the summed dimension has its own scales. Four
- * lanes have results in the same rows and share the loads: lane i loads the scales of blocks i,
- * i + 4, and so on, four blocks before they are used. */
+/* The scales that a thread needs for an e4m3 tile. The thread has results in two rows: `first`,
+ * and `second`, 8 rows below. Index 0 of the arrays is the left 128 columns of the tile, index
+ * 1 the right ones. Each block of 128 elements along the summed dimension has its own scales.
+ * Four lanes have results in the same rows and share the loads: lane i loads the scales of
+ * blocks i, i + 4, and so on, four blocks before they are used. */
 struct Scales {
     /* scales of the two rows of matrix a (NULL: no token), and of b for the left 128 columns */
     const float *first, *second, *b;
@@ -383,7 +384,7 @@ struct Scales {
         right = block + 1 < blocks ? steps : 0;
         fetch_blocks(lane.column / 2);
     }
-    /* Starts to load the scales of block number `step`, or 0 if there is no such block. */
+    /* Starts to load the scales of block `step`. If there is no such block, they become 0. */
     __device__ __forceinline__ void fetch_blocks(int step)
     {
         next_first = next_second = next_b[0] = next_b[1] = 0;
@@ -394,8 +395,8 @@ struct Scales {
         next_b[1] = __ldg(b + right + step);
     }
     /* Called before every fourth block, when the four lanes have loaded the scales of the next
-     * four blocks. Multiplies this lane's scales of a by those of b, and starts to load the
-     * scales of block number `step`, which is among the four blocks after them. */
+     * four blocks. Multiplies this lane's scales of a by its scales of b, and starts to load
+     * the scales of block `step`, which is among the four blocks after them. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -407,7 +408,7 @@ struct Scales {
     }
 };
 
-/* Computes this warpgroup's 64 rows of a tile from e4m3 numbers. The tensor cores keep fewer
+/* Computes this warpgroup's 64 rows of a tile from e4m3 elements. The tensor cores keep fewer
  * bits of a sum than float32 has, so they add only the 128 products of one block. Each thread
  * multiplies its sums by the scale of the block and adds them to d. This takes a quarter as
  * many clock cycles as the products, and overlaps with the copies, but not with the products of
@@ -453,7 +454,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* Computes and stores 64 rows of each tile of the CTA: the first or the last (warpgroup 1). */
+/* Computes and stores 64 rows of each tile of the CTA: the first 64 (warpgroup 0) or the last
+ * 64. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void
 run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpgroup, int rank)
@@ -489,14 +491,14 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
 /* ------------------------------------------------------------------------------ kernel ---- */
 
 /* The kernel. T: type of matrices a and b. Out: type of the result. PASS: an epic_gemm_pass, or
- * PASS_SLICES. CTAS: number of CTAs in a cluster. The body is compiled only for sm_90a. */
+ * PASS_SLICES. CTAS: CTAs in a cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* load_hopper() notices by this static shared memory that the body was compiled. */
+    /* load_hopper() detects by this static shared memory that the body was compiled */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     SharedLayout at;
@@ -525,7 +527,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }
     __syncwarp();
-    /* The other CTA may still copy into this CTA's memory. */
+    /* the other CTA may still copy into this CTA's memory */
     if (CTAS == 2) cluster_sync();
 #endif
 }

@@ -7,16 +7,16 @@
  *     INPUT    out [slots, k] = a [slots, n] b[e]^T
  *     WEIGHT   out[e] [k, n]  = a [slots, k]^T b [slots, n]   over the tokens of slab e
  *
- * A CTA computes tiles of BM x BN numbers of out. Each of its 128 threads computes 8 x 8
- * numbers of a tile, as four blocks of 4 x 4. The *summed dimension* is K of a GEMM: k in
+ * A CTA computes tiles of BM x BN elements of out. Each of its 128 threads computes 8 x 8
+ * elements of a tile, as four blocks of 4 x 4. The *summed dimension* is K of a GEMM: k in
  * FORWARD, n in INPUT, the tokens of the slab in WEIGHT. A CTA advances along the summed
- * dimension by BK numbers per step. In each step, the threads read this step's tiles of
- * matrices a and b from shared memory as float32, and load those of the next step into
+ * dimension by BK elements per step. In each step, the threads read this step's tiles of
+ * matrices a and b from shared memory as float32, and load the tiles of the next step into
  * registers.
  *
  * The kernel does not read rows without a token. If a row without a token is inside a slab, the
- * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per 1 x 128 numbers
- * (matrix a) or per 128 x 128 numbers (matrix b). Every e4m3 product runs as the pass INPUT
+ * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per 1 x 128 elements
+ * (matrix a) or per 128 x 128 elements (matrix b). Every e4m3 product runs as the pass INPUT
  * (p2p_as_input), which reads both matrices contiguously along the summed dimension.
  *
  * A product with few tiles and long sums would leave most SMs idle. So the host sets
@@ -32,24 +32,25 @@
 #define BK EXPERTS_PLAIN_STEP
 #define THREADS 128
 #define SLICES_AT_ONCE 8 /* slices_kernel loads this many partial sums before it adds them */
-#define THREAD_TILE 8    /* a thread computes THREAD_TILE x THREAD_TILE numbers of a tile */
+#define THREAD_TILE 8    /* a thread computes THREAD_TILE x THREAD_TILE elements of a tile */
 /* unused floats after each row in shared memory, which avoid bank conflicts */
 #define ROW_PADDING 4
-/* groups of four numbers that each thread loads from matrix a per step */
+/* groups of four elements that each thread loads from matrix a per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* groups of four numbers that each thread loads from matrix b per step */
+/* groups of four elements that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* The work of a CTA at a time: one tile of out or one slice of the sums of a tile. */
+/* The work of a CTA at a time: one tile of out, or one slice of the sums of a tile. */
 struct TileSlice {
-    /* first row of the tile, in a and out. WEIGHT: first row of the slab, in a and b. */
+    /* first row of the tile, in a and out; WEIGHT: first row of the slab, in a and b */
     int64_t row;
     int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; else 0 */
     int64_t column; /* the tile's first column in out */
     /* local expert of the tile, terms of a whole sum (all its slices), columns of out */
     int64_t expert, depth, columns;
     int64_t begin, end; /* the slice consists of terms begin to end - 1 of each sum */
-    /* rows of the tile that are stored, and how many of them hold a token and are computed */
+    /* rows: rows of the tile that are stored. tokens: how many of these rows hold a token and
+     * are computed. */
     int rows, tokens;
 };
 
@@ -58,8 +59,8 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Finds tile slice number `index`. The numbers go first through the slices of a tile, then
- * through the tiles of a row of tiles, then through the rows. */
+/* Finds tile slice `index`. The order is: first all slices of a tile, then the tiles of a row
+ * of tiles, then the rows. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -93,7 +94,6 @@ static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
     return p;
 }
 
-/* Returns the number of tiles times the number of slices. */
 template <int PASS> static __device__ int64_t num_tile_slices(const p2p_gemm &g)
 {
     const int64_t columns = PASS == EPIC_GEMM_INPUT ? g.k : g.n;
@@ -107,8 +107,8 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Returns e4m3 numbers at, ..., at + 3 of array p, times *scale. Those from num_valid on are
- * outside of the matrix and returned as 0. */
+/* Returns elements at, ..., at + 3 of the e4m3 array p, times *scale. Elements from num_valid
+ * on are outside of the matrix and returned as 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at,
                                                         int num_valid, const float *scale)
 {
@@ -120,8 +120,7 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        num_valid > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Returns numbers at, ..., at + 3 of array p of type `type`. Those from num_valid on are
- * outside of the matrix and returned as 0. */
+/* Like load_four_e4m3(), for array p of type `type`, without a scale. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int num_valid)
 {
@@ -144,7 +143,7 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `num_valid` numbers of x, at most four, from index `at` of p on. */
+/* Stores the first `num_valid` elements of x, at most four, from index `at` of p on. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int num_valid, const float *x)
 {
@@ -162,8 +161,8 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four numbers to a matrix [BK][PITCH] in shared memory, from element [s][line] on: down
- * a column (TRANSPOSED) or along a row. */
+/* Writes four elements to a matrix [BK][PITCH] in shared memory, from element [s][line] on:
+ * down a column (TRANSPOSED) or along a row. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -177,7 +176,7 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns the number of scales of `numbers` numbers: one for each 128, rounded up. */
+/* Returns how many scales `numbers` elements have: one for each 128, rounded up. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -189,18 +188,18 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* The numbers of matrices a and b that one thread copies to shared memory in one step. It first
- * loads them into registers. A_TRANSPOSED and B_TRANSPOSED are true if the summed dimension is
- * contiguous in the caller's matrix. */
+/* The elements of matrices a and b that one thread copies to shared memory in one step. It
+ * first loads them into registers. A_TRANSPOSED and B_TRANSPOSED are true if the summed
+ * dimension is contiguous in the caller's matrix. */
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
     static constexpr bool B_TRANSPOSED = PASS == EPIC_GEMM_INPUT;
     static constexpr int A_PITCH = BM + ROW_PADDING, B_PITCH = BN + ROW_PADDING;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Return the place in the tile of this thread's n-th group of four numbers: its first index
-     * along the summed dimension, and its row of matrix a or column of matrix b. `lines`:
-     * number of rows or columns of the tile. */
+    /* Return the position in the tile of this thread's n-th group of four elements: its first
+     * index along the summed dimension, and its row of matrix a or column of matrix b. `lines`:
+     * rows or columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -211,7 +210,7 @@ template <int PASS, bool SCALED> struct StepTiles {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's numbers of the step that begins at index `first` of the summed
+    /* Loads this thread's elements of the step that begins at index `first` of the summed
      * dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const TileSlice &p,
                                               int64_t first)
@@ -251,7 +250,8 @@ template <int PASS, bool SCALED> struct StepTiles {
                 b[n] = load_four(g.b, b_type, at, num_valid);
         }
     }
-    /* Writes the loaded numbers to shared memory at `to`: the tile of a, then the tile of b. */
+    /* Writes the loaded elements to shared memory at `to`: the tile of a, then the tile of
+     * b. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -274,7 +274,8 @@ static __device__ __forceinline__ int thread_line(int first, int i, int block_di
     return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
 }
 
-/* Reads a thread's eight numbers of one row of shared memory, as thread_line() places them. */
+/* Reads a thread's eight elements of one row of shared memory, at the positions of
+ * thread_line(). */
 static __device__ __forceinline__ void load_eight(const float *from, int block_distance,
                                                   float (&x)[THREAD_TILE])
 {
@@ -314,7 +315,7 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileS
     store_numbers_at(g.out, type, at, num_valid, x);
 }
 
-/* Returns the number of rows of out, for sums in slices, which have one slab. */
+/* Returns how many rows out has, for sums in slices, which have one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
@@ -384,7 +385,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the partial sums of all slices in order, and stores the results, four numbers per
+/* Adds the partial sums of all slices in order, and stores the results, four elements per
  * thread. Runs after plain_kernel or few_rows_kernel. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
@@ -417,8 +418,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns the number of CTAs to launch: one for each tile slice that the product can have, but
- * at most four per SM. The host does not know how many rows the slabs have. */
+/* Returns how many CTAs to launch: one for each tile slice that the product can have, but at
+ * most four per SM. The host does not know how many rows the slabs have. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;
@@ -431,7 +432,6 @@ static int ctas_of(const p2p_gemm *g)
     return (int)(num_slices < most ? num_slices : most);
 }
 
-/* Launches the kernels for one pass. */
 template <int PASS, bool SCALED>
 static cudaError_t launch_pass(const p2p_gemm &g, cudaStream_t stream)
 {

@@ -3,7 +3,7 @@
  * experts/grouped_hopper.cuh has the consumers, and describes the whole kernel.
  *
  * The producer thread copies parts of matrices a and b to shared memory, a ring of STAGES
- * *stages* with one part of each matrix. A *tile* is BM x BN numbers of the result `out`. A
+ * *stages* with one part of each matrix. A *tile* is BM x BN elements of the result `out`. A
  * *slab* is the rows of one expert. PASS selects one of three products (epic_gemm_pass). The
  * *summed dimension* is K of a GEMM:
  *
@@ -13,15 +13,15 @@
  *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
  * PASS_SLICES is FORWARD with one slab, in which each sum is cut into slices of equal length.
- * In the code, slices take the place of experts: job.num_experts is their number, and `out` is
+ * In the code, slices take the place of experts: job.num_experts counts slices, and `out` is
  * [slices, slots, n]. The last slice may extend past the end of k, where tensor copies read
  * zeros.
  *
- *   find_tile      rows, columns and expert of tile number t
+ *   find_tile      rows, columns and expert of tile t
  *   Stage          position in the ring of stages, with the parity of its barriers
  *   run_producer   one thread per CTA: waits for barrier empty[s], then starts tensor copies of
- *                  128 x 64 numbers of matrix a and 64 x 256 of matrix b into stage s. The
- *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 numbers.)
+ *                  128 x 64 elements of matrix a and 64 x 256 of matrix b into stage s. The
+ *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 elements.)
  *                  If a tile has few tokens, it can copy only the rows with a token. */
 #ifndef EPIC_HOPPER_TILES_CUH
 #define EPIC_HOPPER_TILES_CUH
@@ -32,7 +32,7 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* 16-bit numbers along the summed dimension in a stage; e4m3 has 128 */
+/* 16-bit elements along the summed dimension in a stage; e4m3 has 128 */
 #define BK 64
 #define STAGES 4
 /* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
@@ -48,8 +48,8 @@
 #define THREADS 384
 #define CONSUMERS 256
 
-/* Numbers of the CTA's named barriers. __syncthreads() uses number 0. */
-/* barrier of consumer warpgroup 0; that of warpgroup 1 is the next one */
+/* ^Ids of the CTA's named barriers. __syncthreads() uses id 0. */
+/* barrier of consumer warpgroup 0; the next id is that of warpgroup 1 */
 #define BARRIER_OWN 1
 /* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3
@@ -58,7 +58,7 @@
 #define PASS_SLICES 3
 static_assert(PASS_SLICES > EPIC_GEMM_WEIGHT, "PASS_SLICES is another value than each pass");
 
-/* An e4m3 number. As template argument T it selects the code for matrices with scales. */
+/* An e4m3 element. As template argument T it selects the code for matrices with scales. */
 struct E4m3 {
     uint8_t bits;
 };
@@ -66,7 +66,7 @@ struct E4m3 {
 /* Tensor maps, which describe the three matrices to the hardware of tensor copies (TMA). */
 struct Maps {
     CUtensorMap a, b, out;
-    /* the same matrices as a and out in boxes of FEW_LINES rows; not in WEIGHT */
+    /* the matrices a and out in boxes of FEW_LINES rows; not in WEIGHT */
     CUtensorMap a_few, out_few;
 };
 
@@ -81,26 +81,26 @@ struct Job {
     const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
-    int64_t columns;    /* number of columns of out */
-    int64_t lines;      /* only in WEIGHT and PASS_SLICES: number of rows of out[expert] */
-    int num_experts;    /* in PASS_SLICES: number of slices of each sum */
-    int tiles_down;     /* only in WEIGHT: number of rows of tiles of out[expert] */
-    /* number of tiles next to each other in one row of tiles of out */
+    int64_t columns;    /* columns of out */
+    int64_t lines;      /* only in WEIGHT and PASS_SLICES: rows of out[expert] */
+    int num_experts;    /* in PASS_SLICES: slices of each sum */
+    int tiles_down;     /* only in WEIGHT: rows of tiles of out[expert] */
+    /* tiles next to each other in one row of tiles of out */
     int tiles_across;
     /* not in WEIGHT: stages of a tile; each adds BK (e4m3: 128) products to every sum */
     int steps;
-    /* number of rows of tiles (with clusters: pairs of rows) in a group (p2p_gemm.group) */
+    /* rows of tiles (with clusters: pairs of rows) in a group (p2p_gemm.group) */
     int group;
     int accumulate;
     int leave_padding;
 };
 
-/* One tile of the result matrix `out`. find_tile() fills in this struct. */
+/* One tile of the result matrix `out`, from find_tile(). */
 struct Tile {
     /* FORWARD, INPUT: first row in matrices a and out. WEIGHT: first row in out[expert].
      * PASS_SLICES: first row in matrix a and in out[slice]. */
     int row;
-    /* first column in out, local expert (PASS_SLICES: slice), number of stages */
+    /* first column in out, local expert (PASS_SLICES: slice), how many stages */
     int column, expert, steps;
     /* WEIGHT: first slot of the slab. PASS_SLICES: first term of the slice. Otherwise 0. */
     int first;
@@ -115,21 +115,23 @@ struct Tile {
     bool share;
 };
 
-/* Returns the number of rows of a tile to store: all, including the padding, or with
- * job.leave_padding those with a token, rounded up to whole boxes if the slab has as many. */
+/* Returns how many rows of a tile are stored: all, including the padding. With
+ * job.leave_padding it is only the rows with a token, rounded up to whole boxes if the slab has
+ * as many rows. */
 static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_tile &tile)
 {
     const int whole_boxes = (tile.tokens + FEW_LINES - 1) / FEW_LINES * FEW_LINES;
     return job.leave_padding ? min(tile.rows, whole_boxes) : tile.rows;
 }
 
-/* Sets w to tile number t. With clusters, t is the number of a pair of tiles, and w becomes the
- * tile of CTA `rank` of the cluster. `num_tiles`: number of rows of tiles, not in WEIGHT.
- * Returns false if t is past the last tile.
+/* Sets w to tile t. With clusters, t is the index of a pair of tiles, and w becomes the tile of
+ * CTA `rank` of the cluster. `num_tiles`: rows of tiles, not in WEIGHT. Returns false if t is
+ * past the last tile.
  *
- * Tiles are numbered group by group (job.group), and column by column within a group, which
- * keeps the part of matrix b that is in use in the L2 cache. In WEIGHT, all tiles of one expert
- * come before those of the next one, and in PASS_SLICES all rows of tiles of one slice. */
+ * Tiles are ordered group by group (job.group), and column by column in a group, which keeps
+ * the part of matrix b that is in use in the L2 cache. In WEIGHT, all tiles of one expert come
+ * before those of the next expert. In PASS_SLICES, all rows of tiles of one slice come before
+ * those of the next slice. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -193,7 +195,6 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
 struct Stage {
     int index, parity;
 
-    /* Moves on to the next stage of the ring. */
     __device__ __forceinline__ void next_stage()
     {
         if (++index == STAGES) {
@@ -216,7 +217,7 @@ struct SharedLayout {
 
 /* Starts to copy the part of matrix a for one stage to shared memory. `step`: the part's first
  * index along the summed dimension. The barrier `full` counts the bytes. FEW: copies only rows
- * with a token, in boxes of FEW_LINES rows. The other rows keep old numbers, which change only
+ * with a token, in boxes of FEW_LINES rows. The other rows keep old values, which change only
  * results of rows without a token. */
 template <int PASS, bool FEW>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
@@ -277,8 +278,8 @@ static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedL
 }
 
 /* Main loop of the producer thread. If most experts have only one row of tiles, the kernel
- * mostly waits for memory. Then it copies only the rows with a token of tiles that are at most
- * half full. */
+ * mostly waits for memory. In this case, if a tile is at most half full, the producer copies
+ * only its rows with a token. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

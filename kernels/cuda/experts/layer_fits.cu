@@ -6,16 +6,16 @@
  *   expert_rows, expert_tokens  out [num_local]: zeros on failure, else unchanged
  *
  * Only thread 0 works. All ranks get the same result, because num_local in the header of the
- * plan is the largest number of experts of any rank. After a failure, later operations with
- * this plan move no rows, and epic_check() returns the error.
+ * plan is the maximum number of experts of a rank. After a failure, later operations with this
+ * plan move no rows, and epic_check() returns the error.
  *
  * The kernels that make and read the plan run on the same stream, so no fence is needed. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns true if the plan does not fit the layer. Then `notice` is the fault, with the numbers
- * of its error sentence. `h`: header of the plan. */
+/* Returns true if the plan does not fit the layer. Then `notice` is the fault, with the values
+ * of its error text. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {

@@ -30,7 +30,7 @@ static __device__ float add_lanes(float x)
     return x;
 }
 
-/* A slot (row of the receive buffer), its local expert, and how its weight is used. */
+/* A slot, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
     /* The slot's weight and 1, in one of two orders: `input` multiplies the result of the first
@@ -70,8 +70,8 @@ template <int V> struct Pair {
 };
 
 /* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has all gate columns
- * and then all up columns, or both in turn with job.experts.interleaved. Without a gate, its
- * columns become `gate`. */
+ * and then all up columns or, with job.experts.interleaved, one gate and one up column
+ * alternately. Without a gate, the columns of the row become `gate`. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -127,7 +127,6 @@ static __device__ __forceinline__ void store_pair(const p2p_activation_job &job,
     }
 }
 
-/* Adds the bias of the slot's expert to columns [i, i + V) of p. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, const Slot &s,
                                                 int64_t i, Pair<V> &p)
@@ -199,8 +198,8 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         [](int64_t) {});
 }
 
-/* Returns the bits of the largest |x| in a block of 128 numbers to the LANES adjacent lanes
- * that call it with N numbers each. */
+/* Returns the bits of the largest |x| in a block of 128 elements to the LANES adjacent lanes
+ * that call it with N elements each. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -211,7 +210,7 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N numbers of a row of n columns, from column `base` on, to the rows `to` and
+/* Quantizes 32 * N elements of a row of n columns, from column `base` on, to the rows `to` and
  * `scales`. Each lane passes N of them in x: adjacent columns if V > 1, else columns 32 apart.
  * Called by a whole warp. */
 template <int V, int N>
@@ -236,8 +235,8 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* Computes activations and stores them in e4m3, with one scale for each 128 numbers. A lane
- * handles one vector of V numbers at a time or, if V is 1, four numbers 32 columns apart. */
+/* Computes activations and stores them in e4m3, with one scale for each 128 elements. A lane
+ * handles one vector of V elements at a time or, if V is 1, four elements 32 columns apart. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -361,7 +360,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Computes the activations and d_gate_up of all slots and, if wanted, d_slot_weights. */
+/* Computes the activations and d_gate_up of all slots and, if the caller wants it,
+ * d_slot_weights. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -405,7 +405,7 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns the number of CTAs to launch: one warp per slot that may hold a token, but at most
+/* Returns how many CTAs to launch: one warp per slot that may hold a token, but at most
  * CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
@@ -424,8 +424,8 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Launches the instance for vectors or single numbers, and for the activation. float32 rows use
- * ANY_ACTIVATION, whose functions have full precision. */
+/* Launches the instance for vectors or single elements, and for the activation. float32 rows
+ * use ANY_ACTIVATION, whose functions have full precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

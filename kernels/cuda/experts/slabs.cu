@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes the slabs and tiles of the local experts (experts/grouped.h) from the numbers of
- * rows and tokens, for the later kernels on the stream.
+/* Computes the slabs and tiles of the local experts (experts/grouped.h) from the row and token
+ * counts, for the later kernels on the stream.
  *
  *     in   expert_rows, expert_tokens  [num_experts]
- *     out  slabs  [num_experts]        first row and number of tokens of each slab
+ *     out  slabs  [num_experts]        first row and token count of each slab
  *     out  tiles  [num_tiles]          the slabs, cut after every EXPERTS_TILE_ROWS rows
  *
  * One CTA runs, with one expert per thread. A prefix sum over the threads gives the expert's
@@ -15,8 +15,8 @@
 
 #define THREADS 256
 
-/* Returns the sum of x over all threads with lower numbers, and sets *total to the sum over all
- * threads. Called by all threads of the CTA. `memory`: THREADS numbers in shared memory. */
+/* Returns the sum of x over all threads with a lower index, and sets *total to the sum over all
+ * threads. Called by all threads of the CTA. `memory`: THREADS elements in shared memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;

@@ -78,7 +78,6 @@ __device__ __forceinline__ void cluster_sync()
                      : "memory");
 }
 
-/* Returns the number of this CTA in its cluster. */
 __device__ __forceinline__ int cluster_rank()
 {
     int rank;
@@ -86,7 +85,7 @@ __device__ __forceinline__ int cluster_rank()
     return rank;
 }
 
-/* Waits until `threads` threads of the CTA have called it with the same barrier number. */
+/* Waits until `threads` threads of the CTA have called it with the same barrier id. */
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -196,9 +195,9 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
 
-/* Stores four 8 x 8 matrices of 16-bit numbers to shared memory (stmatrix). Lane L passes the
- * address of row L % 8 of matrix L / 8, and two numbers of each of the four matrices in a, b, c
- * and d. Called by a whole warp. */
+/* Stores four 8 x 8 matrices of 16-bit elements to shared memory (stmatrix). Lane L passes the
+ * address of row L % 8 of matrix L / 8, and two elements of each of the four matrices in a, b,
+ * c and d. Called by a whole warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
