@@ -15,7 +15,7 @@
 
 #include "epic/epic.h"
 
-#define HOST_DOT_BLOCK 1024 /* number of elements of a block of the dot product */
+#define HOST_DOT_BLOCK 1024 /* elements of a block of the dot product */
 
 #define HOST_PRODUCT_DEPTH 256 /* terms of a chunk of a sum in host_kernels.product */
 /* floats of memory that host_kernels.product needs: 448 KB */
@@ -62,14 +62,14 @@ typedef struct host_kernels {
 
     /* Computes out = sum of weights[i] * rows[i], for i ascending. The first product is rounded
      * to float32; the others are added by fused multiply-adds. The sum is rounded to out_type,
-     * which is `type` or EPIC_F32 (EPIC_F64 with EPIC_F64). weights NULL: all weights are 1.
-     * num_rows 0: out is +0. */
+     * which is `type` or EPIC_F32 (EPIC_F64 with EPIC_F64). If weights is NULL, all weights are
+     * 1. If num_rows is 0, out is +0. */
     void (*partial)(void *out, epic_type out_type, const void *const *rows,
                     const float *weights, int num_rows, epic_type type, int64_t n);
 
     /* Computes out = ((rows[0] + rows[1]) + rows[2]) + ..., in float32, rounded to out_type at
-     * the end. One row: out is that row, rounded. num_rows 0: out is +0. out may be one of the
-     * rows. */
+     * the end. With one row, out is that row, rounded. With no rows, out is +0. out may be one
+     * of the rows. */
     void (*add)(void *out, epic_type out_type, const void *const *rows, int num_rows,
                 epic_type type, int64_t n);
 
@@ -91,8 +91,7 @@ typedef struct host_kernels {
                           int64_t n);
 
     /* Multiplies matrices. The bits of an element of C depend only on its row of op(A) and its
-     * column of op(B), not on m and n. The file host/product.c defines the order of
-     * additions. */
+     * column of op(B), not on m and n. host/product.c defines the order of additions. */
     void (*product)(const host_product *product);
 
     /* Convert one element from or to `type`. For tests and slow paths. */
@@ -105,10 +104,10 @@ typedef struct host_kernels {
 const host_kernels *host_kernels_get(void);
 
 /* Stores all variants that this build has and this processor supports to `out`, the slowest
- * first. Returns their number. All of them compute the same bits. */
+ * first. Returns how many there are. All of them compute the same bits. */
 int host_kernels_all(const host_kernels *out[4]);
 
-/* Returns the number of bytes of an element; 0 for EPIC_BYTES and unknown types. */
+/* Returns the size in bytes of an element; 0 for EPIC_BYTES and unknown types. */
 size_t epic_type_bytes(uint32_t type);
 
 #endif

@@ -10,7 +10,7 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* bits of infinity in float32; larger ones, without the sign, are those of a NaN */
+/* bits of infinity in float32; larger values, without the sign, are those of a NaN */
 #define INFINITY_BITS 0x7f800000u
 #define E4M3_MAX 448.0f
 #define E4M3_NAN 0x7fu
@@ -29,7 +29,7 @@ INLINE float float_of(uint32_t bits)
     return x;
 }
 
-/* Returns the bits of a finite number without the lowest `dropped` bits, rounded to nearest
+/* Returns the bits of a finite value without the lowest `dropped` bits, rounded to nearest
  * even. A carry from the mantissa into the exponent gives the correct result. */
 INLINE uint32_t round_bits(uint32_t bits, unsigned dropped)
 {
@@ -65,14 +65,14 @@ INLINE uint16_t f16_of_float(float x)
     const uint32_t size = bits & 0x7fffffff;
     if (size > INFINITY_BITS) return (uint16_t)(sign | 0x7e00 | (size >> 13 & 0x3ff));
     if (size >= bits_of(65520.0f)) return (uint16_t)(sign | 0x7c00);
-    /* Numbers below 2^-14 are subnormal in float16: multiples of 2^-24. Adding 1/2 rounds to
-     * such a multiple, because float32 numbers next to 1/2 are 2^-24 apart. */
+    /* Values below 2^-14 are subnormal in float16: multiples of 2^-24. Adding 1/2 rounds to
+     * such a multiple, because float32 values next to 1/2 are 2^-24 apart. */
     if (size < bits_of(0x1p-14f))
         return (uint16_t)(sign | (bits_of(float_of(size) + 0.5f) - bits_of(0.5f)));
     return (uint16_t)(sign | (round_bits(size, 13) - (112u << 10)));
 }
 
-/* Converts to e4m3 with saturation: infinity and numbers above 448 become 448. */
+/* Converts to e4m3 with saturation: infinity and values above 448 become 448. */
 INLINE uint8_t e4m3_of_float(float x)
 {
     const uint32_t bits = bits_of(x);
@@ -80,8 +80,8 @@ INLINE uint8_t e4m3_of_float(float x)
     const uint32_t size = bits & 0x7fffffff;
     const uint32_t clamped = size < bits_of(E4M3_MAX) ? size : bits_of(E4M3_MAX);
     const uint32_t normal = round_bits(clamped, 20) - (120u << 3);
-    /* Numbers below 2^-6 are subnormal in e4m3: multiples of 2^-9. Adding 2^14 rounds to such a
-     * multiple, because float32 numbers next to 2^14 are 2^-9 apart. */
+    /* Values below 2^-6 are subnormal in e4m3: multiples of 2^-9. Adding 2^14 rounds to such a
+     * multiple, because float32 values next to 2^14 are 2^-9 apart. */
     const uint32_t small = bits_of(float_of(clamped) + 0x1p14f) - bits_of(0x1p14f);
     const uint32_t code = clamped < bits_of(0x1p-6f) ? small : normal;
     return (uint8_t)(size > INFINITY_BITS ? E4M3_NAN : sign | code);

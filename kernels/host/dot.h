@@ -16,7 +16,7 @@
 #include "lanes.h"
 
 #define ACCUMULATORS 256
-#define GROUP 8 /* number of accumulators per group */
+#define GROUP 8 /* accumulators per group */
 #define NUM_GROUPS (ACCUMULATORS / GROUP)
 
 /* Defines a function that adds the 256 accumulators of a block in the order above, and returns
@@ -108,7 +108,7 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 
-/* Returns the dot product of the last block of a row, if it has fewer than 1024 elements. */
+/* Like dot_block(), for the last block of a row, if it has fewer than 1024 elements. */
 INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64_t at,
                              int64_t count)
 {
@@ -137,7 +137,7 @@ static inline double load_f64(const void *row, int64_t at)
     return x;
 }
 
-/* Returns the dot product of a block of `count` float64, at most 1024, from element `at` on. */
+/* Like dot_block(), for a block of `count` float64 elements, at most 1024. */
 static inline double dot_block_f64(const void *a, const void *b, int64_t at, int64_t count)
 {
     double sums[ACCUMULATORS];
@@ -149,7 +149,7 @@ static inline double dot_block_f64(const void *a, const void *b, int64_t at, int
     return add_accumulators_f64(sums);
 }
 
-/* Adds the dot products of all blocks of float64 rows (dot_of()). */
+/* Like dot_of(), for float64 rows. */
 static void dot_f64(double *sum, bool first, const void *a, const void *b, int64_t n)
 {
     double total = first ? -0.0 : *sum;

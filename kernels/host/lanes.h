@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* SIMD vectors of float32 for the variant (kind of processor) that is being compiled. A vector
- * has the type `lanes` and contains LANES floats. STRIP_LANES is the number of columns that
- * rows.c sums at a time. This file also has functions that load and store elements of rows. In
- * their calls, `type` must be a constant: EPIC_F32, EPIC_BF16 or EPIC_F16.
+ * has the type `lanes` and contains LANES floats. rows.c sums STRIP_LANES columns at a time.
+ * This file also has functions that load and store elements of rows. In their calls, `type`
+ * must be a constant: EPIC_F32, EPIC_BF16 or EPIC_F16.
  *
  * Each of the files lanes_*.h defines the same functions, for its kind of processor:
  *
  *   load_f32, load_bf16, load_f16      load LANES elements from any address, as float32
- *   store_f32, store_bf16, store_f16   round LANES numbers and store them to any address
+ *   store_f32, store_bf16, store_f16   round LANES floats and store them to any address
  *   store_e4m3                         like these, with saturation (convert.h)
- *   lanes_of                           returns a vector of which each lane is this number
+ *   lanes_of                           returns a vector with the same value in each lane
  *   lanes_add, lanes_mul, lanes_div    compute one result per lane, rounded once
  *   lanes_fma(a, b, sum)               returns a * b + sum, rounded once
  *   lanes_max_size, lanes_largest_bits find largest absolute values

@@ -33,7 +33,6 @@ INLINE void store_f32(void *to, lanes x)
     _mm256_storeu_ps(to, x);
 }
 
-/* Rounds each lane to bfloat16 as bf16_of_float() does, and stores the results. */
 INLINE void store_bf16(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);
@@ -53,14 +52,13 @@ INLINE void store_f16(void *to, lanes x)
     _mm_storeu_si128(to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-/* Stores x with a non-temporal store, which bypasses the caches. `to` must be aligned to
+/* Uses a non-temporal store, which bypasses the caches. `to` must be aligned to
  * sizeof(lanes). */
 INLINE void store_past_caches(void *to, lanes x)
 {
     _mm256_stream_ps(to, x);
 }
 
-/* Rounds each lane to e4m3 as e4m3_of_float() does, and stores one byte per lane. */
 INLINE void store_e4m3(void *to, lanes x)
 {
     const __m256i bits = _mm256_castps_si256(x);

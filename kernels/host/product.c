@@ -216,7 +216,7 @@ static void copy_few_left(const part *t, float *out)
         }
 }
 
-/* Adds to `vectors` vectors of the sums of each row the products with `steps` rows of B. `a`:
+/* Adds the products with `steps` rows of B to `vectors` vectors of each row's sums. `a`:
  * element of op(A)'s first row for the first row of B. `right`: vectors of the rows of B. */
 INLINE void add_products(const part *t, float *sums, int64_t sums_row, const float *a,
                          lanes right[STEPS][FEW_VECTORS], int steps, int vectors)
@@ -232,8 +232,8 @@ INLINE void add_products(const part *t, float *sums, int64_t sums_row, const flo
     }
 }
 
-/* Adds to the sums [rows, sums_row] the products with STEPS rows of B, which begin at `b`.
- * `count`: number of columns, a multiple of FEW_VECTORS * LANES. */
+/* Adds the products with STEPS rows of B, which begin at `b`, to the sums [rows, sums_row].
+ * `count`: columns, a multiple of FEW_VECTORS * LANES. */
 INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const float *a,
                          const char *b, int64_t count, epic_type type)
 {
@@ -250,7 +250,7 @@ INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const flo
     }
 }
 
-/* Adds the products with one row of B to `count` columns of the sums, any number. */
+/* Adds the products with one row of B to `count` columns of the sums. */
 INLINE void add_one_row(const part *t, float *sums, int64_t sums_row, const float *a,
                         const char *b, int64_t count, epic_type type)
 {

@@ -37,8 +37,8 @@ INLINE float scale_1x128(uint32_t max)
 }
 
 /* Returns the scale of a block of 32 elements as an e8m0 byte, an exponent. `max`: bits of the
- * block's largest |x|. The largest e4m3 number is 448 = 1.75 * 2^8. So the exponent of the
- * scale is that of `max` minus 8, plus 1 if its mantissa is above 1.75. */
+ * block's largest |x|. The largest e4m3 value is 448 = 1.75 * 2^8. So the exponent of the scale
+ * is that of `max` minus 8, plus 1 if the mantissa of `max` is above 1.75. */
 INLINE int scale_1x32(uint32_t max)
 {
     if (max >= INFINITY_BITS) return E8M0_NAN;
@@ -54,8 +54,8 @@ INLINE float inverse_of_e8m0(int scale)
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
 }
 
-/* Quantize one whole block of a row, `block` (128 or 32) elements from number `at` on. Store
- * the bytes to q, and the block's scale to the row `scales`. */
+/* Quantize one whole block of a row, `block` (128 or 32) elements from index `at` on. Store the
+ * bytes to q, and the block's scale to the row `scales`. */
 INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const float scale = scale_1x128(largest_bits(x, 128));

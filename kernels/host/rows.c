@@ -135,7 +135,6 @@ static void scale_row(void *out, const void *row, float w, epic_type type, int64
     sum_partial(out, type, &row, &w, 1, type, n);
 }
 
-/* Implements host_kernels.dot. */
 static void dot_rows(double *sum, bool first, const void *a, const void *b, epic_type type,
                      int64_t n)
 {
