@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the alignment and overlap of the array arguments of a call. */
 #include "base/arrays.h"
 
 static epic_result check_aligned(const call_array *a)

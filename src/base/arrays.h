@@ -31,7 +31,7 @@ static inline call_array call_array_of(const char *name, const void *data, int64
     call_array_of(#field, (args)->field, count, unit, true)
 
 /* Checks that every array is aligned to its elements, and that no array overlaps another one
- * that the call writes.  Returns EPIC_EINVAL with a sentence that names the arrays. */
+ * that the call writes. Returns EPIC_EINVAL with an error text that names the arrays. */
 epic_result check_arrays(const call_array *arrays, size_t count);
 
 /* Calls check_arrays() for a variable that is an array, so that the compiler knows its

@@ -3,14 +3,15 @@
  *
  * A process can be suspended by Ctrl-Z (SIGSTOP), `scontrol suspend`, a frozen container, or a
  * paused virtual machine, while the monotonic clock continues. If all ranks were suspended
- * together, the first one that continues would find its deadline passed, and would report a
+ * together, the first rank that continues would find its deadline passed, and would report a
  * silent peer. So before each sleep a waiting rank stores when its next check is due
  * (expected_ns). If that check comes much later, this process was suspended. The deadline then
  * restarts with its full timeout, so that peers have this time to show that they run again.
  *
- * On a machine that is always overloaded a deadline must end too. So it restarts only in the
- * first DEADLINE_RESTART_LIMIT timeouts of running time. A later suspension only moves its end
- * by the length of the suspension.
+ * A machine that is always overloaded looks like one whose processes are suspended, and there a
+ * deadline must also end. So a deadline restarts only in the first DEADLINE_RESTART_LIMIT
+ * timeouts of running time. A later suspension only moves its end by the length of the
+ * suspension.
  *
  * A deadline belongs to one thread; the functions take no locks. */
 #ifndef EPIC_DEADLINE_H
@@ -23,8 +24,8 @@
 
 /* A suspension restarts the deadline only in the first this many timeouts of the wait. */
 #define DEADLINE_RESTART_LIMIT 4
-/* If a check is later than this, the process was suspended: the scheduler alone does not delay
- * it so much. */
+/* If a check is later than this, the process was suspended, because the scheduler alone does
+ * not delay a check so much. */
 #define DEADLINE_SLACK_NS 100000000ull
 
 typedef struct deadline {

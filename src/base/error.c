@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stores the error sentence of each thread. A new failure of the thread overwrites it. */
+/* Stores the error text of each thread. A new failure of the thread overwrites it. */
 #include "base/error.h"
 
 #include <errno.h>
@@ -19,7 +19,7 @@ epic_result epic_fail(epic_result result, const char *format, ...)
     va_start(list, format);
     vsnprintf(whole, sizeof whole, format, list);
     va_end(list);
-    text_clean(whole); /* the sentence may contain text of the environment or of peers */
+    text_clean(whole); /* the text may contain parts from the environment or from peers */
     epic_fit_text(sentence, sizeof sentence, whole);
     return result;
 }

@@ -1,31 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Errors.  A function that fails returns an epic_result and stores a sentence for the calling
+/* Errors. A function that fails returns an epic_result and stores an error text for the calling
  * thread. */
 #ifndef EPIC_ERROR_H
 #define EPIC_ERROR_H
 
 #include "epic/epic.h"
 
-/* Stores a formatted sentence, which epic_error() returns on this thread, and returns
- * `result`.  If the sentence has more than 511 bytes, its middle is cut out.  Control
- * characters and bytes that are not UTF-8 become '?' (base/text.h). */
+/* Stores a formatted error text, which epic_error() returns on this thread, and returns
+ * `result`. If the text has more than 511 bytes, its middle is cut out. Control characters and
+ * bytes that are not UTF-8 become '?' (base/text.h). */
 #if defined(__GNUC__)
 __attribute__((format(printf, 2, 3)))
 #endif
 epic_result
 epic_fail(epic_result result, const char *format, ...);
 
-/* Returns the sentence of this thread's last failure.  The next epic_fail() of this thread
+/* Returns the error text of this thread's last failure. The next epic_fail() of this thread
  * changes it. */
 const char *epic_sentence(void);
 
-/* Copies a sentence to `out`, which has `size` bytes. If it does not fit, " ... " replaces its
- * middle, which usually is a long value of the caller. The beginning names the error and the
- * end the remedy. No UTF-8 character is cut. */
+/* Copies an error text to `out`, which has `size` bytes. If it does not fit, " ... " replaces
+ * its middle, which usually is a long value of the caller. The beginning names the error and
+ * the end the remedy. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
-/* Returns a text to append to a sentence about this errno: "; " and a remedy, or "" if there is
- * no remedy. */
+/* Returns what to append to an error text about this errno: "; " and a remedy, or "" if there
+ * is no remedy. */
 const char *epic_remedy(int error);
 
 /* Returns from the calling function if `call` does not return EPIC_OK. */

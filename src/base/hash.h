@@ -19,8 +19,8 @@ static inline uint64_t hash_mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* Returns the hash of a sequence of words that ends with x. `hash` is the hash of the words
- * before it. The order of the words matters. */
+/* Returns the hash of a sequence of words that ends with x. `hash`: the hash of the words
+ * before x. The order of the words matters. */
 static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 {
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));

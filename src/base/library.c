@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads a plugin from the folder of the library that uses it. */
 #include "base/library.h"
 
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Names of the values of public enums, and sentences for results. */
+/* Names of the values of public enums, and texts for results. */
 #include "epic/epic.h"
 
 #define NAME(constant) [constant] = #constant

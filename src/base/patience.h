@@ -5,8 +5,8 @@
  * and waking up takes longer than a short operation. But if another thread computes on the same
  * core, sched_yield() may return only after milliseconds, while a sleeping rank would be woken
  * at once. So after a late return of sched_yield() the next waits sleep at once: LEAST_SLEEPS
- * waits after the first late return, and twice as many after each further one. Each return in
- * time lowers this number by one. */
+ * waits after the first late return, and twice as many after each further late return. Each
+ * return in time reduces this count by one. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 
@@ -24,7 +24,7 @@
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep without spinning */
     /* Half of the number of waits that sleep after the next late return, at least LEAST_SLEEPS
-     * / 2. Each return in time lowers it by one. */
+     * / 2. Each return in time reduces it by one. */
     _Atomic int last;
 } patience;
 

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Detects the end of other processes by pidfd, and counts forks of this process. */
 #include "base/process.h"
 
 #include <errno.h>

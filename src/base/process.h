@@ -1,30 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions about processes: they detect the end of other processes, count forks of this
- * process, and check the limit of this process on the size of files. */
 #ifndef EPIC_PROCESS_H
 #define EPIC_PROCESS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Returns a file descriptor (pidfd) that becomes readable when the process ends.  The caller
- * closes it.  Returns -1 if the system cannot create one: Linux before 5.3, or a process of
+/* Returns a file descriptor (pidfd) that becomes readable when the process exits. The caller
+ * closes it. Returns -1 if the system cannot create one: Linux before 5.3, or a process of
  * another PID namespace. */
 int process_watch(int64_t pid);
 
-/* Returns true if the process has ended. fd is the result of process_watch(). If fd is -1,
+/* Returns true if the process has exited. fd is the result of process_watch(). If fd is -1,
  * checks the pid instead, and then a zombie counts as alive. */
 bool process_ended(int fd, int64_t pid);
 
-/* Returns true if this process may create a file or memfd of `bytes` bytes.  Creating a larger
- * file would raise SIGXFSZ, which ends the process. */
+/* Returns true if this process may create a file or memfd of `bytes` bytes. Creating a larger
+ * file would raise SIGXFSZ, which kills the process. */
 bool process_may_create_file(int64_t bytes);
 
-/* Starts to count forks of this process.  Returns false if there is no memory for the handler.
- * Any thread may call it, any number of times. */
+/* Starts to count forks of this process. Returns false if memory for the handler cannot be
+ * allocated. Any thread may call it, any number of times. */
 bool process_count_forks(void);
-/* Returns the number of forks between the process that first called process_count_forks() and
- * this one.  A context compares it to notice that it is in a forked child. */
+/* Returns how many forks are between the process that first called process_count_forks() and
+ * this one. A context compares the value to detect that it is in a forked child. */
 uint32_t process_generation(void);
 
 #endif

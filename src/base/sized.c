@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and writes structs that are passed with their size. */
 #include "base/sized.h"
 
 #include <string.h>

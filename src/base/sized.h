@@ -6,9 +6,9 @@
 
 #include "base/error.h"
 
-/* Every struct that is passed with a size, and its last field in release 0.1. A smaller size is
- * a mistake, usually the sizeof of a pointer. When fields are appended to a struct, its row
- * here does not change. */
+/* Every struct that is passed with a size, and its last field in release 0.1. If a caller
+ * passes a smaller size, it is a mistake, usually the sizeof of a pointer. When fields are
+ * appended to a struct, its row here does not change. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \

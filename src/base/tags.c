@@ -1,6 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The table of tags.  Each tag has at most one operation in flight, and its operations have the
- * sequence numbers 0, 1, 2 and so on. */
 #include "base/tags.h"
 
 #include <stdlib.h>
@@ -35,7 +33,7 @@ static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
     return &entries[i];
 }
 
-/* Doubles the size of the table and inserts all entries again.  Returns false if there is no
+/* Doubles the size of the table and inserts all entries again. Returns false if out of
  * memory. */
 static bool grow_table(tag_table *table)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Cleans text that other programs have written, so that a terminal can show it safely. Such
- * text is in error sentences of peers, values of environment variables and names of groups. */
+ * text is in error texts of peers, values of environment variables and names of groups. */
 #ifndef EPIC_TEXT_H
 #define EPIC_TEXT_H
 

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Traces: a file with the plans and operations of one rank, for epic-trace. The structs below
- * are the file format, little-endian (docs/reference/trace-format.md). A context writes a trace
- * into the folder that EPIC_TRACE names when it is opened.
+ * are the file format, little-endian (docs/reference/trace-format.md). When a context is
+ * opened, it creates a trace in the folder that EPIC_TRACE names.
  *
  * Each record is written to the file immediately, so the trace of a killed rank is complete up
  * to its last record. Nothing is allocated after open. If a write fails, the trace ends there,
- * and the context continues without one. */
+ * and the context continues without a trace. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 
@@ -35,7 +35,7 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 typedef struct trace_record {
     uint32_t kind;     /* a reader skips kinds that it does not know */
     uint32_t id_bytes; /* in TRACE_PLAN: bytes of one id, which are 1, 2 or 4; else 0 */
-    /* In a TRACE_PLAN record: number of bytes after this record, which are the ids, then zeros
+    /* In a TRACE_PLAN record: how many bytes follow this record. They are the ids, then zeros
      * up to a multiple of 8. An id with all bits set means "no expert". */
     uint64_t payload;
     uint64_t tag;

@@ -28,8 +28,8 @@
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* length of one sleep while rank 0 waits for a descriptor */
 #define MAX_JOINERS 1024
-/* number of connections without a joined rank that rank 0 serves at a time, in addition to one
- * per rank */
+/* rank 0 serves this many connections without a joined rank at a time, in addition to one per
+ * rank */
 #define SPARE_JOINERS 64
 
 /* A connection whose rank has not joined yet. */
@@ -69,9 +69,9 @@ typedef struct acceptor {
     int num_to_notify;
 
     int full_ms;            /* milliseconds that rank 0 has waited for a free descriptor */
-    int num_refused;        /* number of refused connections */
+    int num_refused;        /* refused connections */
     char refusal[160];      /* why the last joiner was refused */
-    int32_t rank_of_second; /* a rank number that two processes use; 0: there is none */
+    int32_t rank_of_second; /* a rank that two processes use; 0: there is none */
 } acceptor;
 
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
@@ -113,8 +113,8 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if `rank` was already notified of this bootstrap's failure. If it connects
- * again, it wants to join the next bootstrap on this port. So rank 0 stops accepting
+/* Returns true if `rank` was already notified of this bootstrap's failure. If this rank
+ * connects again, it wants to join the next bootstrap on this port. So rank 0 stops accepting
  * connections. */
 static bool has_reconnected(acceptor *a, int32_t rank)
 {
@@ -123,9 +123,9 @@ static bool has_reconnected(acceptor *a, int32_t rank)
     return true;
 }
 
-/* Fails the bootstrap with `result` and the last error sentence, and sends both to the ranks
- * that have joined. Ranks that join later also get them, until rank 0 has notified
- * num_to_notify ranks or LINGER_MS has passed. */
+/* Fails the bootstrap with `result` and the last error text, and sends both to the ranks that
+ * have joined. Ranks that join later also get them, until rank 0 has notified num_to_notify
+ * ranks or LINGER_MS has passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
     a->failed = result;
@@ -139,9 +139,9 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
     }
 }
 
-/* Writes a text about the refused connections to `note`, for the error about missing ranks. It
- * begins with a rank number that two processes use, the most probable reason why another rank
- * is missing. */
+/* Writes a text about the refused connections to `note`, for the error about missing ranks. If
+ * two processes use one rank, the text begins with this rank, because it is the most probable
+ * reason why another rank is missing. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -395,7 +395,7 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* count only open sockets, because poll() limits the number of its entries */
+    return n; /* count only open sockets, because poll() limits its number of entries */
 }
 
 /* Polls for at most `ms` milliseconds, and serves all connections that are ready. */

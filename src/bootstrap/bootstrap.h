@@ -9,7 +9,7 @@
 #include "base/error.h"
 
 #define BOOTSTRAP_MAX_RANKS 65536
-/* largest number of bytes that a rank passes to a gather */
+/* a rank passes at most this many bytes to a gather */
 #define BOOTSTRAP_MAX_BYTES (16u << 20)
 #define BOOTSTRAP_TIMEOUT_MS 300000u /* time limit if timeout_ms is 0 */
 
@@ -27,7 +27,7 @@ int64_t epic_bootstrap_now_ms(void);
 int epic_bootstrap_left_ms(int64_t end);
 
 /* Writes a list of the ranks r with which[r] set, for example "rank 3", "ranks 3 and 4" or
- * "ranks 3, 5 and 9".  Names at most 16 ranks, followed by the number of the remaining ones. */
+ * "ranks 3, 5 and 9". Names at most 16 ranks, followed by how many more there are. */
 void epic_bootstrap_list_ranks(char *out, size_t size, const bool *which, int32_t num_ranks);
 
 #endif

@@ -30,7 +30,7 @@ typedef struct connector {
     bool is_done;      /* no more attempts: the bootstrap succeeded or failed */
     bool was_reached;  /* true: in some attempt a listener accepted the connection */
     bool has_answered; /* true: in some attempt the other end sent bytes */
-    char why[256];     /* why the attempt failed that got furthest (for the error text) */
+    char why[256]; /* the reason why the attempt failed that got furthest, for the error text */
 } connector;
 
 /* Connects a socket to an endpoint. Waits at most until the limit passes. Returns 0 or an
@@ -127,8 +127,8 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
 
 /* Called after a failed attempt that received a frame without a valid authentication tag.
  * Stores the reason for the error text of this rank. If the frame is a refusal, the reason
- * contains its sentence. This rank only prints the sentence, because anybody may have sent the
- * frame. */
+ * contains the frame's error text. This rank only prints that text, because anybody may have
+ * sent the frame. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {
@@ -198,8 +198,7 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        /* A socket can by accident be connected to itself. It then receives the hello of this
-         * rank. */
+        /* a socket that is by accident connected to itself receives the hello of this rank */
         theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 

@@ -124,8 +124,8 @@ static void describe_claim(char *out, size_t size, const claim *c)
 
 /* Returns true if the variables of two launchers contradict each other. `followed` is the claim
  * that the bootstrap would use. One launcher may start another one, so different ranks and
- * numbers of ranks are no contradiction in general. They are one if `followed` has a single
- * rank and the other launcher has started several. */
+ * numbers of ranks are no contradiction in general. They are a contradiction if `followed` has
+ * a single rank and the other launcher has started several. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -191,10 +191,11 @@ static epic_result check_is_set(const claim *c, const char *name)
 
 /* Returns the port of the bootstrap for a given MASTER_PORT. The result is equal on all ranks.
  *
- * It is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True": then the
- * store of torchrun's agent listens there, and the port is computed from MASTER_PORT. It is
- * below 30000, because systems do not use those ports for outgoing connections. FACTOR and
- * ENV_NUM_PORTS have no common divisor, so neighboring MASTER_PORTs lead to distant ports. */
+ * The port is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True": then
+ * the store of torchrun's agent listens at MASTER_PORT, and the port is computed from
+ * MASTER_PORT. The computed port is below 30000, because systems do not use those ports for
+ * outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring
+ * MASTER_PORTs lead to distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
     enum { FACTOR = 7919 };

@@ -11,13 +11,13 @@
  *   frame and its bytes            ->
  *                                  <-    frame and the bytes of all ranks
  *
- * If a connection ends after its entry frame, the bootstrap fails. Instead of any of these
- * frames rank 0 may send a failure. A failure is a frame whose result is not EPIC_OK, followed
- * by an error sentence. After a failure rank 0 sends no more frames on the connection.
+ * If a connection is closed after its entry frame, the bootstrap fails. Instead of any of these
+ * frames rank 0 may send a failure: a frame whose result is not EPIC_OK, followed by an error
+ * text. After a failure rank 0 sends no more frames on the connection.
  *
  * With a secret every frame has an authentication tag (link.h). The authentication tag of the
- * entry frame proves that rank 0 has the secret. Numbers are in the byte order of the sender. A
- * host with the opposite byte order does not recognize the magic number and refuses the
+ * entry frame proves that rank 0 has the secret. Integers are in the byte order of the sender.
+ * A host with the opposite byte order does not recognize the magic number and refuses the
  * connection. */
 #ifndef EPIC_BOOTSTRAP_FRAMES_H
 #define EPIC_BOOTSTRAP_FRAMES_H
@@ -35,8 +35,8 @@
 #define FRAME_TAG 32
 #define FRAME_SENTENCE 511
 
-/* The first message of each side.  The layout of the fields up to num_ranks is the same in
- * every version. */
+/* The first message of each side. The fields up to num_ranks have the same layout in every
+ * version, so that each side can name the other side's version and rank in the error. */
 typedef struct epic_hello {
     uint64_t magic;
     uint32_t version;
@@ -52,11 +52,11 @@ typedef struct epic_hello {
 typedef struct epic_frame {
     uint32_t magic;
     uint32_t result;   /* an epic_result */
-    uint64_t sequence; /* number of the gather, from 1; 0 in all other frames */
+    uint64_t sequence; /* index of the gather, from 1; 0 in all other frames */
     uint64_t length;   /* bytes after this header */
     uint32_t left_ms;  /* milliseconds until the sender gives up */
     uint32_t zero;
-    /* SHA-256 of the bytes after this header, or without a secret their checksum */
+    /* the SHA-256 of the bytes after this header; without a secret, their checksum */
     uint8_t digest[FRAME_TAG];
     /* authentication tag: an HMAC of the fields above; zeros without a secret */
     uint8_t tag[FRAME_TAG];
@@ -67,7 +67,7 @@ _Static_assert(sizeof(epic_frame) == 96, "no hidden padding");
 
 /* State of a send or receive. */
 typedef enum epic_frame_state {
-    FRAME_MORE, /* not finished: the socket has no room or no bytes now */
+    FRAME_MORE, /* not finished: the socket now has no room or no bytes */
     FRAME_DONE,
     FRAME_LOST /* the connection is closed */
 } epic_frame_state;

@@ -19,7 +19,8 @@ bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
     return epic_secret_prove(secret, ROLE_SESSION, listening, connecting, link->key);
 }
 
-/* Computes the digest of a frame's bytes: their SHA-256 with a secret, otherwise a checksum
+/* Computes the digest of a frame's bytes. If the link has a secret, the digest is the SHA-256
+ * of the bytes; the authentication tag protects it. Without a secret, the digest is a checksum
  * followed by zeros. Returns false if libcrypto fails. */
 static bool compute_digest(const epic_secret *secret, const void *bytes, size_t length,
                            uint8_t digest[FRAME_TAG])
@@ -47,8 +48,8 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
     return frame;
 }
 
-/* Computes the authentication tag of a frame: an HMAC over the sender's side, the frame's
- * number on this link, and the fields of the frame before `tag`. */
+/* Computes the authentication tag of a frame: an HMAC over the sender's side, the frame's index
+ * on this link, and the fields of the frame before `tag`. */
 static bool compute_tag(const epic_link *link, bool listener, uint64_t number,
                         const epic_frame *frame, uint8_t tag[FRAME_TAG])
 {

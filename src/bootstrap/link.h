@@ -4,7 +4,7 @@
  *
  * With a secret, both ends compute a key for this connection: an HMAC with the secret over both
  * hellos, each of which has a new nonce. The key is never sent. The authentication tag of a
- * frame is an HMAC with that key over the sender's side, the number of the frame in this
+ * frame is an HMAC with that key over the sender's side, the index of the frame in this
  * direction, and the frame itself, which contains the SHA-256 of its bytes.
  *
  * An attacker between the two ends can only close the connection. If frames are changed,
@@ -21,7 +21,7 @@ typedef struct epic_link {
     int socket;                /* -1: not connected */
     const epic_secret *secret; /* NULL: no secret, or epic_link_secure() has not run */
     bool listener;             /* true: this end of the link is rank 0 */
-    /* number of frames sent over this link, which is a part of their authentication tags */
+    /* frames sent over this link; the count is a part of their authentication tags */
     uint64_t num_sent;
     uint64_t num_received;
     uint8_t key[SECRET_PROOF];
@@ -31,7 +31,7 @@ typedef struct epic_link {
 typedef struct epic_message {
     epic_frame frame;
     const void *bytes;
-    size_t done; /* number of bytes sent so far, of the frame and of the payload after it */
+    size_t done; /* bytes sent so far, of the frame and of the payload after it */
 } epic_message;
 
 /* Computes the key of the link if there is a secret. From then on each frame has an
@@ -47,17 +47,17 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
                                 const time_limit *limit);
 
 /* Returns a message that contains the frame. With a secret, the frame gets the authentication
- * tag for the link's next frame number. The messages of a link must be sent in the order of
- * these calls. */
+ * tag for the link's next frame. The messages of a link must be sent in the order of these
+ * calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Makes the next message use the number of the last one. Only allowed if no byte of the last
- * message was sent. */
+/* Makes the next message use the frame index of the last one. Only allowed if no byte of the
+ * last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
 /* Returns true if the authentication tag shows that the other end sent this frame, as its next
- * one. Without a secret, checks only the magic number. Must be called once for each received
- * frame, because it counts them. */
+ * frame. Without a secret, checks only the magic number. Must be called once for each received
+ * frame, because it counts frames. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
@@ -69,17 +69,17 @@ epic_frame_state epic_link_send(const epic_link *link, epic_message *message);
 epic_frame_state epic_link_send_all(const epic_link *link, epic_message *message,
                                     time_limit *limit);
 
-/* Sends a failure frame and its sentence.  Gives up when the limit passes; the peer then sees
- * the connection close. */
+/* Sends a failure frame and its error text. Gives up when the limit passes; the peer then sees
+ * that the connection is closed. */
 void epic_link_send_failure(epic_link *link, epic_result result, const char *sentence,
                             time_limit *limit);
 
-/* Receives the sentence of a failure frame that epic_link_check() has accepted.  Returns the
- * result in the frame, and stores the sentence as this thread's error. */
+/* Receives the error text of a failure frame that epic_link_check() has accepted. Returns the
+ * result in the frame, and stores the text as this thread's error. */
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the sentence of a failure frame without a valid authentication tag, or "". The
+/* Receives the error text of a failure frame without a valid authentication tag, or "". The
  * caller may only print it, because an attacker may have written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);

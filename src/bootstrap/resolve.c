@@ -58,8 +58,8 @@ static void *run_query(void *self)
     return NULL;
 }
 
-/* Creates a query.  Removes the brackets of an IPv6 address such as "[::1]".  Returns NULL if
- * there is no memory. */
+/* Creates a query. Removes the brackets of an IPv6 address such as "[::1]". Returns NULL if out
+ * of memory. */
 static query *new_query(const char *name, const char *port)
 {
     pthread_condattr_t attributes;

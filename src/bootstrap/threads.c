@@ -27,13 +27,12 @@ struct hub {
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
     int32_t num_ranks;
-    /* number of members that have not closed; the last one to close frees the hub */
+    /* members that have not closed; the last member to close frees the hub */
     int32_t num_open;
     int32_t num_arrived;
-    int32_t
-        num_duplicate_calls; /* number of calls for a rank that already waits in this gather */
+    int32_t num_duplicate_calls; /* calls for a rank that already waits in this gather */
     uint32_t timeout_ms;
-    uint64_t finished; /* number of finished gathers */
+    uint64_t finished; /* finished gathers */
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
@@ -56,9 +55,9 @@ static epic_result fail_again(const hub *h)
     return epic_fail(h->broken, "%s", h->sentence);
 }
 
-/* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Keeps
- * the error sentence of this thread, which may still have to read the one of its own failure.
- */
+/* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Does
+ * not change the error text of this thread, which may still have to read the text of its own
+ * failure. */
 static void break_gone(hub *h)
 {
     char names[256];

@@ -46,8 +46,8 @@ static inline int time_limit_look(time_limit *limit)
     return (int)((ns + 999999) / 1000000);
 }
 
-/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed. Does not
- * notice a suspension of the process, unlike time_limit_look(). */
+/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed. Unlike
+ * time_limit_look(), does not detect a suspension of the process. */
 static inline uint32_t time_limit_left_ms(const time_limit *limit)
 {
     uint64_t ns = UINT32_MAX * 1000000ull;

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts arrays of bfloat16 and float16 numbers to float32 and back. Copies float32. */
 #include "rules/convert.h"
 
 #include <string.h>

@@ -31,10 +31,10 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-/* Largest number of ranks of a group. The CUDA backends are built twice. The usual libraries
+/* Maximum number of ranks of a group. The CUDA backends are built twice. The usual libraries
  * use one bit of a word and one lane of a warp per rank, for at most DEVICE_FEW_RANKS ranks.
- * Those for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS words per mask, and loop over
- * groups of 32 ranks. The number of ranks decides which library is loaded. */
+ * The libraries for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS words per mask, and loop
+ * over groups of 32 ranks. The number of ranks decides which library is loaded. */
 #define DEVICE_FEW_RANKS 32
 #define DEVICE_MOST_RANKS 256
 #ifdef EPIC_MANY_RANKS
@@ -53,7 +53,7 @@
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
 /* The two types of header, which differ only in the lengths of three arrays. device_plan_header
- * is the one that this library uses. */
+ * is the type that this library uses. */
 #define DEVICE_HEADER device_few_header
 #define DEVICE_HEADER_RANKS DEVICE_FEW_RANKS
 #include "rules/device_header_template.h"
@@ -73,7 +73,7 @@ DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uin
 }
 
 /* Returns the checksum of a header: the sum of device_header_share() over its words. `bytes`:
- * bytes of the header before the member `sum`. */
+ * size of the header before the member `sum`. */
 static inline uint32_t device_words_sum(const void *header, size_t bytes)
 {
     const uint32_t *words = (const uint32_t *)header;
@@ -83,7 +83,7 @@ static inline uint32_t device_words_sum(const void *header, size_t bytes)
 }
 
 typedef struct device_padding { /* the padding slots of one slab */
-    int32_t first, count;       /* first slot, and number of slots */
+    int32_t first, count;       /* first slot, and how many slots */
 } device_padding;
 
 /* Offsets of the arrays of a plan, in bytes. The member `bytes` is the end of `records`. */
@@ -105,8 +105,8 @@ DEVICE_LAYOUT_BOTH static inline int device_slab_bits(int64_t slabs)
 #endif
 }
 
-/* Returns the bytes of the header of a plan for num_ranks ranks. It is a constant in kernels
- * and in the libraries for many ranks. */
+/* Returns the size in bytes of the header of a plan for num_ranks ranks. It is a constant in
+ * kernels and in the libraries for many ranks. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_header_bytes(int64_t num_ranks)
 {
 #if MANY_RANKS || defined(__CUDACC__)
@@ -158,8 +158,8 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_plan_end(const device_plan_layou
     return device_logical(at, layout) + (num_logical ? 2 * device_table_bytes(at) : 0);
 }
 
-/* Returns the bytes of a plan in EXPERT_MAJOR layout without replicas, or 0 for sizes that CUDA
- * contexts do not support. */
+/* Returns the size in bytes of a plan in EXPERT_MAJOR layout without replicas, or 0 for sizes
+ * that CUDA contexts do not support. */
 static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
                                         int64_t num_experts, int64_t top_k)
 {
@@ -169,7 +169,8 @@ static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
 }
 
-/* Returns the bytes of a plan of any layer, or 0 for sizes that CUDA contexts do not allow. */
+/* Returns the size in bytes of a plan of any layer, or 0 for sizes that CUDA contexts do not
+ * support. */
 static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
                                          const epic_layer *layer)
 {

@@ -3,8 +3,8 @@
  * for the CUDA backends.
  *
  * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
- * layer is ungated. "E4M3 weights" are EPIC_E4M3 numbers with scales. With them the rows are
- * quantized too, with one scale for each block of 128 elements of a row. */
+ * layer is ungated. "E4M3 weights" are EPIC_E4M3 elements with scales. If a layer has them, the
+ * rows are quantized too, with one scale for each block of 128 elements of a row. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 
@@ -13,7 +13,7 @@
 
 #include "epic/epic.h"
 
-#define EXPERTS_TILE_ROWS 128 /* largest number of rows in a tile */
+#define EXPERTS_TILE_ROWS 128 /* maximum number of rows in a tile */
 
 /* Up to EXPERTS_TILE_ROWS consecutive rows of one slab, from `row` on. The first `tokens` of
  * the `rows` rows carry a token, and the others are padding. */
@@ -28,10 +28,10 @@ typedef struct slab_range {
 
 /* The members before `bytes` are offsets of arrays in bytes; comments describe the arrays. */
 typedef struct experts_layout {
-    int64_t num_tiles; /* one int32: the number of tiles */
+    int64_t num_tiles; /* one int32: how many tiles there are */
     int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
     int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
-    /* [num_slots, inner]; E4M3 numbers in forward with E4M3 weights, otherwise row_type */
+    /* [num_slots, inner]; E4M3 elements in forward with E4M3 weights, otherwise row_type */
     int64_t activations;
     /* E4M3 weights: float32 [num_slots, blocks of a row], the scales of the quantized rows */
     int64_t scales;
@@ -39,7 +39,7 @@ typedef struct experts_layout {
     int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
     int64_t bytes;       /* size of the workspace in bytes */
     int64_t saved_bytes; /* size of `saved` in bytes: [num_slots, width] of row_type */
-    int32_t most_tiles;  /* upper bound of the number of tiles */
+    int32_t most_tiles;  /* upper bound of *num_tiles */
 } experts_layout;
 
 static inline int64_t experts_round_up(int64_t bytes)
@@ -88,7 +88,7 @@ static inline experts_layout experts_layout_of(const epic_experts *ex, int64_t n
     return l;
 }
 
-/* Returns the bytes of the list of tiles if all rows belong to one expert. */
+/* Returns the size in bytes of the list of tiles if all rows belong to one expert. */
 static inline int64_t experts_tiles_bytes(int64_t num_rows)
 {
     experts_layout l;

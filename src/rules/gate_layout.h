@@ -5,10 +5,10 @@
  *
  * These products have few columns and long sums. Small products divide each sum into slices, so
  * that there is work for the whole GPU, and need memory for partial sums. Large products use
- * tensor cores (experts/grouped_components.cu). They represent each float32 number as the sum
- * of three bf16 numbers, its *components*, and need memory for these.
+ * tensor cores (experts/grouped_components.cu). They represent each float32 value as the sum of
+ * three bf16 values, its *components*, and need memory for the components.
  *
- * In the functions below, `tokens` is the number of this rank's tokens, and `block` the largest
+ * In the functions below, `tokens` is the number of this rank's tokens, and `block` the maximum
  * number of tokens of a block (moe/moe.h). Backward computes up to GATE_BLOCKS blocks in one
  * call. */
 #ifndef EPIC_GATE_LAYOUT_H
@@ -21,9 +21,9 @@
 #define GATE_UNITS 512    /* desired number of CTAs of a product: a few per SM */
 #define GATE_LEAST 128    /* sums of this length or less are not split */
 #define GATE_COLUMNS 64   /* columns of a tile */
-#define GATE_SLICES 8     /* with EPIC_INVARIANT: largest number of slices of a sum */
-#define GATE_STEP 64      /* number of terms that tensor cores add in a step */
-#define GATE_BLOCKS 8     /* largest number of blocks of one call; a power of two */
+#define GATE_SLICES 8     /* with EPIC_INVARIANT: maximum number of slices of a sum */
+#define GATE_STEP 64      /* terms that tensor cores add in a step */
+#define GATE_BLOCKS 8     /* maximum number of blocks of one call; a power of two */
 #define GATE_COMPONENTS 3 /* bf16 values whose sum represents a float32 */
 #define GATE_PAIRS 6 /* products of two components that replace one product of two float32 */
 #define GATE_LARGE \
@@ -34,7 +34,7 @@ static inline int64_t gate_ceil(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Returns the number of slices of the sums of a product [lines, columns]. `depth`: terms of a
+/* Returns how many slices the sums of a product [lines, columns] have. `depth`: terms of a
  * sum. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
@@ -45,23 +45,24 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
-/* Returns the number of slices with EPIC_INVARIANT, for which it does not depend on the number
- * of tokens. Every slice needs memory for partial sums, so there are at most GATE_SLICES. */
+/* Returns how many slices the sums have with EPIC_INVARIANT, for which the result must not
+ * depend on the number of tokens. Every slice needs memory for partial sums, so there are at
+ * most GATE_SLICES. */
 static inline int32_t gate_fixed_slices(int64_t depth)
 {
     const int64_t most = gate_ceil(depth, GATE_LEAST);
     return (int32_t)(most < GATE_SLICES ? most : GATE_SLICES);
 }
 
-/* Returns the terms of a slice on tensor cores, a multiple of GATE_STEP; the last slice can be
- * shorter. `depth`: terms of the whole sum. */
+/* Returns how many terms a slice has on tensor cores, a multiple of GATE_STEP; the last slice
+ * can be shorter. `depth`: terms of the whole sum. */
 static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
 {
     return gate_ceil(gate_ceil(depth, slices), GATE_STEP) * GATE_STEP;
 }
 
-/* Returns the number of slices of the forward product on tensor cores with EPIC_INVARIANT. It
- * depends neither on the number of tokens nor on that of ranks or SMs.
+/* Returns how many slices the forward product on tensor cores has with EPIC_INVARIANT. The
+ * result depends neither on the number of tokens nor on the number of ranks or SMs.
  *
  * Without slices, few tokens would occupy few SMs, each with one long sum. But the partial sums
  * must be written and read. So there are at most GATE_SLICES slices, and the partial sums of a
@@ -73,11 +74,12 @@ static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
     return (int32_t)gate_ceil(hidden, gate_slice_terms(hidden, most));
 }
 
-/* Returns the bytes of the partial sums, or 0 if sums are not divided.
+/* Returns the size in bytes of the partial sums, or 0 if sums are not divided.
  *
  * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE,
  * `block` is equal for every number of ranks, so the sums have the same bits. With
- * EPIC_INVARIANT the number depends only on `hidden`. Backward computes one block at a time. */
+ * EPIC_INVARIANT the number of slices depends only on `hidden`. Backward computes one block at
+ * a time. */
 static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hidden,
                                        int64_t columns, bool backward, bool is_invariant)
 {
@@ -97,9 +99,9 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
            GATE_LARGE;
 }
 
-/* Tensor cores multiply bf16 numbers. If one factor is float32, each of its numbers is split
- * into three components, which are multiplied separately. These are the offsets in bytes, after
- * the list of tiles, of `components`, bf16 [depth, GATE_COMPONENTS, columns], and of `sums`,
+/* Tensor cores multiply bf16 elements. If one factor is float32, each of its elements is split
+ * into three components, which are multiplied separately. The members are offsets in bytes,
+ * after the list of tiles. `components`: bf16 [depth, GATE_COMPONENTS, columns]. `sums`:
  * float32 [slices, lines, GATE_COMPONENTS, columns], the products with each component. */
 typedef struct gate_components {
     int64_t components, sums, end;
@@ -146,13 +148,13 @@ typedef struct gate_leaves {
     int64_t slabs;      /* slab_range [blocks]: the tokens of each block */
     int64_t cuts;       /* slab_range [blocks, slices]: the tokens of each slice of a block */
     int64_t bias;       /* float32 [blocks, columns]: gradient of b_gate of each block */
-    int64_t components; /* with components: those of d_logits, bf16 [tokens, GATE_COMPONENTS,
-                           columns] */
+    int64_t components; /* with components: the components of d_logits, bf16 [tokens,
+                         * GATE_COMPONENTS, columns] */
     /* float32 [blocks, slices, hidden, columns] or, with components, [blocks, hidden,
      * GATE_COMPONENTS, columns]: sums over the tokens of each slice or block */
     int64_t sums;
     int64_t end;
-    int32_t slices; /* number of slices of the tokens of a block; 1 with components */
+    int32_t slices; /* slices of the tokens of a block; 1 with components */
 } gate_leaves;
 
 static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t blocks,
@@ -182,8 +184,8 @@ static inline int64_t gate_larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the bytes of the workspace in forward: the list of tiles, and after it the partial
- * sums or the components, whichever need more. */
+/* Returns the size in bytes of the workspace in forward: the list of tiles, and after it the
+ * partial sums or the components, whichever need more. */
 static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
                                          bool is_invariant)
 {
@@ -197,8 +199,8 @@ static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, i
     return splits ? gate_larger_of(cut, components) : cut;
 }
 
-/* Returns the bytes of the workspace in backward. The gradients of w_gate and of x use the same
- * memory one after the other. */
+/* Returns the size in bytes of the workspace in backward. The gradients of w_gate and of x use
+ * the same memory one after the other. */
 static inline int64_t gate_backward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
                                           bool is_invariant)
 {

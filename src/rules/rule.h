@@ -15,9 +15,9 @@
 #define RULE static inline
 #endif
 
-/* Number of partial sums (runs) over the tokens of a loss. Each run adds equally many
- * consecutive tokens in ascending order, in float64. Then run i + distance is added to run i,
- * for the distances LOSS_RUNS / 2, LOSS_RUNS / 4 and so on to 1. */
+/* A loss is summed over the tokens in this many partial sums, the runs. Each run adds equally
+ * many consecutive tokens in ascending order, in float64. Then run i + distance is added to run
+ * i, for the distances LOSS_RUNS / 2, LOSS_RUNS / 4 and so on to 1. */
 #define LOSS_RUNS 2048
 
 RULE int64_t loss_run_tokens(int64_t num_tokens)
@@ -25,8 +25,8 @@ RULE int64_t loss_run_tokens(int64_t num_tokens)
     return (num_tokens + LOSS_RUNS - 1) / LOSS_RUNS;
 }
 
-/* Returns true if the logits have the order of the selection values (router/choose_template.h),
- * so that experts may be chosen by them. */
+/* Returns true if the logits have the same order as the selection values
+ * (router/choose_template.h), so that experts may be chosen by their logits. */
 RULE bool router_on_logits(const epic_router *r, bool has_bias)
 {
     return r->score == EPIC_SCORE_LOGITS ||
@@ -36,9 +36,9 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
 /* Returns true if experts outside the kept groups of experts can never be chosen. on_logits is
  * the result of router_on_logits().
  *
- * EPIC_OTHERS_OUT excludes them. With EPIC_OTHERS_ZERO they get the score 0, so they are never
- * chosen if all scores in the kept groups are above 0: if on_logits is true and the score is
- * not EPIC_SCORE_LOGITS. */
+ * EPIC_OTHERS_OUT excludes these experts. With EPIC_OTHERS_ZERO they get the score 0, so they
+ * are never chosen if all scores in the kept groups are above 0. This is the case if on_logits
+ * is true and the score is not EPIC_SCORE_LOGITS. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

@@ -39,7 +39,7 @@ SCALAR float power_of_two(int32_t n)
  * lost. Writes x as n log 2 + r, computes e^r by its Taylor series, and multiplies by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
-    /* adding and subtracting it rounds to an integer */
+    /* adding and subtracting this constant rounds to an integer */
     const float near = 0x1.8p23f;
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
@@ -54,7 +54,7 @@ SCALAR float exp_f32(float x, float low)
     p = p * r + 1.0f / 6;
     p = p * r + 0.5f;
     p = (p * r) * r + r;
-    /* two factors, because power_of_two() cannot return a subnormal number */
+    /* two factors, because power_of_two() cannot return a subnormal value */
     const int32_t whole = (int32_t)(word_of(sum) - word_of(near));
     const int32_t half = whole >> 1;
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
@@ -108,7 +108,7 @@ SCALAR double log1p_f64(double x)
     return log1p(x);
 }
 
-/* Return the square root of x. In template files OF(sqrt) becomes sqrt_f32 or sqrt_f64. */
+/* In template files OF(sqrt) becomes sqrt_f32 or sqrt_f64. */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Texts of errors about invalid data, for host and CUDA contexts: formats of epic_fail(), with
- * their arguments in a comment. Names are strings. Ranks and numbers of ranks are int. All
- * other numbers are long long. */
+ * their arguments in a comment. Names are strings. Ranks and num_ranks are int. All other
+ * values are long long. */
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
@@ -47,7 +47,7 @@
     "capacity: rank %d has %lld slots and needs %lld; pass a larger one "               \
     "(epic_capacity_bound always suffices) or let the layer drop"
 
-/* arguments: name of the rows, their number, the plan's number of tokens */
+/* arguments: name of the rows, their count, the plan's token count */
 #define SENTENCE_TOKENS "%s.num_rows is %lld: the plan has %lld tokens on this rank"
 
 #define SENTENCE_ROWS /* arguments: rows' name, rank, its rows, slots of its plan */ \
