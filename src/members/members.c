@@ -33,7 +33,8 @@ static members_message make_message(const members *m, uint32_t kind)
                              .dead = m->dead};
 }
 
-/* Passes a message to a seat. The seat's own messages take the same way as those of others. */
+/* Passes a message to a seat. Handles a message to this seat itself like one from another
+ * seat. */
 static void send_to(members *m, int to, const members_message *message, int64_t now)
 {
     if (to == m->seat)
@@ -42,7 +43,8 @@ static void send_to(members *m, int to, const members_message *message, int64_t 
         m->send(m->self, to, message);
 }
 
-/* Sends to all seats of the set, to this seat last: its reply may end the phase. */
+/* Sends to all seats of the set. This seat comes last, because its own reply may end the
+ * phase. */
 static void send_to_all(members *m, const seat_set *to, const members_message *message,
                         int64_t now)
 {
@@ -69,16 +71,16 @@ static void send_decision(members *m, int to, uint64_t generation, const members
     send_to(m, to, &commit, now);
 }
 
-/* Sends the decision that made this generation. */
+/* Sends the decision that made the current generation. */
 static void send_last(members *m, int to, int64_t now)
 {
     if (m->last_ballot.round)
         send_decision(m, to, m->generation - 1, &m->last_ballot, &m->last, now);
 }
 
-/* Makes the prepared decision the current generation. If the seat that sent it is not a member,
- * its death would not break this generation, and no seat would pass the decision on. So this
- * seat does that now. */
+/* Makes the prepared decision the current generation. The seat that sent the decision may be no
+ * member of it. Then its death would not break this generation, and no seat would pass the
+ * decision on, so this seat does that now. */
 static void enter_generation(members *m, int64_t now)
 {
     const int from = m->decided_by;
@@ -136,8 +138,9 @@ static void begin_ballot(members *m, int64_t now)
     send_to_all(m, &m->current, &prepare, now);
 }
 
-/* Fills in a new proposal: the seats that came, less those that leave or cannot prepare; or the
- * set of the authority. */
+/* Fills in a new proposal. Without an authority, its members are the seats that came, less
+ * those that leave or cannot prepare. With an authority, its members are the set that the
+ * authority named. */
 static void make_proposal(members *m)
 {
     seat_set next = m->came;
@@ -153,7 +156,8 @@ static void make_proposal(members *m)
     }
 }
 
-/* Proposes once every seat has promised, is dead, or was waited for. */
+/* Sends the proposal when each seat has promised, is dead or was given up, or when the patience
+ * has passed. */
 static void finish_gathering(members *m, int64_t now)
 {
     seat_set known = m->came;
@@ -177,8 +181,9 @@ static void finish_gathering(members *m, int64_t now)
     }
 }
 
-/* Decides once every seat that has promised has accepted, is dead, or was waited for. A
- * majority would do earlier, but then seats would have to enter before they have prepared. */
+/* Decides when each seat that promised has accepted or is dead, or when the patience has
+ * passed. A majority of accepts could decide earlier, but then seats would have to enter before
+ * they have prepared. */
 static void finish_proposing(members *m, int64_t now)
 {
     seat_set known = m->acks;
@@ -195,8 +200,8 @@ static void finish_proposing(members *m, int64_t now)
     send_to_all(m, &everyone, &commit, now);
 }
 
-/* Begins to lead if all lower seats are dead or given up. Else stops, so that two leaders
- * do not outbid each other for ever. */
+/* Begins to lead if all lower seats are dead or given up. Otherwise stops leading, so that two
+ * leaders do not outbid each other forever. */
 static void choose_leader(members *m, int64_t now)
 {
     for (int s = 0; s < m->seat; s++) {
@@ -209,7 +214,7 @@ static void choose_leader(members *m, int64_t now)
         begin_ballot(m, now);
 }
 
-/* Does what the state and the time demand. */
+/* Takes the steps that are due in the current phase at the time `now`. */
 static void make_progress(members *m, int64_t now)
 {
     if (!is_running(m)) return;
@@ -223,9 +228,9 @@ static void make_progress(members *m, int64_t now)
     if (is_running(m) && m->phase == MEMBERS_PROPOSES) finish_proposing(m, now);
 }
 
-/* Keeps the accepted proposal of the highest ballot, because it may be decided already. Two
- * proposals cannot be decided and are not kept: one that this leader itself gave up, and one of
- * an older authority. */
+/* Keeps the proposal of a promise if it was accepted in the highest ballot so far, because it
+ * may be decided already. Ignores two kinds of proposals, which cannot be decided: those that
+ * this leader itself gave up, and those of an older authority. */
 static void keep_accepted(members *m, const members_message *promise)
 {
     const members_ballot *b = &promise->accepted;
@@ -317,17 +322,18 @@ static void handle_propose(members *m, int from, const members_message *propose,
         reply_to_proposal(m, true, now); /* there is nothing to prepare */
 }
 
-/* Returns whether this seat has accepted, and so prepared, the proposal of a decision. */
+/* Returns whether this seat has accepted the decided proposal. A seat prepares a proposal
+ * before it accepts it. */
 static bool has_prepared(const members *m, const members_proposal *decided)
 {
     return m->accepted.round && m->accepted_proposal.group_id == decided->group_id &&
            seat_set_equal(&m->accepted_proposal.members, &decided->members);
 }
 
-/* Enters the decided generation, at once if this seat has prepared it. A seat that has promised
- * a ballot of an authority ignores earlier decisions, because the authority's set needs all its
- * seats. There is one exception: a seat of that set has already entered the earlier decision.
- */
+/* Handles a decision. If this seat has prepared the decision, it enters the new generation now.
+ * Otherwise the caller must prepare first. A seat that has promised a ballot of an authority
+ * ignores earlier decisions, because the authority's set needs all its seats. There is one
+ * exception: a seat of that set has already entered the earlier decision. */
 static void handle_commit(members *m, int from, const members_message *commit, int64_t now)
 {
     if (commit->ballot.authority < m->promised.authority && !seat_set_has(&m->call.only, from))
@@ -365,8 +371,9 @@ static bool is_valid(const members *m, int from, const members_message *message)
            !seat_set_has(&message->dead, from) && !seat_set_has(&message->dead, m->seat);
 }
 
-/* Handles a message of another generation. A sender that is behind gets the decision that
- * it has missed, and this seat's ballot again, because it could not answer that before. */
+/* Handles a message of another generation. A sender that is behind gets the decision that it
+ * has missed. If this seat leads, the sender also gets the ballot again, because it could not
+ * reply in its old generation. */
 static void handle_stranger(members *m, int from, const members_message *message, int64_t now)
 {
     if (message->generation > m->generation) {

@@ -17,16 +17,19 @@
 /* Ballots are ordered by authority, then round, then seat. All 0: no ballot. */
 typedef struct members_ballot {
     uint64_t
-        authority;  /* number of the authority that named the members; 0: the seats decide */
+        /* identity of the authority that named the members; a later authority has a greater
+         * one; 0: the seats decide */
+        authority;
     uint32_t round; /* from 1 */
     uint32_t seat;  /* the leader of the ballot */
 } members_ballot;
 
 /* The decision that a ballot proposes. */
 typedef struct members_proposal {
-    seat_set members; /* of the next generation */
+    seat_set members; /* the members of the next generation */
     uint64_t group_id;
-    int64_t least_step, greatest_step; /* of the steps that these members passed */
+    /* lowest and highest step that one of these members passed to its call */
+    int64_t least_step, greatest_step;
 } members_proposal;
 
 enum members_kind {
@@ -45,7 +48,8 @@ enum members_kind {
 typedef struct members_message {
     uint32_t kind; /* enum members_kind */
     uint32_t flags;
-    uint64_t generation;       /* of the sender, in COMMIT: the generation that decided */
+    /* the sender's generation; in COMMIT: the generation that took the decision */
+    uint64_t generation;
     members_ballot ballot;     /* in BEHIND: the ballot that the sender has promised */
     members_ballot accepted;   /* in PROMISE: the ballot of `proposal`, all 0: none */
     members_proposal proposal; /* in FAIL: `members` are the seats that have promised */
@@ -71,11 +75,12 @@ enum members_state {
 typedef struct members_call {
     int64_t patience_ns;  /* how long to wait for seats that may live and do not come */
     int64_t step;         /* last finished step of this seat */
-    uint32_t min_members; /* least size of the next generation */
+    uint32_t min_members; /* minimum number of members of the next generation */
     bool leaving;         /* true: this seat leaves */
     uint64_t group_id;    /* identity of the next generation if this seat proposes it */
-    uint64_t authority;   /* its number, which rises; 0: the seats decide */
-    seat_set only;        /* with an authority: the members that it names */
+    /* identity of the authority, greater for each later one; 0: the seats decide */
+    uint64_t authority;
+    seat_set only; /* with an authority: the members that it names */
 } members_call;
 
 typedef void members_send(void *self, int to, const members_message *message);
@@ -130,12 +135,12 @@ void members_init(members *m, int seat, int num_seats, uint64_t generation,
 void members_begin(members *m, const members_call *call, int64_t now_ns);
 /* Handles a message. Ignores a message that no machine could have sent. */
 void members_receive(members *m, int from, const members_message *message, int64_t now_ns);
-/* The death of a seat is proven: its process has ended, or it has closed its context. */
+/* Reports a proven death: the process of the seat has exited, or has closed its context. */
 void members_report_dead(members *m, int seat, int64_t now_ns);
-/* Time has passed. Must be called at least every quarter of the patience. */
+/* Reports the time. Must be called at least every quarter of the patience. */
 void members_tick(members *m, int64_t now_ns);
-/* The caller has prepared `pending`, or could not. Only in state MEMBERS_PREPARING, and before any
- * other call: a message may replace `pending`. */
+/* Reports whether the caller could prepare `pending`. Must be called in state MEMBERS_PREPARING
+ * and before any other function of this file: a message may replace `pending`. */
 void members_answer(members *m, bool is_prepared, int64_t now_ns);
 
 #endif
