@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and checks the environment variables of the backend `hosts`. */
 #include "backend/hosts/env.h"
 
 #include <stdlib.h>
@@ -24,7 +23,7 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-/* Reads a variable whose value is 0 or 1. `without` is the end of the error sentence, and says
+/* Reads a variable whose value is 0 or 1. `without` is the end of the error text, and says
  * what happens if the variable is unset. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {
@@ -56,9 +55,9 @@ static epic_result read_relays(bool *relays)
     return EPIC_OK;
 }
 
-/* Reads a variable whose value is a number from 0 to `most`. Sets *out to -1 if the variable is
- * not set. `what` (the thing that is counted) and `without` (the effect of an unset variable)
- * are parts of the error sentence. */
+/* Reads a variable whose value is an integer from 0 to `most`. Sets *out to -1 if the variable
+ * is not set. The error text contains `what` (the thing that is counted) and `without` (the
+ * effect if the variable is not set). */
 static epic_result read_number(const char *name, const char *what, const char *without,
                                int32_t most, int32_t *out)
 {

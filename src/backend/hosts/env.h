@@ -31,7 +31,7 @@ typedef struct hosts_env {
 } hosts_env;
 
 /* Reads all environment variables and loads the network engine. Errors: EPIC_EINVAL if a
- * variable has an invalid value (the error sentence names the variable); EPIC_ENOTSUP if the
+ * variable has an invalid value (the error text names the variable); EPIC_ENOTSUP if the
  * engine cannot be loaded. */
 epic_result hosts_read_env(hosts_env *out);
 

@@ -1,12 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend `hosts`: ranks with GPUs on several hosts. It uses the kernels and operations of
- * backend p2p, compiled again with EPIC_HOSTS. This file joins and leaves groups.
- *
- * Ranks of one host store rows directly into each other's device memory, the heap. Between
- * hosts, the net copies words from the outbox of the sender into the inbox of the receiver
- * (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and are in GPU
- * memory or in host memory. For the net every rank is a host of its own, so this file passes
- * rank numbers where the net expects host numbers. Liveness connections (net/liveness.h) show
+/* Implements the backend `hosts`: ranks with GPUs on several hosts. The backend uses the
+ * kernels and operations of backend p2p, compiled again with EPIC_HOSTS. This file joins and
+ * leaves groups. Ranks of one host store rows directly into each other's device memory, the
+ * heap. Between hosts, the net copies words from the outbox of the sender into the inbox of the
+ * receiver (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and are
+ * in GPU memory or in host memory. The net treats each rank as a separate host, so this file
+ * passes a rank wherever the net expects a host. Liveness connections (net/liveness.h) show
  * which ranks are dead. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +18,7 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
-/* largest number of ranks per host with relays: kernels use one bit of a word for each */
+/* maximum number of ranks per host with relays: kernels use one bit of a word for each */
 #define MAX_RELAYS 31
 
 /* The data that each rank sends to all ranks, through the bootstrap, while it joins the group.
@@ -32,7 +31,7 @@ typedef struct peer_info {
     /* EPIC_NET_MEMORY of this rank: the memory that it requests, a hosts_memory */
     uint32_t requested_memory;
     uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
-    /* the error sentence of this rank; without an error, the reason why its inbox and outbox
+    /* the error text of this rank; without an error, the reason why its inbox and outbox
      * are not in GPU memory */
     char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
@@ -233,7 +232,7 @@ static epic_result open_boxes(epic_group *g, hosts_part *h, peer_info *mine, boo
     return open_net(g, h, mine);
 }
 
-/* Replaces inbox and outbox in GPU memory by ones in host memory, and opens the net again. */
+/* Moves inbox and outbox from GPU memory to host memory, and opens the net again. */
 static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
 {
     close_net(h);
@@ -241,8 +240,8 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Returns `result`. Adds to the error sentence that this rank does not use host memory instead,
- * because EPIC_NET_MEMORY is gpu. */
+/* Adds to the error text that EPIC_NET_MEMORY=gpu does not allow host memory instead. Returns
+ * `result`. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -251,9 +250,9 @@ static epic_result fail_on_gpu(epic_result result)
                      "EPIC_NET_MEMORY=gpu: %s; without it rows go by way of host memory", why);
 }
 
-/* Allocates inbox and outbox and opens the net. Uses GPU memory, or host memory if
- * EPIC_NET_MEMORY is host or the engine cannot reach the GPU. connect_boxes() later decides for
- * all ranks together. */
+/* Allocates inbox and outbox and opens the net. Uses host memory if EPIC_NET_MEMORY is host or
+ * the engine cannot reach the GPU, otherwise GPU memory. connect_boxes() decides later for all
+ * ranks together. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->requested_memory = h->env.memory;
@@ -276,8 +275,8 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
                                 .ranks_per_host = 1,
                                 .timeout_ms = g->config.timeout_ms,
                                 .group_id = g->self.group_id};
-    /* All ranks of a process end together, so they need no connection. With many ranks,
-     * connections between them would also take too many sockets. */
+    /* No rank outlives another rank of its process, so they need no liveness connection. With
+     * many ranks, connections between them would also take too many sockets. */
     for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
         setup.is_in_process[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
@@ -360,9 +359,9 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Sends this rank's info to all ranks and receives theirs. infos[r] is the info of rank r, and
- * infos[num_ranks] the copy of this rank's own info that is sent. All ranks receive the same
- * infos, so they take the same decisions and make the same number of gathers. */
+/* Sends this rank's info to all ranks and receives theirs. infos[r] is the info of rank r.
+ * infos[num_ranks] is this rank's own copy, from which it sends. All ranks receive the same
+ * infos, so they take the same decisions and gather equally often. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];

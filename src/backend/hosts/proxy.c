@@ -27,7 +27,7 @@
 /* Number of epochs (operations) in the array `ends`. Kernels wait until at most two epochs have
  * puts in flight, so four are enough. */
 #define MAX_OPEN_EPOCHS 4
-/* largest number of ring entries (requests of kernels) that the thread reads before it posts
+/* maximum number of ring entries (requests of kernels) that the thread reads before it posts
  * puts */
 #define MAX_ENTRIES 256
 /* A batch that is not complete is posted only while fewer than this many puts to its host are
@@ -56,20 +56,18 @@
 #define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A part of this rank's state in one word, which this rank sends to a fixed place in one peer's
- * inbox. Puts may arrive in any order, so a new value is sent only after the put of the old
- * value is done. */
+/* A value that this rank sends, in one word, to a fixed place in one peer's inbox. Puts may
+ * arrive in any order, so a new value is sent only when the put of the old value is done. */
 typedef struct state_word {
     uint64_t sent;
-    /* number of the put that has sent this value; the next value waits until that put is
-     * done */
+    /* index of the put that has sent this value; the next value waits until this put is done */
     uint64_t posted;
 } state_word;
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
 /* The message of one call of hosts_proxy_send(), with its arguments `at` and `bytes`. `posted`
- * is the number of the put that sends the message. */
+ * is the index of the put that sends the message. */
 typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
@@ -102,15 +100,15 @@ struct hosts_proxy {
     /* number of bytes and of puts that were posted for pieces, not counting state words and
      * messages */
     uint64_t bytes, puts;
-    uint64_t max_puts_in_flight; /* largest number of row puts in flight to one host */
+    uint64_t max_puts_in_flight; /* maximum number of row puts in flight to one host */
     /* number of puts posted to each host, including state words and messages */
     uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
     /* posted[host] after each of the last urgent puts to a host; urgent put n has the index n %
      * MAX_URGENT_IN_FLIGHT */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    /* copies of `posted` at the end of the last epochs (operations); epoch number n has index n
-     * % MAX_OPEN_EPOCHS */
+    /* copies of `posted` at the end of the last epochs (operations); epoch n has index n %
+     * MAX_OPEN_EPOCHS */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
     uint64_t num_ends;  /* number of epochs that have ended */
     uint64_t num_freed; /* number of epochs (operations) of which all puts are done */

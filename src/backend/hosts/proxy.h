@@ -43,13 +43,13 @@ void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes)
 /* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
-/* Writes to `counts` the numbers of bytes, of puts, and of pieces that were posted so far, in
- * this order. Any thread may call it. */
+/* Sets `counts` to how many bytes, puts and pieces were posted so far, in this order. Any
+ * thread may call it. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
-/* Calls hosts_proxy_counts() for tests and benchmarks that load libepic_hosts.so. */
+/* Calls hosts_proxy_counts(). For tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);
 
-/* Ends and joins the proxy thread, and frees the proxy. NULL is allowed. */
+/* Stops the proxy thread, waits for its end, and frees the proxy. NULL is allowed. */
 void hosts_proxy_close(hosts_proxy *proxy);
 
 #endif

@@ -13,7 +13,7 @@
  * Kernels post rows nearly in order, so no more pieces are expected for a stale batch. Only a
  * warp that other warps overtake posts late, by about as many pieces as there are warps. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* largest number of spans (ranges of words) in a batch */
+#define MAX_SPANS 256 /* maximum number of spans (ranges of words) in a batch */
 
 /* A range of words within a block: one piece, or several adjacent pieces. */
 typedef struct span {
@@ -24,10 +24,10 @@ typedef struct span {
  * before they are posted. */
 typedef struct put_batch {
     int host;
-    uint32_t block; /* number of its block in the heap */
-    uint32_t words; /* number of words in the spans */
+    uint32_t block; /* index of this block in the heap */
+    uint32_t words;
     int num_spans;
-    /* value of put_batcher.added (a count of all pieces) when the batch got its last piece */
+    /* value of put_batcher.added when the batch got its last piece */
     uint64_t added;
     int next;   /* index of the next batch in its list; -1: last */
     int before; /* index of the batch before it in its list; -1: first */
@@ -40,9 +40,9 @@ typedef struct list { /* a linked list of batches, the oldest first */
 
 /* The batches of all hosts. */
 struct put_batcher {
-    uint32_t block_words;       /* number of words in a block */
-    uint32_t blocks_per_heap;   /* number of blocks in a heap */
-    uint32_t num_urgent_blocks; /* blocks with lower numbers than this are urgent */
+    uint32_t block_words;
+    uint32_t blocks_per_heap;
+    uint32_t num_urgent_blocks; /* blocks with an index below this are urgent */
     uint64_t added;             /* number of pieces added so far */
     int num_free, current;      /* current: the batch being posted; -1: none */
     int next_span;              /* index of the next span of `current` to post */

@@ -20,8 +20,7 @@
 
 typedef struct put_batcher put_batcher;
 
-/* The words that one put sends. They are `words` words, beginning at word number `word` of the
- * heap. */
+/* The words that one put sends: `words` words of the heap, from word `word` on. */
 typedef struct put_range {
     int host;
     uint64_t word;
@@ -47,17 +46,17 @@ put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent
                              uint32_t batch_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
 
-/* Returns whether a piece of `words` words can be added. */
+/* Returns whether there are enough free batches to add a piece of `words` words. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words);
 
 /* Returns whether all added pieces have been posted. */
 bool put_batcher_is_empty(const put_batcher *all);
 
-/* Returns whether word number `word` of the heap belongs to an urgent block. */
+/* Returns whether word `word` of the heap belongs to an urgent block. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece of `words` words, beginning at word number `word` of the heap, for a host. The
- * caller has checked put_batcher_has_room(). Pieces that wait for one host do not overlap. */
+/* Adds a piece for a host: `words` words of the heap, from word `word` on. The caller has
+ * checked put_batcher_has_room(). Pieces that wait for one host do not overlap. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Stores to *out the next put. Only batches for which may() returns true are considered: first
