@@ -48,7 +48,7 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
 }
 
 /* Implements epic_plan (extra is NULL) and api_plan. The ranks compare the options of the
- * layer: those in *extra or, without it, those of args->moe. */
+ * layer: the options in *extra or, without it, the options of args->moe. */
 static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
                              const op_header_extra *extra)
 {
@@ -93,9 +93,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 }
 
 /* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
- * to *out. EPIC_BY_HOSTS becomes EPIC_BY_RANK, except on GPUs of several hosts. There its
- * meaning depends on whether the plan was made with a rank_of_expert, which this call does not
- * know. */
+ * to *out. EPIC_BY_HOSTS becomes EPIC_BY_RANK, except on GPUs of several hosts. There the
+ * meaning of EPIC_BY_HOSTS depends on whether the plan was made with a rank_of_expert, which
+ * this call does not know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -132,8 +132,8 @@ epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return call_dispatch(ctx, args, sizeof *args, extra);
 }
 
-/* Checks that the arguments of the dispatch match those of the plan. Called before the plan is
- * made, so that an error leaves the bytes of the plan unchanged. */
+/* Checks that the arguments of the dispatch match the arguments of the plan. Called before the
+ * plan is made, so that an error leaves the bytes of the plan unchanged. */
 static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispatch_args *d)
 {
     if (p->capacity == EPIC_CAPACITY_EXACT)

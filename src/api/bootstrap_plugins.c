@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements epic_bootstrap_mpi with the plugin libepic_mpi.so, and epic_bootstrap_nccl with
- * libepic_cuda.so. A plugin has its own error sentence, so every call in this file copies that
- * sentence into libepic.so, whose epic_error() the caller uses. */
+ * libepic_cuda.so. A plugin has its own error text, so every call in this file copies that text
+ * into libepic.so, whose epic_error() the caller uses. */
 #include <stdlib.h>
 
 #include "api/config.h"
 #include "bootstrap/bootstrap.h"
 #include "context/context.h"
 
-/* A bootstrap of a plugin. The functions of this wrapper copy the plugin's error sentence. */
+/* A bootstrap of a plugin. The functions of this wrapper copy the plugin's error text. */
 typedef struct bootstrap {
     const epic_backend *backend;
     epic_bootstrap inner;

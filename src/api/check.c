@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks the arguments of the public calls. A check that fails writes one error sentence, which
+/* Checks the arguments of the public calls. A check that fails writes one error text, which
  * contains the field, its value and the rule. */
 #include "api/check.h"
 
@@ -33,8 +33,7 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks a matrix: its number of rows, its memory, and that row_bytes is at most max_row_bytes.
- */
+/* Checks a matrix: its row count, its memory, and that row_bytes is at most max_row_bytes. */
 static epic_result check_rows(const epic_context *ctx, const char *name, epic_const_rows rows)
 {
     if (rows.num_rows < 0 || rows.num_rows > INT32_MAX)
@@ -51,7 +50,7 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
 }
 
 /* Checks that all fields of a matrix are zero, because this call does not use it. `why` ends
- * the error sentence. */
+ * the error text. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -274,8 +273,8 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
 }
 
 /* Returns EPIC_EINVAL if the layer is EPIC_FLAT and the caller has set an array with an element
- * per slot, such as slot_weights. A slot of a FLAT layer stands for a token with all its
- * choices on this rank, so it has no single weight. */
+ * per slot, such as slot_weights. In a FLAT layer a slot is for a token with all its choices on
+ * this rank, so it has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -441,7 +440,7 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 
 epic_result check_window_args(const epic_window_args *a, bool registers)
 {
-    /* window_place() stores a window's number and an offset in 64 bits, 48 of them for the
+    /* window_place() stores a window's index and an offset in 64 bits, 48 of them for the
      * offset. */
     const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));

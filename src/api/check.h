@@ -3,8 +3,8 @@
  * rules that depend on the contents of a plan are checked later, by the operations.
  *
  * Each function returns EPIC_OK or EPIC_EINVAL. For a type that the backend cannot add, it
- * returns EPIC_ENOTSUP. An error sets the sentence that epic_error returns. No check reads the
- * contents of the caller's arrays. Any thread may call these functions. */
+ * returns EPIC_ENOTSUP. If it fails, it sets the error text that epic_error() returns. No check
+ * reads the contents of the caller's arrays. Any thread may call these functions. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
@@ -13,8 +13,8 @@
 /* Checks the address and the alignment of a plan's bytes. Does not read the bytes. */
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
-/* Sets *bytes to the largest size of a plan of this layer. Returns EPIC_EINVAL if the slots do
- * not fit into int32. */
+/* Sets *bytes to the maximum size in bytes of a plan of this layer. Returns EPIC_EINVAL if the
+ * slots do not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
 /* Check the arguments of one public call each. The caller has filled in the defaults: row_bytes

@@ -29,7 +29,7 @@ const char *config_trace(void);
  * compare checksums of those weights that must be equal on all ranks. */
 bool config_checks_weights(void);
 
-/* Replaces "gpu" by "p2p" on one host and by "hosts" on several. Returns any other name
+/* Replaces "gpu" by "p2p" on one host and by "hosts" on several hosts. Returns any other name
  * unchanged; name may be NULL. */
 const char *backend_resolve_name(const char *name, int num_hosts);
 

@@ -13,12 +13,12 @@
 #include "rules/device_layout.h"
 
 typedef struct plugin {
-    int max_ranks;    /* largest number of ranks of its groups */
+    int max_ranks;    /* maximum number of ranks of its groups */
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    /* Second halves of the error sentence. when_absent: the library does not exist.
-     * when_broken: the library exists but cannot be loaded. */
+    /* Second halves of the error text. when_absent: the library does not exist. when_broken:
+     * the library exists but cannot be loaded. */
     const char *when_absent, *when_broken;
 } plugin;
 
@@ -49,7 +49,7 @@ static const plugin plugins[NUM_PLUGINS] = {
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* NULL until loaded; a plugin is never
                                                          * unloaded */
 
-/* Loads a plugin and sets *out to its struct epic_backend. If that fails, the error sentence
+/* Loads a plugin and sets *out to its struct epic_backend. If that fails, the error text
  * describes how to get the library. The release store publishes the struct to other threads
  * that call backend_fetch(). */
 static epic_result load_plugin(const epic_backend **out, const plugin *p)

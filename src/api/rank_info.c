@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Fills in the rank_info of this rank, which identifies its host and process, and compares
- * those of all ranks. */
+/* Fills in the rank_info of this rank, which identifies its host and process, and compares the
+ * rank_infos of all ranks. */
 #include "api/rank_info.h"
 
 #include <errno.h>
@@ -19,13 +19,13 @@
 
 #define RANK_INFO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-/* Returns a random number from the kernel. If the kernel provides none, returns a hash of pid
+/* Returns a random value from the kernel. If the kernel provides none, returns a hash of pid
  * and time. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    /* without random numbers, the time makes the hashes of two groups different */
+    /* without random values, the time makes the hashes of two groups different */
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
@@ -114,7 +114,7 @@ static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
     return read_process_start(&process[1]);
 }
 
-/* Returns a random number that identifies this copy of libepic. A process may load two copies,
+/* Returns a random value that identifies this copy of libepic. A process may load two copies,
  * for example from two Python wheels, and neither can read the other's global tables. */
 static uint64_t identify_library(void)
 {
@@ -248,8 +248,8 @@ static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool s
     return NULL;
 }
 
-/* Returns true if a sentence begins with "rank N: ". If joining fails on GPUs, every rank
- * reports the sentence of one rank, which already begins in this way. */
+/* Returns true if an error text begins with "rank N: ". If joining fails on GPUs, every rank
+ * reports the text of one rank, which already begins in this way. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;

@@ -6,8 +6,8 @@
 
 #include "backend/backend.h"
 
-/* Size of an error sentence in a rank_info. Together with the prefix "open: rank 1023: " it
- * fits into the 511 bytes of a failure's sentence. */
+/* Size of an error text in a rank_info. Together with the prefix "open: rank 1023: " it fits
+ * into the 511 bytes of a failure's text. */
 #define RANK_INFO_SENTENCE 480
 
 /* The facts about a rank that it sends to all ranks. All versions of EPIC with this `magic` use
@@ -23,7 +23,7 @@ typedef struct rank_info {
         max_top_k;
     char backend[16];
     char name[64];
-    /* a new random number; the group id is a hash of the numbers of all ranks */
+    /* a new random value; the group id is a hash of the values of all ranks */
     uint64_t random;
     epic_peer peer; /* host and process of the rank */
     char sentence[RANK_INFO_SENTENCE];

@@ -47,7 +47,7 @@ static int64_t min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Returns the largest number of slots that a rank with `local` experts can need.
+/* Returns how many slots a rank with `local` experts can need at most.
  *
  * A token has at most top_k choices on one rank, and with EPIC_DISTINCT at most one for each
  * local expert. A slab holds at most expert_capacity choices, and each slab that is not empty
@@ -66,8 +66,8 @@ static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t
                      local * round_up(slab, l->alignment));
 }
 
-/* Returns the largest number of experts that one rank can own. If `placed` is true, the caller
- * may pass any rank_of_expert. Otherwise each rank owns a contiguous block of experts. */
+/* Returns how many experts one rank can own at most. If `placed` is true, the caller may pass
+ * any rank_of_expert. Otherwise each rank owns a contiguous block of experts. */
 static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;

@@ -49,10 +49,11 @@ epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence);
  * Returns the sequence number of the new operation. */
 uint64_t tags_continue(tag_table *table, uint64_t tag);
 
-/* Refuses new operations until tags_restart(): sets max_in_flight to 0. Returns EPIC_EINVAL if an
- * operation is in flight. */
+/* Refuses new operations until tags_restart(): sets max_in_flight to 0. Returns EPIC_EINVAL if
+ * an operation is in flight. */
 epic_result tags_pause(tag_table *table);
-/* Lets every tag begin again with the sequence number `first`. No operation may be in flight. */
+/* Lets every tag begin again with the sequence number `first`. No operation may be in
+ * flight. */
 void tags_forget(tag_table *table, uint64_t first);
 /* Allows max_in_flight operations at a time again. */
 void tags_restart(tag_table *table, uint32_t max_in_flight);

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Bootstraps over TCP.  In a gather every rank sends its bytes to rank 0.  When rank 0 has the
+/* Bootstraps over TCP. In a gather every rank sends its bytes to rank 0. When rank 0 has the
  * bytes of all ranks, it sends them to every rank.
  *
  * A failure breaks the bootstrap: rank 0 sends the failure to every rank, and later gathers
- * return the same sentence. frames.h describes the messages.  Only one thread of a rank may use
- * its bootstrap at a time. */
+ * return the same error text. frames.h describes the messages. Only one thread of a rank may
+ * use its bootstrap at a time. */
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,7 +36,7 @@ typedef struct tcp_bootstrap {
     int32_t rank;
     int32_t num_ranks;
     uint32_t timeout_ms;
-    uint64_t sequence; /* number of the current gather, from 1 */
+    uint64_t sequence; /* index of the current gather, from 1 */
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
@@ -58,7 +58,7 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
     const int32_t first =
-        /* skip the unused entry, because poll() limits the number of entries */
+        /* skip the unused entry, because poll() limits its number of entries */
         b->rank == 0 ? 1 : 0;
     for (int32_t i = first; i < b->num_connections; i++)
         b->polls[i] = (struct pollfd){.fd = b->connections[i].link.socket,

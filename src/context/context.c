@@ -136,8 +136,9 @@ static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic
     return EPIC_OK;
 }
 
-/* Adds to `infos`, which are zero, the waiting times for all ranks, in the operations from `first`
- * to `last`. Host contexts have them in the flight recorder, CUDA contexts on the device. */
+/* Adds to each entry of `infos` the time that this rank has waited for that rank, in the
+ * operations from `first` to `last`. The entries must be zero. Host contexts read the times
+ * from the flight recorder, CUDA contexts from the device. */
 static epic_result add_waits(const epic_context *ctx, uint32_t first, uint32_t last,
                              epic_wait_info *infos)
 {
@@ -176,7 +177,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    /* the text `why`, shortened to fit into the error sentence */
+    /* the text `why`, shortened to fit into the error text */
     char part[401];
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
@@ -190,8 +191,9 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Returns true if combine can sum in two steps (context.h). Only device backends can, because
- * only they have relays, the ranks that forward rows to the other ranks of their host. */
+/* Returns true if combine can sum in two steps (context.h). This needs several hosts and no
+ * rank_of_expert. It also needs relays (ranks that forward rows to the other ranks of their
+ * host), which only device backends have. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -22,8 +22,8 @@ struct epic_context {
     epic_group *group;
     int32_t rank;
     int32_t num_ranks, num_hosts;
-    /* The ranks that are members of the group now. A rank without a member is a *vacant seat*:
-     * no process takes part in the operations in its place (docs/internals/members.md). */
+    /* The ranks that are members of the group now. The other ranks are *vacant seats*: no
+     * process takes part in the operations in their place (docs/internals/members.md). */
     seat_set members;
     int32_t num_members;
     struct context_decision *decision; /* NULL until the first call of epic_regroup */
@@ -51,22 +51,22 @@ struct epic_context {
     epic_failure_info failure;
 };
 
-/* Returns the number of bytes of rows that this rank has written into rings. Tests use it. */
+/* Returns how many bytes of rows this rank has written into rings. Tests use it. */
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
-/* Makes `failure` the failure of the context, unless it already has one. Returns the result of
- * the context's failure, and sets its sentence as the error of this thread. Any thread may call
- * it; the first one that locks the mutex sets the failure. The release store of `broken`
- * publishes it. */
+/* Makes `failure` the failure of the context, unless it already has one. Returns the result
+ * code of the context's failure, and sets the failure's text as the error text of this thread.
+ * Any thread may call it; the first one that locks the mutex sets the failure. The release
+ * store of `broken` publishes it. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
 /* Forgets the failure of the context. No other thread may use the context. */
 void context_mend(epic_context *ctx);
 
-/* Makes the seats in `members` the members of the group, and all other seats vacant. Each member
- * calls it with the same set, before its first operation. Returns EPIC_EINVAL if the set has no
- * seat for this rank, or a seat that the group does not have. Returns EPIC_ENOTSUP if the
- * backend has no vacant seats. */
+/* Makes the seats in `members` the members of the group, and all other seats vacant. Each
+ * member calls it with the same set, before its first operation. Returns EPIC_EINVAL if the set
+ * lacks this rank's seat, or has a seat that the group does not have. Returns EPIC_ENOTSUP if
+ * the backend has no vacant seats. */
 epic_result context_set_members(epic_context *ctx, const seat_set *members);
 
 /* Returns the host memory of a context in bytes: the struct, the table of tags and the flight
@@ -102,8 +102,8 @@ static inline const seat_set *context_members(const epic_context *ctx)
     return ctx->num_members == ctx->num_ranks ? NULL : &ctx->members;
 }
 
-/* Returns the number of a seat's member: the rank that it would have in a group without vacant
- * seats. */
+/* Returns the index of a seat's member among all members: the rank that the member would have
+ * in a group without vacant seats. */
 static inline int context_member_number(const epic_context *ctx, int seat)
 {
     return context_members(ctx) ? seat_set_count_below(&ctx->members, seat) : seat;
@@ -117,11 +117,11 @@ static inline bool context_on_device(const epic_context *ctx)
 }
 
 /* Calls operation `name` of the context's device backend (backend/ops.h) and returns its
- * result. Copies the error sentence of a plugin, so that epic_error returns it. */
+ * result. Copies the error text of a plugin, so that epic_error returns it. */
 #define CONTEXT_OP(ctx, name, ...) \
     backend_copy_error((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
 
-/* Copies the error sentence of a backend in a plugin to this thread, if `result` is its error.
+/* Copies the error text of a backend in a plugin to this thread, if `result` is its error.
  * Returns `result`. */
 epic_result backend_copy_error(const epic_backend *backend, epic_result result);
 

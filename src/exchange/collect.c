@@ -19,9 +19,9 @@
 typedef struct collect_state {
     exchange *x;
     const collect *c;
-    int64_t item;  /* number of this rank's item that is handled next */
-    int32_t piece; /* which piece of this item is handled next */
-    /* BATCH_BYTES, as a number of entries */
+    int64_t item;  /* this rank's item that is handled next */
+    int32_t piece; /* the piece of this item that is handled next */
+    /* how many entries are BATCH_BYTES */
     int64_t batch;
 } collect_state;
 
@@ -63,7 +63,8 @@ static bool collect_send(collect_state *g)
 }
 
 /* Sets x->rows[r] to the entry of each contributing rank r for the next piece, and returns true
- * if all have arrived. Otherwise adds each rank whose entry is missing to x->waits_for. */
+ * if all entries have arrived. Otherwise adds each rank whose entry is missing to
+ * x->waits_for. */
 static bool collect_find_rows(collect_state *g)
 {
     exchange *x = g->x;
@@ -79,8 +80,8 @@ static bool collect_find_rows(collect_state *g)
     return all;
 }
 
-/* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * is the number of released entries of rank r. */
+/* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]:
+ * released entries of rank r. */
 static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;

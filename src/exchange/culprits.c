@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds the culprits of a timeout: the ranks that other ranks wait for, but that do not wait
  * themselves. If ranks wait for each other in a circle, the culprits are chosen from the ranks
- * that this rank waits for. In this file, x is the exchange of this rank whose deadline has
+ * that this rank waits for. In this file, x is this rank's exchange whose deadline has
  * passed. */
 #include "exchange/culprits.h"
 
@@ -45,8 +45,8 @@ bool has_peer_finished(const exchange *x, const epic_peer_status *status)
     return status->sequence > x->header_sequence || !status->is_inside;
 }
 
-/* Follows the waits: from the ranks that x waits for to the ranks that those wait for, and so
- * on. Adds to `ends` the ranks that are gone or do not wait. */
+/* Follows the waits: from the ranks that x waits for to the ranks for which these ranks wait,
+ * and so on. Adds to `ends` the ranks that are gone or do not wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
@@ -69,7 +69,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
 }
 
 /* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
- * sent their op headers for this exchange or, if all have, those in the lowest phase. */
+ * sent their op headers for this exchange or, if all have sent them, the ranks in the lowest
+ * phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -103,7 +104,7 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     return true;
 }
 
-/* Writes the error sentence: the culprits, and the status of up to four of them. */
+/* Writes the error text: the culprits, and the status of up to four of them. */
 static void describe_culprits(exchange *x, const uint64_t *culprits, char *sentence,
                               size_t size)
 {

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits of a timeout: the ranks that made this rank wait too long. */
 #ifndef EPIC_CULPRITS_H
 #define EPIC_CULPRITS_H
 
@@ -9,12 +8,12 @@
  * and 5". Names at most 16 of them, then "and N more". */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
-/* Returns true if the peer has finished the operation of exchange x. Then it is no culprit,
- * even if it has closed its context. x may still wait for it: a full ring to EVERYONE does not
- * show which peer has not read it, so x waits for all peers. */
+/* Returns true if the peer has finished the operation of exchange x, so that it is no culprit,
+ * even if it has closed its context. x may still wait for the peer: a full ring to EVERYONE
+ * does not show which peer has not read it, so x waits for all peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
-/* Sets the bits of the culprits in `culprits`, and writes an error sentence with the status of
+/* Sets the bits of the culprits in `culprits`, and writes an error text with the status of
  * up to four of them to `sentence`. Follows the waits from the ranks that x waits for to ranks
  * that do not wait. Of these, the ranks that are furthest behind are the culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);

@@ -34,7 +34,7 @@ int64_t exchange_bytes(const epic_config *config)
            (int64_t)row_scratch_bytes(config) + (TREE_LEVELS + 1) * PIECE_MAX;
 }
 
-/* Allocates the arrays of an exchange. Returns false if memory is short. exchange_close_all()
+/* Allocates the arrays of an exchange. Returns false if out of memory. exchange_close_all()
  * frees the arrays, also after a failure. */
 static bool exchange_allocate(exchange *x, const epic_context *ctx)
 {
@@ -114,7 +114,7 @@ static epic_result exchange_poll_failure(exchange *x)
 }
 
 /* Breaks the group with `result`, an error of this rank. If another rank has broken the group
- * first, returns the error of that rank, so that all ranks return the same error. */
+ * first, returns the error of that rank instead, so that all ranks return the same error. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -145,10 +145,10 @@ static bool exchange_should_check_peers(const exchange *x, uint64_t now)
  * that the deadline has passed. If it is false, most calls return without a check
  * (exchange_should_check_peers()).
  *
- * A peer may have sent its last data just before its process ended. So two checks must see the
- * peer gone, and this rank must not send or read an entry between them. If some processes ended
- * and other peers closed their contexts, the error names only the ended processes, because the
- * others probably closed as a consequence. */
+ * A peer may have sent its last data just before its process exited. So two checks must see
+ * that the peer is gone, and this rank must not send or read an entry between them. If some
+ * processes exited and other peers closed their contexts, the error names only the processes
+ * that exited, because the other peers probably closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !exchange_should_check_peers(x, now)) return EPIC_OK;
@@ -176,8 +176,8 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. But if this process was
- * suspended during the search for culprits, the peers probably were too. Then this function
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. If this process was
+ * suspended during the search for culprits, the peers probably were suspended too. Then
  * restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
@@ -188,7 +188,7 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Adds the time since `start` to the waiting times for the awaited ranks, without the time in
+/* Adds the time since `start` to the waiting times for the awaited ranks, except the time in
  * which this process was suspended. */
 static void exchange_count_wait(exchange *x, uint64_t start)
 {
@@ -238,7 +238,7 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its number in *op_slot. Operations with any peer may use
+/* Waits for a free op slot and stores its index in *op_slot. Operations with any peer may use
  * the op slots, so waits_for contains all other members. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
@@ -275,10 +275,10 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
 
 /* Compares the op header of rank r with the headers of this rank and of rank *healthy. If two
  * differ, breaks the group with EPIC_EMISMATCH. *healthy is the first rank found whose header
- * reports no error, or -1. This function sets it if it is -1 and rank r reports no error.
+ * reports no error, or -1. If it is -1 and rank r reports no error, this function sets it to r.
  *
  * A header that reports an error leaves most other elements empty. So if this rank's own header
- * reports one, only the header of *healthy can show that rank r differs. */
+ * reports an error, only the header of *healthy can show that rank r differs. */
 static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];

@@ -15,8 +15,8 @@
  *             arrived. Combine collects: the home sums the rows of a token.
  *
  * Rows are sent as entries of rings (backend/transport.h): one ring from each rank to each
- * peer, or one from each rank to EVERYONE. A row that is larger than an entry is split into
- * pieces. */
+ * peer, or one ring from each rank to EVERYONE. A row that is larger than an entry is split
+ * into pieces. */
 #ifndef EPIC_EXCHANGE_H
 #define EPIC_EXCHANGE_H
 
@@ -30,7 +30,7 @@
  * 1024 elements. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
-/* Largest size of a trailer in bytes. A trailer follows a row in its ring entry, and has one
+/* Maximum size of a trailer in bytes. A trailer follows a row in its ring entry, and has one
  * float for each choice of a token. */
 #define TRAILER_MAX 256
 #define TREE_LEVELS 18 /* a binary tree with 65536 leaves has 17 levels; one more is spare */
@@ -49,7 +49,7 @@ typedef struct ring_write_time {
  * directly. */
 typedef struct window_target {
     unsigned char *base; /* address in this process; NULL: this rank must not store into it */
-    int64_t bytes;       /* number of bytes from `base` to the end of the peer's window */
+    int64_t bytes;       /* bytes from `base` to the end of the peer's window */
 } window_target;
 
 /* State of the operation in one op slot of this rank. One thread at a time uses it. */
@@ -64,7 +64,7 @@ typedef struct exchange {
     /* sequence number in the op headers; `sequence` is higher after exchange_reuse() */
     uint64_t header_sequence;
     deadline deadline; /* deadline of the current wait */
-    /* number of this operation's record in the flight recorder (base/recorder.h) */
+    /* index of this operation's record in the flight recorder (base/recorder.h) */
     uint64_t record;
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
     /* the phase (PHASE_* in exchange.c), which peers can read */
@@ -77,10 +77,11 @@ typedef struct exchange {
     /* The arrays from `headers` to `rows` have one element for each rank. The header of a
      * vacant seat is all zero. */
     const epic_op_header **headers;
-    /* element r: number of items of rank r; in a collect flow, of items whose home is rank r */
+    /* element r: how many items rank r has; in a collect flow, how many items have rank r as
+     * their home */
     int64_t *items;
-    int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
-    /* number of entries that were sent to and read from each rank so far */
+    int64_t *sends, *receives; /* entries to and from each rank in this flow */
+    /* entries that were sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
     int64_t *next_item_to;   /* next item to send to each peer */
     int32_t *next_piece_to;  /* next piece of item next_item_to[r] for each peer r */
@@ -90,13 +91,13 @@ typedef struct exchange {
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
-    /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
-     * it stored them into windows or no peer needs them. The flow sets it to 0 before each
+    /* How many bytes of the last entry fill_entry() did not write into the ring, because it
+     * stored them into windows or no peer needs them. The flow sets it to 0 before each
      * entry. */
     int64_t left_out_bytes;
-    /* [num_ranks, max_top_k] Unfinished dot products of combine_backward. Row r is for the token of
-     * rank r whose pieces are arriving. Element k is the dot product of the token's gradient
-     * row and the expert's output for choice k. */
+    /* [num_ranks, max_top_k] Unfinished dot products of combine_backward. Row r is for the
+     * token of rank r whose pieces are arriving. Element k is the dot product of the token's
+     * gradient row and the expert's output for choice k. */
     double *sums;
     unsigned char *row;          /* one quantized row, max_row_bytes + 64 bytes */
     unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
@@ -106,7 +107,7 @@ typedef struct exchange {
  * EPIC_ENOMEM, the caller must call exchange_close_all() too. */
 epic_result exchange_open_all(epic_context *ctx);
 void exchange_close_all(epic_context *ctx);
-/* Returns the bytes of host memory of one exchange. */
+/* Returns the size in bytes of the host memory of one exchange. */
 int64_t exchange_bytes(const epic_config *config);
 
 /* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
@@ -135,7 +136,7 @@ epic_result exchange_wait(exchange *x);
  * that only a wait without any progress ends in EPIC_ETIMEOUT. */
 void exchange_report_progress(exchange *x);
 
-/* Adds `bytes` to the number of bytes that this rank has written into rings, which tests read.
+/* Adds `bytes` to the count of bytes that this rank has written into rings, which tests read.
  * Call it once for many rows, because the atomic addition waits for all earlier stores. */
 static inline void exchange_count_bytes(exchange *x, int64_t bytes)
 {
@@ -170,8 +171,8 @@ typedef struct row_split {
 } row_split;
 
 /* Splits rows of row_bytes bytes into pieces. A piece is as large as possible, but fits into
- * one ring entry together with `trailer` more bytes. `everyone` selects the ring: the one to
- * EVERYONE if the transport has it, otherwise one to a single peer. */
+ * one ring entry together with `trailer` more bytes. `everyone` selects the ring: the ring to
+ * EVERYONE if the transport has it, otherwise a ring to a single peer. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 
@@ -192,7 +193,7 @@ static inline int64_t piece_size(const row_split *c, int32_t piece)
  * result for a vacant seat has no effect. */
 typedef struct scatter {
     void *self;
-    const int64_t *items; /* [num_ranks] number of items of each source */
+    const int64_t *items; /* [num_ranks]: items of each source */
     row_split split;
 
     /* Returns true if `peer` needs item `item` of this rank. */
@@ -215,15 +216,15 @@ typedef struct scatter {
     void (*read_own_item)(void *self, int64_t item);
 } scatter;
 
-/* Runs one scatter flow: sends this rank's entries, reads those of its peers, and waits while
- * it can do neither. Returns EPIC_OK, or the failure of the group. */
+/* Runs one scatter flow: sends this rank's entries, reads the entries of its peers, and waits
+ * while it can do neither. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
 /* The callbacks of a collect flow. `self` is their first argument. Sender and receiver must
  * agree: is_sent(home, item) on this rank equals is_received(this rank, item) on the home. */
 typedef struct collect {
     void *self;
-    const int64_t *items; /* [num_ranks] number of items of each home */
+    const int64_t *items; /* [num_ranks]: items of each home */
     row_split split;
     /* bytes of the trailer after the first piece of a row in its entry; 0: no trailer */
     int64_t trailer;

@@ -96,8 +96,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The header words about the weights: a flag, which is 1 if the others are checksums, and a
- * word for each enum layer_weight. */
+/* The header words about the weights: a flag, which is 1 if the other words are checksums, and
+ * a word for each enum layer_weight. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -115,11 +115,11 @@ static const option weights[] = {
 enum { NUM_WEIGHTS = sizeof weights / sizeof *weights };
 _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weight");
 
-#define DOUBLE_WORDS 7 /* number of options that take two words */
+#define DOUBLE_WORDS 7 /* options that take two words */
 _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
                "epic_op_header.options");
 
-/* Index of the first word about the weights, which are the last words. */
+/* index of the first word about the weights, which are the last words */
 #define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS)
 
 /* -------------------------------------------------------------------- options to words ---- */
@@ -135,7 +135,7 @@ static void put_long(uint32_t **at, uint64_t value)
     put_word(at, (uint32_t)(value >> 32));
 }
 
-/* Writes a double as two words. -0 is written as 0, because the two are equal. */
+/* Writes a double as two words. -0 is written as 0, because both values are equal. */
 static void put_real(uint32_t **at, double value)
 {
     uint64_t bits = 0;
@@ -204,7 +204,7 @@ static void put_shared(uint32_t **at, const epic_experts *e)
 }
 
 /* Writes the options to out->words (layer_options.h), except those that may differ between
- * ranks: the numbers of slots and of local experts, the caller's GEMM function, and
+ * ranks: how many slots and local experts a rank has, the caller's GEMM function, and
  * EPIC_RECOMPUTE. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
@@ -306,8 +306,8 @@ static void describe_value(char text[40], const option *o, const uint32_t *words
     }
 }
 
-/* Compares the words of two ranks, a and b, in the order of `table`. Writes a sentence about
- * the first option that differs. Returns false if none differs. */
+/* Compares the words of two ranks, a and b, in the order of `table`. Writes a text about the
+ * first option that differs. Returns false if none differs. */
 static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {

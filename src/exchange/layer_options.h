@@ -9,7 +9,7 @@
 
 #include "backend/transport.h"
 
-/* Number of 32-bit words for options in an op header. A double takes two words. */
+/* 32-bit words for options in an op header; a double takes two words */
 #define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {
@@ -19,8 +19,8 @@ typedef struct layer_options {
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* The weights of a layer that all ranks must pass, or none. The op header has a word for each:
- * 0 if the pointer is NULL, otherwise 1 or, with EPIC_CHECK_WEIGHTS, a checksum. */
+/* The weights of a layer that either all ranks or no rank must pass. The op header has a word
+ * for each: 0 if the pointer is NULL, otherwise 1 or, with EPIC_CHECK_WEIGHTS, a checksum. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -56,8 +56,8 @@ void layer_options_set_weights(layer_options *out, bool are_checked,
  * checksum if is_checked is set, otherwise 1. */
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
-/* Writes a sentence that names the first option or weight that differs between two op headers.
- * Call it if their hashes differ. */
+/* Writes a text that names the first option or weight that differs between two op headers. Call
+ * it if their hashes differ. */
 void layer_options_describe_difference(const epic_op_header *a, int rank_a,
                                        const epic_op_header *b, int rank_b, char *sentence,
                                        size_t size);

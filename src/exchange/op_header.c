@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Compares the op headers of two ranks, and writes sentences for the errors in headers. */
+/* Compares the op headers of two ranks, and writes texts for the errors in headers. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>
@@ -202,8 +202,8 @@ static epic_result saved_error(int rank, const int64_t *about)
 }
 
 /* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
- * which the group stays usable. The error sentence is from that rank, and its end may be
- * missing. epic_fail() replaces bytes that are not valid text. */
+ * which the group stays usable. The error text is from that rank, and its end may be missing.
+ * epic_fail() replaces bytes that are not valid text. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {
     const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;

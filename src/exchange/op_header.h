@@ -43,9 +43,9 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
+       /* rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
        LOCAL_ROWS,
-       LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
+       LOCAL_NEEDED_ROWS, /* slots that the plan uses */
        /* dispatch_signature() of the dispatch that follows this plan in the same public call;
           0: no dispatch follows */
        LOCAL_NEXT_DISPATCH,
@@ -130,8 +130,8 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error that the headers report, or EPIC_OK. That of the lowest rank counts, so
- * every rank returns the same result and sentence. */
+/* Returns the error that the headers report, or EPIC_OK. If several headers report one, the
+ * error of the lowest rank counts, so every rank returns the same result and text. */
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

@@ -18,8 +18,8 @@
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
-/* Returns how to copy the next row of `bytes` bytes into a ring. `ring` is the rank that reads
- * the ring, or this rank's own number for the ring to EVERYONE. */
+/* Returns how to copy the next row of `bytes` bytes into a ring. `ring`: the rank that reads
+ * the ring, or this rank itself for the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
 /* Copies a row as ring_choose_path() decided. copy_past_caches copies for RING_STREAMED. */

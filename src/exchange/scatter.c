@@ -21,8 +21,8 @@ typedef struct scatter_state {
     const scatter *s;
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
-    int64_t own_next; /* number of this rank's item that is passed to read_own_item() next */
-    /* BATCH_BYTES, as a number of entries */
+    int64_t own_next; /* this rank's item that is passed to read_own_item() next */
+    /* how many entries are BATCH_BYTES */
     int64_t batch;
 } scatter_state;
 
@@ -43,7 +43,7 @@ static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece,
 
 /* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any.
  * Every item has an entry in this ring, even if no peer needs it, so that a piece is always
- * entry number item * num_pieces + piece. */
+ * entry item * num_pieces + piece. */
 static bool scatter_send_to_all(scatter_state *g)
 {
     exchange *x = g->x;
@@ -159,7 +159,7 @@ static bool scatter_receive(scatter_state *g)
     return moved;
 }
 
-/* Handles up to one batch of this rank's own items: passes those that this rank needs to
+/* Handles up to one batch of this rank's own items: passes the items that this rank needs to
  * read_own_item(). Returns false if no own item was left to handle. */
 static bool scatter_read_own(scatter_state *g)
 {

@@ -18,7 +18,7 @@
 
 #include "base/error.h"
 
-#define PLACE_BITS 48 /* number of bits of the offset in a number that window_place() returns */
+#define PLACE_BITS 48 /* bits of the offset in the result of window_place() */
 
 /* One window: this rank's memory, and that of its peers. */
 typedef struct window {
@@ -35,12 +35,12 @@ typedef struct window {
 /* The windows of a context. */
 struct window_table {
     pthread_mutex_t mutex; /* held by the thread that adds a window */
-    uint64_t attempts;     /* number of calls that tried to add a window; guarded by mutex */
+    uint64_t attempts;     /* calls that tried to add a window; guarded by mutex */
     _Atomic int num;
     window windows[MAX_WINDOWS];
 };
 
-/* Returns the table of a context, NULL if memory is short. The first call allocates it. */
+/* Returns the table of a context, or NULL if out of memory. The first call allocates it. */
 static struct window_table *windows_table(epic_context *ctx)
 {
     struct window_table *table = atomic_load_explicit(&ctx->windows, memory_order_acquire);
@@ -135,7 +135,7 @@ static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, u
     return EPIC_OK;
 }
 
-/* Fills in an op header. An error in `result` is reported with this thread's error sentence. */
+/* Fills in an op header. An error in `result` is reported with this thread's error text. */
 static void window_fill_header(epic_op_header *header, const struct window_table *table,
                                const epic_window_args *args, epic_result result)
 {

@@ -9,17 +9,18 @@
 #define MAX_WINDOWS 256
 
 /* Releases the windows of a context, before the backend leaves the group. With `ours`, first
- * waits until no peer stores into them. If one still does at the deadline, their memory is not
- * freed. Without `ours`, in a forked child, releases only its own mappings. */
+ * waits until no peer stores into them. If a peer still stores into a window at the deadline,
+ * the window's memory is not freed. Without `ours` (in a forked child), releases only this
+ * process's mappings. */
 void windows_close(epic_context *ctx, bool ours);
 
 /* Adds a window to the context and writes its address and size to *out. All ranks must call it.
  * If args->data is NULL, EPIC allocates the memory. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
-/* Returns the *place* of the bytes [data, data + bytes): the number of a window of this rank
- * and an offset in it, as one number, which this rank sends to its peers in an op header.
- * Returns 0 if the bytes do not lie in one window, or if peers cannot store into it. */
+/* Returns the *place* of the bytes [data, data + bytes): the index of a window of this rank and
+ * an offset in it, packed into one integer, which this rank sends to its peers in an op header.
+ * Returns 0 if the bytes do not lie in one window, or if peers cannot store into the window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
 /* Stores the place (window_place()) of output `which` in an op header. */

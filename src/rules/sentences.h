@@ -57,7 +57,7 @@
     "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; pass a row " \
     "for each"
 
-#define SENTENCE_ROOM /* arguments: num_local_experts, largest number of experts on a rank */ \
+#define SENTENCE_ROOM /* arguments: num_local_experts, maximum number of experts on a rank */ \
     "moe.experts.num_local_experts is %lld: must be at least %lld, because a rank owns so "   \
     "many experts in rank_of_expert"
 
