@@ -14,8 +14,8 @@
 
 #include "epic/epic.h"
 
-#define EPIC_MAX_RANKS 1024 /* largest number of ranks in a group of a host backend */
-/* Largest value of max_in_flight: how many operations one rank can have in flight at a time. */
+#define EPIC_MAX_RANKS 1024 /* maximum number of ranks in a group of a host backend */
+/* Maximum value of max_in_flight: how many operations one rank can have in flight at a time. */
 #define EPIC_MAX_OP_SLOTS 64
 
 struct epic_transport; /* defined in backend/transport.h */
@@ -35,9 +35,9 @@ typedef struct epic_peer {
     /* inode of the network namespace; two ranks of a host can connect by an abstract UNIX
      * address if their inodes are equal */
     int64_t network_ns;
-    /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal
-     * numbers share the library's global tables. The number is random, because an address would
-     * reveal where the library is loaded. */
+    /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal values
+     * share the library's global tables. The value is random, because an address would reveal
+     * where the library is loaded. */
     uint64_t library;
 } epic_peer;
 
@@ -60,7 +60,7 @@ typedef struct epic_backend {
                      char *why);
 
     /* Creates this rank's state in the group. Collective: all ranks call it. On an error, join
-     * releases everything, does not change *out and sets the error sentence with epic_fail.
+     * releases everything, does not change *out and sets the error text with epic_fail.
      * epic_open then gathers the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
@@ -69,8 +69,8 @@ typedef struct epic_backend {
      * memory. */
     void (*leave)(epic_group *group);
 
-    /* Called in a forked child: releases the child's copy of its parent's group, without any
-     * effect on the parent and its peers. NULL: the child keeps its copy until it ends. */
+    /* Called in a forked child. Releases the child's copy of the parent's group, without any
+     * effect on the parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
     /* Writes to *out how much memory join allocates for one rank. The defaults of *config are
@@ -83,7 +83,7 @@ typedef struct epic_backend {
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
 
     /* These functions allocate and release memory of the group's device, aligned to 64 bytes,
-     * for the buffers of a dispatcher. allocate returns NULL if memory is short. Both NULL: the
+     * for the buffers of a dispatcher. allocate returns NULL if out of memory. Both NULL: the
      * dispatcher uses host memory. */
     void *(*allocate)(epic_group *group, size_t bytes);
     void (*release)(epic_group *group, void *memory);
@@ -100,7 +100,7 @@ typedef struct epic_backend {
     const struct epic_transport *transport; /* set by a host backend */
     const struct epic_ops *ops;             /* set by a device backend */
 
-    /* Returns the last error sentence of the calling thread. A backend in a plugin sets this
+    /* Returns the last error text of the calling thread. A backend in a plugin sets this
      * member, because the plugin has its own copy of epic_fail. NULL: the backend uses the
      * epic_fail of libepic.so. */
     const char *(*sentence)(void);

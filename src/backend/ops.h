@@ -10,19 +10,19 @@
 
 struct recorder_page; /* defined in base/recorder.h */
 
-/* Arguments of the four loss functions: forward and backward pass of the balance loss and of
- * the z-loss.  Fields that exist in the public structs of these calls have the same names and
- * meanings there. */
+/* Arguments of the four loss functions: the forward and backward pass of the balance loss and
+ * of the z-loss. If a field also exists in the public struct of a call, it has the same name
+ * and meaning there. */
 typedef struct epic_loss_args {
     const epic_router *router;
     const void *logits;
     int64_t num_tokens;
     int64_t total_tokens;
-    /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks
-     * comes from it, and total_tokens is not used. */
+    /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks is
+     * read from it, and total_tokens is not used. */
     const void *plan;
-    /* number of tokens of a sequence, for the balance loss by sequences
-     * (epic_balance_loss_args); 0 for the z-loss */
+    /* number of tokens in a sequence, for a balance loss per sequence (epic_balance_loss_args);
+     * 0 for the z-loss */
     int64_t sequence_tokens;
     const int32_t *load;
     const int32_t *topk_idx;
@@ -44,13 +44,13 @@ typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
-    /* Largest number of tokens of a block. A layer in tree order divides its tokens into
-     * blocks, whose size does not depend on the number of ranks. The gate cuts its sums into
-     * slices by this number and not by `tokens`, so the bits do not depend on the number of
-     * ranks either. */
+    /* Maximum number of tokens in a block. A layer in tree order divides its tokens into
+     * blocks, whose size does not depend on the number of ranks. The gate divides its sums into
+     * slices according to `block` and not to `tokens`, so the bits do not depend on the number
+     * of ranks either. */
     int64_t block;
-    /* Number of tokens by which the gate chooses between products of float32 and of bfloat16
-     * numbers (p2p/gate.c). It must not depend on the number of ranks. 0: `block`. */
+    /* The gate multiplies float32 values or their bfloat16 components (p2p/gate.c), depending
+     * on this number of tokens. It must not depend on the number of ranks. 0: use `block`. */
     int64_t deciding_tokens;
     /* Backward: how the tokens are divided into blocks. With count 0 or 1, all tokens are one
      * block. */
@@ -58,7 +58,7 @@ typedef struct epic_gate_args {
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]. Forward: output. Backward: input, the gradient of the logits. */
     float *logits;
-    /* memory of the caller; its size is that of gate_forward_bytes() or gate_backward_bytes()
+    /* workspace of the caller, with gate_forward_bytes() or gate_backward_bytes() bytes
      * (rules/gate_layout.h) */
     void *workspace;
     /* [tokens, hidden] of row_type. Backward adds the gradient of x to this array; may be
@@ -69,10 +69,10 @@ typedef struct epic_gate_args {
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate; /* 1: add the gradients to d_w_gate and d_b_gate; 0: overwrite them */
-    /* 1: always split each float32 into bfloat16 numbers and multiply those (p2p/gate.c), for
-     * products of any size; for tests */
+    /* 1: always split float32 values into bfloat16 components (p2p/gate.c), for products of any
+     * size; for tests */
     uint32_t always_split;
-    /* 1: the method of the matrix product depends neither on `tokens` nor on `block` */
+    /* 1: the method of the matrix product does not depend on `tokens` or `block` */
     uint32_t is_invariant;
 } epic_gate_args;
 
@@ -80,8 +80,8 @@ typedef struct epic_gate_args {
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
  * them. The caller in libepic.so has checked the arguments. A function with the name of a
- * public call takes the arguments of that call. Functions return EPIC_OK, or an error whose
- * sentence epic_backend.sentence returns. */
+ * public call takes the arguments of that call. Functions return EPIC_OK or an error, whose
+ * error text epic_backend.sentence returns. */
 typedef struct epic_ops {
     epic_result (*plan)(epic_group *, const epic_plan_args *);
     epic_result (*dispatch)(epic_group *, const epic_dispatch_args *);
@@ -97,8 +97,8 @@ typedef struct epic_ops {
      * other functions, it waits for the other ranks. */
     epic_result (*add_window)(epic_group *, const epic_window_args *, epic_window_info *out);
 
-    /* Router and losses. The caller has filled in the defaults of args->router. The loss is
-     * `factor` times the sum over the tokens. The backward pass multiplies d_loss by
+    /* Router and losses. The caller has filled in the defaults of args->router. A loss is
+     * `factor` times a sum over the tokens, so the backward pass multiplies d_loss by
      * `factor`. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
@@ -109,7 +109,7 @@ typedef struct epic_ops {
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
     /* Experts. The caller has filled in the defaults of args->experts. If expert_rows is NULL,
-     * all slots belong to one expert, which is how a layer computes its shared expert. */
+     * all slots belong to one expert. A layer computes its shared expert in this way. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
@@ -117,13 +117,13 @@ typedef struct epic_ops {
     epic_result (*gate_forward)(epic_group *, const epic_gate_args *);
     epic_result (*gate_backward)(epic_group *, const epic_gate_args *);
 
-    /* Copies the expert ids of the tokens' choices to `to` [tokens, top_k], and replaces each
-     * zero-expert (an expert whose output is its input) by -1. */
+    /* Copies the expert ids of the choices of all tokens to `to` [tokens, top_k]. Replaces each
+     * id of a zero-expert (an expert whose output is its input) by -1. */
     epic_result (*mask_zero_experts)(epic_group *, epic_stream, const layer_tokens *,
                                      int32_t *to);
 
-    /* Computes layer_tokens.shared_weights: the factor by which the shared expert's output is
-     * multiplied, for each token. */
+    /* Computes layer_tokens.shared_weights: for each token, the factor for the output of the
+     * shared expert. */
     epic_result (*shared_gate_forward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Writes the
@@ -141,16 +141,16 @@ typedef struct epic_ops {
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
-    /* Launches a kernel that checks that no rank has more than num_local local experts in the
-     * plan. If one has more, next_data_error() returns the error later. */
+    /* Launches a kernel that checks the plan: no rank may have more than num_local local
+     * experts. If a rank has more, next_data_error() returns the error later. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
     /* Adds the array `from` to the array `to`, or copies it if `replace` is set. Each array has
-     * `count` numbers of type `type`. `from` NULL stands for zeros. */
+     * `count` elements of type `type`. If `from` is NULL, its elements are zeros. */
     epic_result (*add_array)(epic_group *, epic_stream, void *to, const void *from,
                              int64_t count, uint32_t type, bool replace);
 
-    /* Copies `count` numbers from device memory to `to`, after all work that is already on the
+    /* Copies `count` elements from device memory to `to`, after all work that is already on the
      * stream. Returns EPIC_ENOTSUP if the stream is being captured. With count 0, the function
      * only checks whether the stream is being captured. */
     epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
@@ -161,26 +161,26 @@ typedef struct epic_ops {
      * values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
-    /* Writes losses [2] (balance loss, z-loss) and their sum to the layer's loss outputs that
-     * are not NULL. `losses` NULL stands for zeros. */
+    /* Writes losses [2] (balance loss, z-loss) and their sum to those loss outputs of the layer
+     * that are not NULL. If `losses` is NULL, both losses are zero. */
     epic_result (*write_losses)(epic_group *, epic_stream, const float *losses,
                                 const epic_moe_args *);
 
-    /* Writes to d_losses [2] the gradients of the balance loss and of the z-loss, computed from
-     * the caller's arguments. */
+    /* Computes d_losses [2], the gradients of the balance loss and of the z-loss, from the
+     * caller's arguments. */
     epic_result (*read_d_losses)(epic_group *, epic_stream, float *d_losses,
                                  const epic_moe_backward_args *);
 
     /* Returns EPIC_OK, or the failure of the group, which it also writes to *out. */
     epic_result (*poll_failure)(epic_group *, epic_failure_info *out);
 
-    /* Returns the oldest error in the ranks' data that a kernel has reported and no call has
-     * returned yet, or EPIC_OK. Each error is returned once. */
+    /* Returns an error in the ranks' data that a kernel has reported, or EPIC_OK if there is
+     * none. Returns the oldest error first, and each error only once. */
     epic_result (*next_data_error)(epic_group *);
 
-    /* Adds to out[r] how long the kernels of this rank have waited for rank r, for each operation
+    /* Adds to out[r] how long the kernels of this rank have waited for rank r in the operations
      * from `first` to `last` (epic_operation). Copies the times from the device without waiting
-     * for kernels. Any threads may call it. Errors: EPIC_EDEVICE. */
+     * for kernels. Any thread may call it. Errors: EPIC_EDEVICE. */
     epic_result (*read_waits)(epic_group *, uint32_t first, uint32_t last, epic_wait_info *out);
 
     /* From now on a thread of the backend copies the waiting times to this page of the flight
@@ -188,7 +188,7 @@ typedef struct epic_ops {
      * none. */
     void (*record_waits)(epic_group *, struct recorder_page *);
 
-    /* Returns the largest number of SMs that one operation uses. */
+    /* Returns the maximum number of SMs that one operation uses. */
     uint32_t (*max_sms)(const epic_group *);
 
     /* Breaks the group: all ranks return EPIC_EPEER with the text `why`, which may be NULL. */

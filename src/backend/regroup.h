@@ -13,7 +13,7 @@
 #define REGROUP_MESSAGE_BYTES 480 /* largest size of a message */
 
 typedef struct epic_regroup_transport {
-    /* Sends a message to a seat. It may be lost if memory is short. If group_id is not 0, the
+    /* Sends a message to a seat. It may be lost if out of memory. If group_id is not 0, the
      * receiver may have to prepare the generation group_id, so its memory is sent too. */
     void (*send)(epic_group *group, int to, const void *message, size_t bytes,
                  uint64_t group_id);

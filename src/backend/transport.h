@@ -34,15 +34,15 @@
 /* Value of the argument `to` of room() and send(): the ring that all peers read. */
 #define EVERYONE (-1)
 
-/* Bytes of data that fit into an op header. */
+/* Maximum size in bytes of the data in an op header. */
 #define OP_PAYLOAD_BYTES 256
 
-/* The first message of an operation from every rank to every other. exchange/op_header.h names
- * the elements of `common` and `local`. */
+/* The first message that every rank sends to every other rank in an operation.
+ * exchange/op_header.h names the elements of `common` and `local`. */
 typedef struct epic_op_header {
-    /* numbers that must be equal on all ranks; common[0] is the epic_operation */
+    /* values that must be equal on all ranks; common[0] is the epic_operation */
     int64_t common[24];
-    int64_t local[14]; /* numbers that may differ between ranks */
+    int64_t local[14]; /* values that may differ between ranks */
     /* Data of some operations, for example the ids of a plan or the addends of a sum, if they
      * are small enough on every rank. Then the operation needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
@@ -67,8 +67,8 @@ typedef struct epic_flow {
 typedef struct epic_peer_status {
     /* the peer has announced the exchange (tag, sequence), or a later exchange with this tag */
     bool has_announced;
-    bool is_gone;    /* the peer's process ended, or it closed its context */
-    bool has_closed; /* the peer closed its context */
+    bool is_gone;    /* the peer's process has exited, or the peer has closed its context */
+    bool has_closed; /* the peer has closed its context */
     bool is_waiting; /* a recent report of the peer shows that it is inside wait() */
     /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
     uint32_t phase;
@@ -76,8 +76,8 @@ typedef struct epic_peer_status {
     uint64_t waits_for[EPIC_MAX_RANKS / 64];
     /* the operation that the peer announced last; 0: none */
     uint32_t operation;
-    uint64_t tag;      /* tag of the member `operation` */
-    uint64_t sequence; /* sequence number of the member `operation` */
+    uint64_t tag;
+    uint64_t sequence; /* tag and sequence number of the member `operation` */
     bool is_inside;    /* true: the peer has not finished the member `operation` */
 } epic_peer_status;
 
@@ -87,8 +87,8 @@ typedef struct epic_peer_status {
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* number of calls of this context that have added a window, counting this one; equal on all
-     * ranks */
+    /* how many calls of this context have added a window so far, including this call; equal on
+     * all ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */
@@ -142,8 +142,8 @@ typedef struct epic_transport {
      * multiple of 64 and equal on all ranks. An entry has at most half of this size. */
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
-    /* Claims a free op slot and returns its number.  Returns -1 if no op slot is free: each is
-     * in use on this rank, or a slow peer still reads it.  The caller then calls wait() with
+    /* Claims a free op slot and returns its index. Returns -1 if no op slot is free: each is in
+     * use on this rank, or a slow peer still reads it. The caller then calls wait() with
      * op_slot -1. */
     int (*claim)(epic_group *group);
 
@@ -185,10 +185,12 @@ typedef struct epic_transport {
 
     /* Sleeps until one of the functions above may return another result for this op slot, until
      * the group fails, or for about `ms` milliseconds (0: no sleep). With op_slot -1, sleeps
-     * until an op slot may be free. It may return early, and misses no change: if something has
-     * changed since the caller's last call for this op slot, it returns at once. Meanwhile
-     * peers can read `phase`, a number of the caller's choice, and `waits_for` with look().
-     * `waits_for` [EPIC_MAX_RANKS / 64] has a bit for each rank that this rank waits for. */
+     * until an op slot may be free. wait() may return early, and it misses no change: if
+     * something has changed since the caller's last call for this op slot, it returns at once.
+     *
+     * While a rank is in wait(), its peers can read `phase` and `waits_for` with look(). The
+     * caller chooses the value of `phase`. `waits_for` [EPIC_MAX_RANKS / 64] has a bit for each
+     * rank that this rank waits for. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
@@ -197,13 +199,13 @@ typedef struct epic_transport {
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 
-    /* Returns true if it is known that a peer is gone. It must be fast, because src/exchange
-     * calls it before each sleep, and then look() for each awaited peer. When its result
-     * changes, wait() returns. NULL: src/exchange calls look() from time to time. */
+    /* Returns true if it is known that any peer is gone. It must be fast: src/exchange calls it
+     * before each sleep and, if it returns true, calls look() for each awaited peer. When its
+     * result changes, wait() returns. NULL: src/exchange calls look() from time to time. */
     bool (*any_gone)(const epic_group *group);
 
-    /* Milliseconds for which data of a peer may still arrive after look() has found the peer
-     * gone. 0: all its data has arrived by then. */
+    /* How many milliseconds data of a peer may still arrive after look() has found that the
+     * peer is gone. 0: all its data has arrived by then. */
     uint32_t settle_ms;
 
     /* Marks the group as failed and wakes the peers in wait().  Only the first failure of the
@@ -219,7 +221,7 @@ typedef struct epic_transport {
      * its entries in a peer ring's flow are 0. NULL: the backend has no vacant seats. */
     void (*set_members)(epic_group *group, const seat_set *members);
 
-    /* Returns the bytes of headers and entries that this rank has sent.  Tests use it. */
+    /* Returns how many bytes of headers and entries this rank has sent. Tests use it. */
     uint64_t (*bytes_sent)(const epic_group *group);
 } epic_transport;
 

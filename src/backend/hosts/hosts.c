@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements the backend `hosts`: ranks with GPUs on several hosts. The backend uses the
  * kernels and operations of backend p2p, compiled again with EPIC_HOSTS. This file joins and
- * leaves groups. Ranks of one host store rows directly into each other's device memory, the
- * heap. Between hosts, the net copies words from the outbox of the sender into the inbox of the
- * receiver (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and are
- * in GPU memory or in host memory. The net treats each rank as a separate host, so this file
- * passes a rank wherever the net expects a host. Liveness connections (net/liveness.h) show
- * which ranks are dead. */
+ * leaves groups.
+ *
+ * Ranks of one host store rows directly into each other's device memory, the heap. Between
+ * hosts, the net copies words from the outbox of the sender into the inbox of the receiver
+ * (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and are in GPU
+ * memory or in host memory. The net treats each rank as a separate host, so this file passes a
+ * rank wherever the net expects a host. Liveness connections (net/liveness.h) show which ranks
+ * are dead. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
