@@ -21,7 +21,7 @@
 #include "base/deadline.h"
 
 #define GATHER_TAG 0
-#define ROLL_TAG 32767 /* MPI tag of roll calls: the largest that every MPI allows */
+#define ROLL_TAG 32767 /* MPI tag of roll calls: the greatest tag that every MPI allows */
 #define NAP_NS 100000
 
 /* The state of a bootstrap made from a communicator; epic_bootstrap.self points to it. */
@@ -33,9 +33,8 @@ typedef struct bootstrap {
     char sentence[512];
 } bootstrap;
 
-/* The state of one gather. `requests` has a receive for each rank, then a send for each rank.
- * Those for this rank itself stay MPI_REQUEST_NULL. missing[r] is true while no message has
- * arrived from rank r. */
+/* The state of one gather. `requests` has a receive for each rank, then a send for each rank;
+ * the two requests for this rank itself stay MPI_REQUEST_NULL. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size]: the bytes of each rank */
     MPI_Request *requests; /* [2, num_ranks]: a receive from, and a send to, each rank */
@@ -98,7 +97,7 @@ static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing
     MPI_Errhandler_free(&theirs);
 }
 
-/* Returns EPIC_ETIMEOUT with a sentence that names the missing ranks. */
+/* Returns EPIC_ETIMEOUT; the error text names the missing ranks. */
 static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 {
     char names[160];
@@ -211,8 +210,8 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* Handles the i-th of the requests that MPI_Testsome, whose result is `code`, has reported as
- * finished. Returns EPIC_EMISMATCH if the peer sent another number of bytes. */
+/* Handles one finished request, the i-th one that MPI_Testsome has reported. `code` is the
+ * result of MPI_Testsome. Returns EPIC_EMISMATCH if the peer sent another number of bytes. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
@@ -229,7 +228,7 @@ static epic_result finish_request(gather_round *r, const bootstrap *m, int i, in
     return EPIC_OK;
 }
 
-/* Polls all requests and subtracts the number of finished ones from *left. */
+/* Polls all requests, and subtracts from *left how many of them have finished. */
 static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
 {
     int count = 0;
@@ -238,7 +237,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     if (code != MPI_SUCCESS && code != MPI_ERR_IN_STATUS)
         return runtime_fail(code, "MPI_Testsome");
     for (int i = 0; i < count; i++)
-        /* if no request is active, MPI sets count to a negative number */
+        /* if no request is active, MPI sets count to a negative value */
         TRY(finish_request(r, m, i, code));
     *left -= count > 0 ? count : 0;
     return EPIC_OK;
@@ -327,7 +326,7 @@ static void close_bootstrap(void *self)
 
 /* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm; NULL
  * means MPI_COMM_WORLD. Collective. If some ranks do not call this function in time, returns
- * EPIC_ETIMEOUT with a sentence that names these ranks. */
+ * EPIC_ETIMEOUT; the error text names these ranks. */
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {
     TRY(check_native(native));

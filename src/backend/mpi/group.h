@@ -44,7 +44,7 @@
 #define MIN_SEGMENT 8704
 /* number of receives for control messages that are always posted */
 #define NUM_RECEIVE_BUFFERS 16
-#define NUM_SEND_BUFFERS 64 /* largest number of status requests and replies in flight */
+#define NUM_SEND_BUFFERS 64 /* maximum number of status requests and replies in flight */
 
 /* The kinds of control messages. */
 enum message_kind {
@@ -102,11 +102,11 @@ typedef struct peer {
     bool is_closing;
     bool closed;
     uint32_t num_early;
-    /* [max_early]: op headers that arrived for exchanges that this rank has not begun */
+    /* [max_early]: op headers of the peer for exchanges that this rank has not begun */
     early_header *early;
     uint32_t operation; /* operation in the peer's last op header; 0: none has arrived */
     uint64_t tag, sequence;
-    bool dead; /* the peer's process has ended */
+    bool dead; /* the peer's process has exited */
 } peer;
 
 /* The last status report of one peer, for the exchange of one op slot of this rank. */
@@ -117,20 +117,20 @@ typedef struct peer_status {
     status_report status_report;
 } peer_status;
 
-/* The state of the ring of one op slot to or from one peer. A *segment* is the entries of a
- * flow that one MPI message carries. Each half of the ring holds one segment: segment n,
- * counted over all flows of the ring, uses half n % 2. */
+/* The state of the ring of one op slot to or from one peer. A *segment* is the part of a flow
+ * that one MPI message carries, and each half of the ring holds one segment. Segments are
+ * counted over all flows of the ring: segment n uses half n % 2. */
 typedef struct staging_ring {
-    int64_t num_entries; /* number of entries of the flow */
-    /* number of entries of the flow that this rank has sent or, as the reader, has read and
-     * dropped */
+    int64_t num_entries; /* number of entries in this flow */
+    /* how many entries of this flow this rank has sent (as writer) or has read and dropped (as
+     * reader) */
     int64_t moved;
-    /* number of the flow's first segment, counted over all flows */
+    /* index of this flow's first segment, counted over all flows */
     uint64_t first;
     /* how many segments (MPI messages) were passed to MPI so far, in all flows together */
     uint64_t num_started;
-    /* distance in bytes from the beginning of a half to the flow's first entry; only for rings
-     * from which this rank sends (staging.c) */
+    /* distance in bytes from the beginning of a half to this flow's first entry; only at the
+     * writer's end (staging.c) */
     int64_t offset;
 } staging_ring;
 
@@ -155,24 +155,26 @@ typedef struct wait_state {
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
 
-/* One op slot of this rank. Peers find it by tag and sequence number. */
+/* One op slot of this rank. Tag and sequence number identify it in messages of peers. */
 typedef struct op_slot {
     enum op_slot_state state;
     int index;
     uint64_t tag, sequence;
     control_message announcement;
-    /* num_events: number of changes so far that end a call of wait(). num_seen_events: value of
+    /* num_events: how many changes so far could end a call of wait(). num_seen_events: value of
      * num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
-    /* how often room(), entry() or op_header() had no result since MPI was last polled */
+    /* how many calls of room(), entry() or op_header() had no result since the last poll of
+     * MPI */
     int num_misses;
-    unsigned num_looks;  /* number of polls of MPI while wait() waited for rows */
+    unsigned num_looks;  /* how often wait() has polled MPI while it waited for rows */
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */
     wait_state wait;
-    /* number of flows in all exchanges of this op slot so far */
+    /* how many flows all exchanges of this op slot have had so far */
     int64_t num_flows;
-    /* Sizes of the current flow: bytes of an entry, bytes from one entry in the ring to the
-     * next, and entries per segment (0 before the first flow of the exchange). */
+    /* Sizes for the current flow. entry_bytes: size of an entry. stride: distance in bytes
+     * between two entries in the ring. per_segment: number of entries in a segment; 0 before
+     * the first flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each: the op header of each peer, and whether it has arrived */
@@ -220,7 +222,7 @@ struct epic_group {
     pthread_cond_t drain_wake_up;
     bool drain_runs, drain_sleeps, leaving;
     int num_draining;
-    uint64_t num_looks;        /* number of polls of MPI by all threads */
+    uint64_t num_looks;        /* how often all threads together have polled MPI */
     _Atomic int64_t polled_ns; /* time (clock_ns()) of the last poll for control messages */
 
     unsigned char *rings;
@@ -252,11 +254,11 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
 }
 
 /* Functions of runtime.c. Most functions from here on are described where they are defined. A
- * function that returns epic_result also sets the error message of the thread (epic_fail()). */
+ * function that returns epic_result also sets the error text of the thread (epic_fail()). */
 void runtime_nap(int64_t ns);
 /* starts MPI if necessary; sets *ours to true if this call started MPI */
 epic_result runtime_start(bool *ours);
-/* makes an error sentence from an MPI error code; returns EPIC_EDEVICE */
+/* makes an error text from an MPI error code; returns EPIC_EDEVICE */
 epic_result runtime_fail(int code, const char *what);
 bool runtime_is_up(void);
 pthread_mutex_t *runtime_mutex(void); /* NULL: several threads may call MPI at once */
@@ -268,10 +270,11 @@ void tables_free(epic_group *group);
 void tables_release_rings(epic_group *group, bool in_use);
 void mpi_memory(const epic_config *config, epic_memory_info *out);
 
-/* liveness.c: notices the end of processes on this host. The caller holds the mutex. */
+/* liveness.c: finds dead processes on this host. The caller holds the mutex. */
 void liveness_watch(epic_group *group, const epic_peer *peers);
-void liveness_check(epic_group *group, int64_t now);      /* polls at most every 5 ms */
-bool liveness_is_gone(const epic_group *group, int peer); /* closed, or its process ended */
+void liveness_check(epic_group *group, int64_t now); /* polls at most every 5 ms */
+/* the peer has closed its context, or its process has exited */
+bool liveness_is_gone(const epic_group *group, int peer);
 void liveness_unwatch(epic_group *group);
 
 /* control.c: sends and receives control messages. The caller holds the mutex. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins a group: exchanges data through the bootstrap, then creates an MPI communicator of its
- * ranks. Also leaves a group. */
+/* Joins and leaves a group. To join, the ranks exchange data through the bootstrap, and then
+ * create an MPI communicator. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -35,8 +35,8 @@ static MPI_Comm parent_of(const epic_config *config)
     return config->native ? *(const MPI_Comm *)config->native : MPI_COMM_WORLD;
 }
 
-/* Returns whether two of the ranks are threads of one process, and writes their numbers to
- * `why`. Backend mpi does not support that. */
+/* Returns whether two of the ranks are threads of one process, which backend mpi does not
+ * support. If so, writes the reason with their ranks to `why`. */
 static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 {
     for (int a = 0; a < num_ranks; a++)
@@ -331,8 +331,8 @@ static bool cancel_requests(epic_group *group)
 }
 
 /* Breaks the group, because a peer died or did not receive rows before the deadline. The
- * communicator of a broken group is never freed, so MPI cannot reuse its number, and late
- * messages cannot reach another group. */
+ * communicator of a broken group is never freed. So MPI cannot reuse its id, and late messages
+ * cannot reach another group. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,

@@ -3,9 +3,9 @@
  * whole process: whether EPIC started MPI, and which groups this rank has left.
  *
  * The communicator of a group is freed only after all peers have left the group too. Otherwise
- * MPI could reuse its number for another group, and a late message would reach the wrong group.
- * This happens when this rank opens or leaves another group, or when MPI ends. The communicator
- * of a broken group is never freed. */
+ * MPI could give its id to another group, and a late message would reach the wrong group.
+ * Communicators are freed when this rank opens or leaves another group, and when MPI ends. The
+ * communicator of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds peers whose process has ended without a close message. MPI may not report that. If
+/* Finds peers whose process has exited without a close message. MPI may not report that. If
  * mpirun does not end the job either, the other ranks would wait until their deadline.
  *
- * A pidfd shows the end of a process on this host and in this PID namespace. The rank that
- * finds a dead peer breaks the group, so that ranks on other hosts return the error too. The
- * end of a rank that is alone on its host is not found. A lost MPI connection is no sign,
- * because it does not prove that a process has ended. */
+ * A pidfd shows that a process on this host and in this PID namespace has exited. The rank that
+ * finds a dead peer breaks the group, so that ranks on other hosts return the error too. If a
+ * rank is alone on its host, its death is not found. A lost MPI connection is no sign, because
+ * it does not prove that a process has exited. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -35,7 +35,7 @@ static void mark_dead(epic_group *group, int peer)
     group->pidfds[peer].fd = -1;
 }
 
-/* Polls the pidfds, at most once per PACE_NS. Marks peers whose process has ended as dead. */
+/* Polls the pidfds, at most once per PACE_NS. Marks peers whose process has exited as dead. */
 void liveness_check(epic_group *group, int64_t now)
 {
     if (now - group->liveness_checked_ns < PACE_NS) return;
@@ -45,9 +45,9 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* Returns whether the peer has closed its context or its process has ended. Messages that it
- * sent before may not be handled yet, so src/exchange checks twice before it reports the peer.
- */
+/* Returns whether the peer has closed its context or its process has exited. Messages that the
+ * peer sent before may not be handled yet, so src/exchange checks twice before it reports the
+ * peer. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starts MPI, finds out how many threads may call it, and reports its errors. */
+/* Starts MPI, determines whether several threads may call it, and reports its errors. */
 #include <time.h>
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
-/* Sleeps for `ns` nanoseconds. */
 void runtime_nap(int64_t ns)
 {
     const struct timespec t = {.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
@@ -24,7 +23,8 @@ pthread_mutex_t *runtime_mutex(void)
     return level < MPI_THREAD_MULTIPLE ? &one_thread : NULL;
 }
 
-/* Returns EPIC_EDEVICE with a sentence: the MPI call `what` returned the error `code`. */
+/* Returns EPIC_EDEVICE; the error text says that the MPI call `what` returned the error
+ * `code`. */
 epic_result runtime_fail(int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";

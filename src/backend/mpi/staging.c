@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends and receives rows through rings. A ring has two halves, and each holds one segment at a
- * time: the entries of one MPI message. MPI moves one half while the other is filled or read.
+/* Sends and receives rows through rings. A ring has two halves, and each half holds one
+ * *segment* at a time: the entries that one MPI message carries. MPI moves one half while this
+ * rank fills or reads the other half.
  *
- * Both sides know the number of entries in a flow, so no message describes a segment. A segment
+ * Both ranks know the number of entries in a flow, so no message describes a segment. A segment
  * holds as many entries as fit into half of the ring, and the last segment of a flow holds the
  * rest. The writer sends a segment when all its entries are written. The reader posts a receive
  * only when a half of its ring is free. MPI delays large sends until then, so the reader need
@@ -10,15 +11,15 @@
  *
  * If a flow fills only a small part of half a ring, the writer places it at another offset than
  * the flow before. The cache lines of the previous offset are still in the reader's cache, so
- * writing to them is slow.
+ * writing to them would be slow.
  *
- * The MPI tag of rows is FIRST_ROW_TAG plus the number of the reader's op slot. A rank reuses a
+ * The MPI tag of rows is FIRST_ROW_TAG plus the index of the reader's op slot. A rank reuses a
  * slot only after it has received all rows that it expects there. So the MPI tag identifies the
  * exchange, and MPI keeps the order of messages with equal tags. */
 #include "backend/mpi/group.h"
 
-/* Bytes that small flows, which change their offset, use in all rings of an op slot together.
- * They are few, so that they stay in a cache that several ranks share. */
+/* Small flows change their offset, and may use together this many bytes of all rings of an op
+ * slot. The bytes are few, so that they stay in a cache that several ranks share. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
@@ -71,8 +72,7 @@ static int segment_bytes(const op_slot *slot, const staging_ring *ring, uint64_t
     return (int)((count - 1) * slot->stride + slot->entry_bytes);
 }
 
-/* Posts receives for the next segments of the flow, one for each free half of the ring. A
- * segment is the entries of one MPI message. */
+/* Posts receives for the next segments of the flow, one for each free half of the ring. */
 static void post_receives(epic_group *group, op_slot *slot, int from)
 {
     staging_ring *ring = &slot->receive_rings[from];
@@ -141,8 +141,7 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
     return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
 }
 
-/* Sends the segments with numbers below `end` that were not sent yet, each as one MPI
- * message. */
+/* Sends each segment with an index below `end` that was not sent yet as one MPI message. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
     staging_ring *ring = &slot->send_rings[to];
@@ -158,8 +157,8 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.send. Counts the written entries, and sends each segment whose
- * entries are all written. */
+/* Implements epic_transport.send: counts the written entries, and sends each complete
+ * segment. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -204,7 +203,7 @@ void mpi_drop(epic_group *group, int index, int from, int64_t upto)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Returns the bytes of rows that this rank has sent. */
+/* Returns how many bytes of rows this rank has sent. */
 uint64_t mpi_bytes_sent(const epic_group *group)
 {
     return atomic_load_explicit(&group->bytes_sent, memory_order_relaxed);

@@ -6,32 +6,31 @@
 #include "backend/shared/shared.h"
 #include "base/clock.h"
 
-#define PATIENCE_NS 100000000 /* longest wait for another rank that is writing a failure */
+#define PATIENCE_NS 100000000 /* longest wait for a rank that is writing a failure */
 
-/* Returns whether the segment shows that the peer has closed its context or that its process
- * has ended. */
+/* Returns whether the segment shows that the peer has closed its context or has died. */
 bool shared_is_known_gone(const epic_group *g, int peer)
 {
     const shared_rank_state *state = shared_rank_state_of(g, peer);
     return load_acquire(&state->closed) || load_acquire(&state->ended);
 }
 
-/* Returns whether the peer has closed its context or its process has ended. If the segment does
- * not show that, checks the peer's process. */
+/* Returns whether the peer has closed its context or has died. If the segment does not show
+ * that, checks the peer's process. */
 bool shared_is_gone(epic_group *g, int peer)
 {
     return shared_is_known_gone(g, peer) || (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Implements epic_transport.any_gone. The stores of any_gone come before the loads of the
- * futexes (wait.c), and all are sequentially consistent. So no rank sleeps through the end of a
- * peer. */
+/* Implements epic_transport.any_gone. Each rank stores any_gone before it loads the futexes
+ * (wait.c), and all these accesses are sequentially consistent. So no rank sleeps and misses
+ * that a peer is gone. */
 bool shared_any_gone(const epic_group *g)
 {
     return load_ordered(&g->header->any_gone) != 0;
 }
 
-/* Publishes that the process of a peer has ended, and wakes all ranks. */
+/* Records in the segment that the process of a peer has exited, and wakes all ranks. */
 void shared_report_end(epic_group *g, int peer)
 {
     store_release(&shared_rank_state_of(g, peer)->ended, 1);
@@ -40,8 +39,8 @@ void shared_report_end(epic_group *g, int peer)
 }
 
 /* Claims failure_state, so that this rank may write the failure. Waits while another rank
- * writes one, and replaces that rank if it has ended. Returns false if the group has a failure
- * already, or after PATIENCE_NS. */
+ * writes one, and takes its place if that rank has died. Returns false if the group already has
+ * a failure, or after PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;

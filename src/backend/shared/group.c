@@ -26,7 +26,7 @@ static void publish_cores(epic_group *g)
         store_relaxed(&shared_rank_state_of(g, g->rank)->cores[w], mine.words[w]);
 }
 
-/* Returns how many bytes of private memory one rank's view of a group needs. */
+/* Returns how many bytes of private memory a rank needs for its view of a group. */
 static int64_t local_bytes(const shared_layout *l)
 {
     const size_t slot = sizeof(shared_exchange) + (size_t)l->num_ranks * sizeof(peer_link);

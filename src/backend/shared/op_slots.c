@@ -24,7 +24,8 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
  *
  * Between the test and the claim, another thread may have claimed, used and released the slot.
  * So this function tests again after its claim, and undoes the claim if peers still read the
- * slot. A thread that found the slot claimed meanwhile may sleep now, so it is woken. */
+ * slot. Meanwhile another thread may have found the slot in use and may sleep, so this function
+ * wakes it. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -43,8 +44,8 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* Resets the counters of the slot for one peer. The counters for a vacant seat show that it has
- * read every entry and has finished the exchange. So no other code has to skip vacant seats
+/* Resets the counters of the slot for one peer. For a vacant seat, the counters show that it
+ * has read every entry and has finished the exchange. So other code need not skip vacant seats
  * when it looks for the slowest peer. */
 static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
                            uint64_t version)
@@ -58,8 +59,8 @@ static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
 }
 
 /* Writes tag, sequence, operation and op header into this rank's op slot. The version is odd
- * meanwhile. Tag and sequence are stored with release order, so a peer that loads a new one
- * with acquire order also loads the odd version. */
+ * while it writes. Tag and sequence are stored with release order, so a peer that loads a new
+ * tag or sequence with acquire order also loads the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
@@ -101,9 +102,9 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
 }
 
 /* Returns whether a peer's op slot holds the exchange (tag, sequence). The peer may be writing
- * another exchange into the slot. So the version must be even, and equal before and after the
- * comparison. If this rank takes part in the exchange too, the slot keeps it until this rank
- * has finished. */
+ * another exchange into the slot, so the version must be even, and equal before and after the
+ * comparison. If this rank takes part in the exchange too, the peer keeps the exchange in the
+ * slot until this rank has finished. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);

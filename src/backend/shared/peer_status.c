@@ -9,9 +9,9 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether the heartbeat in `wait` is recent, which means that the rank still waits. A
- * waiting rank renews its heartbeat at least every slice_ns. Recent means younger than 2.5
- * slice_ns, and at least GRACE_NS, because a busy machine may run the rank late. */
+/* Returns whether the heartbeat in `wait` is recent: then the rank still waits. A waiting rank
+ * renews its heartbeat at least every slice_ns. A heartbeat is recent for 2.5 slice_ns, but at
+ * least for GRACE_NS, because a busy machine may run the rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -66,9 +66,9 @@ void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequenc
                          epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer first sets `closed` and then ends. So check first whether it has ended, and then
-     * load `closed`. In the other order, a peer that closes and ends between the two would seem
-     * to have died without closing. */
+    /* A peer first sets `closed` and then exits. So first check whether it has exited, and then
+     * load `closed`. In the other order, a peer that closes and exits between the two accesses
+     * would seem to have died without closing. */
     out->is_gone = shared_is_gone(g, peer);
     out->has_closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
     out->is_gone |= out->has_closed;

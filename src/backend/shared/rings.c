@@ -15,7 +15,7 @@ int64_t shared_ring_bytes(const epic_group *g, bool everyone)
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
 
-/* Begins the next flow at one end of a ring. The flow has `entries` entries. */
+/* Begins the next flow, with `entries` entries, at one end of a ring. */
 static void next_flow(ring_end *end, int64_t entries, char *ring)
 {
     end->base = end->next;
@@ -49,8 +49,8 @@ static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow 
     }
 }
 
-/* Implements epic_transport.shape. In each flow the entries start at the beginning of the
- * ring's memory, so that entry i is at (i % depth) * stride. */
+/* Implements epic_transport.shape. In each flow, entry 0 is at the beginning of the ring's
+ * memory, so entry i is at (i % depth) * stride. */
 void shared_shape(epic_group *g, int index, const epic_flow *flow)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -73,9 +73,9 @@ static bool has_room(const shared_exchange *x, const ring_end *end, int64_t inde
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries of the broadcast ring all peers have dropped (finished reading): the
- * smallest of their counters. To save loads, first loads only the counter that was smallest
- * last time, and returns it if it leaves no room for entry `index`. */
+/* Returns how many entries of the broadcast ring all peers have dropped: the minimum of their
+ * counters. To save loads, first loads only the counter that was the minimum last time. If that
+ * leaves no room for entry `index`, returns it. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;

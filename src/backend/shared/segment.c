@@ -6,10 +6,10 @@
 #include "base/error.h"
 
 #define PAGE 4096
-/* largest size of a broadcast ring (a ring that all peers read) */
+/* maximum size of a broadcast ring (a ring that all peers read) */
 #define FULL_RING (1024 * 1024)
-/* smallest ring size for full speed: two entries of 64 KiB, each with its trailer (bytes after
- * the row) */
+/* minimum size of a ring for full speed: two entries of 64 KiB, each with its trailer (bytes
+ * after the row) */
 #define GOOD_RING (132 * 1024)
 #define MIN_RING (2 * 8704) /* two entries of 1024 float64 elements with trailers */
 

@@ -24,8 +24,7 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" in memory */
 
-/* Two values of failure_state. While a rank writes the failure, the value is the number of that
- * rank plus one. */
+/* Two values of failure_state. While a rank writes the failure, the value is this rank + 1. */
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
@@ -43,7 +42,7 @@ typedef struct shared_wait {
 } shared_wait;
 
 /* Counters in an op slot for one peer. The peer writes the first three, and the slot's owner
- * writes `sent`. Numbers of entries count all flows of the exchange. */
+ * writes `sent`. Entries are counted over all flows of the exchange. */
 typedef struct shared_peer_counters {
     /* how many entries of the owner's broadcast ring the peer has dropped */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
@@ -76,18 +75,18 @@ typedef struct shared_op_slot {
 /* The state of one rank, which all ranks of the group can read. */
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed; /* 1: the rank has closed its context */
-    _Atomic uint32_t ended; /* 1: a peer has found that the rank's process has ended */
-    /* the op slots from this index on were never used, so peers need not search them */
+    _Atomic uint32_t ended; /* 1: a peer has found that the rank's process has exited */
+    /* peers need not search the op slots from this index on, because they were never used */
     _Atomic uint32_t num_used_slots;
     _Atomic uint32_t last_slot; /* index of the op slot announced last, plus one; 0: none */
-    /* number of this rank's operations that are now storing into windows of peers */
+    /* how many operations of this rank are storing into windows of peers now */
     _Atomic uint32_t num_storing;
     _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
-    /* A counter on which threads sleep while no op slot is free. It is incremented when one may
-     * have become free. */
+    /* Threads sleep on this counter while no op slot is free. It is incremented when an op slot
+     * may have become free. */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
-    _Atomic uint32_t num_sleepers; /* number of threads that sleep until an op slot is free */
-    shared_wait wait;              /* the wait of the threads that wait for a free op slot */
+    _Atomic uint32_t num_sleepers; /* how many threads sleep until an op slot is free */
+    shared_wait wait;              /* state of these threads' wait */
 } shared_rank_state;
 
 /* The beginning of the segment. */
@@ -97,7 +96,7 @@ typedef struct shared_segment_header {
     uint64_t segment_bytes;
     uint32_t num_ranks;
     _Alignas(64) _Atomic uint32_t failure_state;
-    _Atomic uint32_t any_gone; /* 1: a rank has closed its context or its process has ended */
+    _Atomic uint32_t any_gone; /* 1: a rank has closed its context, or its process has exited */
     epic_failure_info failure;
 } shared_segment_header;
 
@@ -118,7 +117,7 @@ typedef struct shared_layout {
 } shared_layout;
 
 /* Computes the layout of a group with this config. Every rank computes the same layout. Returns
- * EPIC_EINVAL if staging_bytes is too small; the error sentence names the smallest value. */
+ * EPIC_EINVAL if staging_bytes is too small; the error text contains the minimum. */
 epic_result shared_layout_of(const epic_config *config, shared_layout *out);
 
 #endif

@@ -24,14 +24,14 @@
 #include "backend/shared/segment.h"
 #include "base/patience.h"
 
-/* The position of this rank at its end of a ring, as writer or reader. Counts are numbers of
- * entries over all flows of the exchange. */
+/* The position of this rank at its end of a ring, as writer or as reader. Entries are counted
+ * over all flows of the exchange. */
 typedef struct ring_end {
-    int64_t base; /* number of entries of all earlier flows */
-    /* number of entries of all flows, including the current one; `base` of the next flow */
+    int64_t base; /* how many entries all earlier flows had */
+    /* how many entries all flows have, including the current one; `base` of the next flow */
     int64_t next;
-    /* The other side's counter as this rank last loaded it: entries that the reader has dropped
-     * (at the writer's end), or that the writer has sent (at the reader's end). */
+    /* The other side's counter as this rank last loaded it: the reader's `dropped` at the
+     * writer's end, the writer's `sent` at the reader's end. */
     int64_t seen_count;
     char *ring; /* the memory of the ring */
 } ring_end;
@@ -39,11 +39,11 @@ typedef struct ring_end {
 /* The state that this rank keeps about one peer during one exchange. */
 typedef struct peer_link {
     shared_op_slot *slot; /* the peer's op slot for this exchange; NULL: not found yet */
-    int index;            /* index of that op slot */
+    int index;            /* index of this op slot */
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
-    int64_t sent; /* number of entries sent to the peer in this flow */
+    int64_t sent; /* how many entries of this flow were sent to the peer */
 } peer_link;
 
 /* This rank's private state of one of its op slots. One thread at a time uses it, except that
@@ -59,12 +59,13 @@ typedef struct shared_exchange {
     int64_t stride; /* distance in bytes between two entries of a ring */
     int64_t depth;  /* number of entries that fit into a ring */
     ring_end broadcast_out;
-    int64_t broadcast_sent; /* number of entries sent through the broadcast ring in this flow */
-    int slowest_peer;       /* the peer that last kept the broadcast ring full */
-    peer_link *links;       /* [num_ranks]: one peer_link for each peer */
+    /* how many entries of this flow were sent through the broadcast ring */
+    int64_t broadcast_sent;
+    int slowest_peer; /* the peer that last kept the broadcast ring full */
+    peer_link *links; /* [num_ranks]: one peer_link for each peer */
 } shared_exchange;
 
-/* The private data of one rank about the group, outside of the shared segment. */
+/* One rank's own view of the group, in its private memory. */
 struct epic_group {
     char *segment;
     shared_segment_header *header;
@@ -83,7 +84,7 @@ struct epic_group {
     shared_exchange *exchanges; /* [num_slots]: the state of each op slot */
     peer_link *links;           /* [num_slots, num_ranks]: memory of shared_exchange.links */
 
-    /* Returns whether the peer's process has ended. If the ranks are threads of one process:
+    /* Returns whether the peer's process has exited. If the ranks are threads of one process:
      * whether the peer has closed its context in another generation. */
     bool (*is_dead)(epic_group *group, int peer);
     void *backend_data; /* state of the backend threads or shm */
@@ -113,12 +114,12 @@ epic_result shared_group_new(epic_group **out, const epic_join *join,
 void shared_segment_init(char *segment, const shared_layout *layout, uint64_t group_id);
 /* Returns whether the header of the segment was written for this group and layout. */
 bool shared_segment_is_of(const char *segment, const shared_layout *layout, uint64_t group_id);
-/* Replaces the segment by that of the next generation, which has the same layout, and sets its
- * members. No operation of this rank is in flight. */
+/* Enters the next generation: replaces the segment by `segment`, which has the same layout, and
+ * sets the members. No operation of this rank is in flight. */
 void shared_group_enter(epic_group *group, char *segment, const seat_set *members);
 /* Marks this rank as closed and wakes all peers. */
 void shared_group_close(epic_group *group);
-/* Frees the view that shared_group_new() allocated. The segment stays mapped. */
+/* Frees the group that shared_group_new() allocated. The segment stays mapped. */
 void shared_group_free(epic_group *group);
 /* Writes to *out how much memory one rank of a group with this config uses. */
 void shared_memory_info(const epic_config *config, epic_memory_info *out);

@@ -33,7 +33,6 @@ void shared_wake_free_slot(const epic_group *g, int rank)
     futex_wake(g, &head->free_slot_futex);
 }
 
-/* Wakes all threads of all ranks. */
 void shared_wake_all(const epic_group *g)
 {
     for (int r = 0; r < g->num_ranks; r++) {

@@ -78,7 +78,6 @@ void mailbox_send(mailbox *m, int from, int to, const void *message, size_t byte
     pthread_mutex_unlock(&m->mutex);
 }
 
-/* Returns the time in `ms` milliseconds. */
 static struct timespec time_after(uint32_t ms)
 {
     struct timespec t;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages between ranks that are threads of one process. A mailbox belongs to all generations of
- * a group. */
+/* Messages between ranks that are threads of one process. All generations of a group share one
+ * mailbox. */
 #ifndef EPIC_THREADS_MAILBOX_H
 #define EPIC_THREADS_MAILBOX_H
 
@@ -10,7 +10,7 @@
 
 typedef struct mailbox mailbox;
 
-/* Creates a mailbox with one user for num_seats seats. Returns NULL if memory is short. */
+/* Creates a mailbox with one user for num_seats seats. Returns NULL if out of memory. */
 mailbox *mailbox_new(int num_seats);
 /* Adds a user. Each user calls mailbox_release() once; the last one frees the mailbox. */
 void mailbox_retain(mailbox *m);

@@ -23,10 +23,10 @@ typedef struct thread_group {
     uint64_t group_id;
     shared_layout layout;
     char *segment;
-    mailbox *mail;  /* of all generations of the group */
+    mailbox *mail;  /* the mailbox that all generations of the group share */
     int num_joined; /* number of ranks that use the segment now */
     int num_seen;   /* number of ranks that have ever joined */
-    /* which ranks have ever joined; a second join of a rank is an error */
+    /* true for each rank that has ever joined; a second join of a rank is an error */
     bool seen[EPIC_MAX_RANKS];
 } thread_group;
 
@@ -62,14 +62,14 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     return true;
 }
 
-/* The generations that a rank uses. */
+/* The generations of the group that a rank has joined. */
 typedef struct thread_seat {
     thread_group *current;
     thread_group *prepared; /* the next generation; NULL: none is prepared */
 } thread_seat;
 
-/* Maps the segment and adds the group to the list. `mail` is the mailbox of the generation
- * before; NULL: this is the first one. Returns NULL after an error. */
+/* Maps the segment and adds the group to the list. `mail` is the mailbox of the previous
+ * generation; NULL: there is none. Returns NULL after an error. */
 static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id,
                                       mailbox *mail)
 {
@@ -151,8 +151,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. Returns `entered`, the result of this rank, if it
- * is an error, and EPIC_EPEER if another rank failed. */
+/* Waits until every rank has tried to join. If this rank failed, returns its error `entered`.
+ * If another rank failed, returns EPIC_EPEER. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
