@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counts the SMs of each GPU that contexts of this process use. Kernels of ranks that wait for
- * each other must run at the same time. So all contexts on a GPU, also of different groups, may
- * together use at most the SMs that the GPU has. */
+/* Counts how many SMs of each GPU the contexts of this process use. Kernels of ranks that wait
+ * for each other must run at the same time. So all contexts on a GPU, also those of different
+ * groups, may together use at most all SMs of the GPU. */
 #include <pthread.h>
 #include <string.h>
 
@@ -15,7 +15,7 @@
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int taken[MAX_DEVICES]; /* SMs in use per device; guarded by mutex */
+static int taken[MAX_DEVICES]; /* SMs in use on each device; guarded by mutex */
 
 int p2p_budget_taken(int device)
 {
@@ -26,8 +26,9 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Reserves `sms` SMs of a device and returns true, unless more than `most` would then be in
- * use. Sets *others to the number in use before the call. */
+/* Reserves `sms` SMs of a device and returns true. If more than `most` SMs would then be in
+ * use, reserves none and returns false. Sets *others to how many SMs were in use before the
+ * call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -57,9 +58,9 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* Returns the number of SMs per operation if the config does not set max_sms. It is
- * P2P_SMALL_SMS for small groups: at most SMALL_TOKENS tokens per rank, and at most SMALL_BYTES
- * bytes of rows to one rank. More SMs would not make their operations faster. */
+/* Returns how many SMs an operation uses if the config does not set max_sms. In a small group
+ * more than P2P_SMALL_SMS would not make operations faster. A group is small if each rank has
+ * at most SMALL_TOKENS tokens, and at most SMALL_BYTES bytes of rows go to one rank. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -69,9 +70,9 @@ static int default_sms(const epic_group *g)
     return few ? P2P_SMALL_SMS : P2P_DEFAULT_SMS;
 }
 
-/* Reserves SMs of this rank's GPU. Ranks that share a GPU get equal numbers, so that all their
- * kernels can run at the same time. `gpus` has the data of all ranks, so all ranks compute the
- * same number. */
+/* Reserves SMs of this rank's GPU. Ranks that share a GPU get the same number of SMs, so that
+ * all their kernels can run at the same time. `gpus` has the data of all ranks, so all ranks
+ * compute the same number. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

@@ -8,7 +8,6 @@
  * docs/lab/cuda.md) */
 #define COMBINE_LAG 48
 
-/* Checks the type of the rows of combine and of the backward operations. */
 static epic_result check_type(uint32_t type)
 {
     if (type == EPIC_F32 || type == EPIC_BF16 || type == EPIC_F16) return EPIC_OK;
@@ -17,8 +16,9 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
-/* Kernels read row 0 of a caller's array in place of rows that it lacks
- * (kernels/cuda/combine/slots.cuh). If the array has no row at all, this memory replaces it. */
+/* Returns memory that replaces a caller's array without rows. In place of a row that an array
+ * lacks, kernels read its row 0 (kernels/cuda/combine/slots.cuh), so it must have at least one
+ * row. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -30,8 +30,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Returns the number of leaves of the sum tree on each rank if it is above one and the fast
- * kernel for that supports the layer. Otherwise returns 0. */
+/* Returns how many leaves of the sum tree each rank has, if it has several and the fast kernel
+ * for several leaves supports the layer. Otherwise returns 0. */
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
     const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
@@ -86,7 +86,7 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     const bool is_lowlat =
         !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
         p2p_fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    /* If no rounds are needed, staging is faster (docs/lab/cuda.md). */
+    /* if no rounds are needed, staging is faster than windows (docs/lab/cuda.md) */
     if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
         !p2p_fits_staging(g, job->row_bytes))
         job->out_place = p2p_window_place(g, out);
@@ -160,7 +160,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
     const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    /* how many bytes (e4m3 numbers) each lane of a warp stores at a time */
+    /* how many bytes (e4m3 values) each lane of a warp stores at a time */
     const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
     if (!args->quantize) return;
     if (!args->d_out.row_bytes)

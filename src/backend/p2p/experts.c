@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Experts: turns checked arguments into kernel launches. The kernels run on this rank alone and
- * wait for no peer. x [slots, hidden] are the input rows of the experts, and y [slots, hidden]
- * their output rows. W_gate_up [hidden, width] and W_down [inner, hidden] are the weights of
- * the expert that owns the slot, and f is the activation function. width is 2 inner, or inner
- * without a gate. The gradient of an array A is called d_A. Forward computes:
+ * wait for no peer.
  *
- *   saved       = x W_gate_up
- *   activations = f(saved)
- *   y           = activations W_down
+ * x [slots, hidden] are the input rows of the experts, and y [slots, hidden] their output rows.
+ * W_gate_up [hidden, width] and W_down [inner, hidden] are the weights of the expert that owns
+ * the slot, and f is the activation function. width is 2 inner, or inner without a gate. The
+ * gradient of an array A is called d_A. Forward computes:
+ *
+ *    saved       = x W_gate_up
+ *    activations = f(saved)
+ *    y           = activations W_down
  *
  * Backward computes, in this order:
  *
- *   d           = d_y W_down^T         the gradient of the activations
- *   d_gate_up, activations             from d and saved; the activations overwrite d
- *   d_w_down    = activations^T d_y
- *   d_w_gate_up = x^T d_gate_up
- *   d_x         = d_gate_up W_gate_up^T
+ *    d           = d_y W_down^T         the gradient of the activations
+ *    d_gate_up, activations             from d and saved; the activations overwrite d
+ *    d_w_down    = activations^T d_y
+ *    d_w_gate_up = x^T d_gate_up
+ *    d_x         = d_gate_up W_gate_up^T
  *
- * No kernel reads rows without a token. So the products need not write such rows of saved,
+ * No kernel reads rows that have no token. So the products need not write such rows of saved,
  * activations and d and, with EPIC_LEAVE_PADDING, of y and d_x.
  *
  * If the weights are e4m3, forward also quantizes the activations to e4m3, and backward
@@ -246,7 +248,7 @@ static epic_result weight_gradient(const experts_call *c, const epic_experts_bac
 }
 
 /* Computes the gradient of rows: out [slots, k] = rows [slots, n] times the expert's transposed
- * weights. `leave_padding`: do not write rows of out without a token. */
+ * weights. With `leave_padding`, does not write rows of out that have no token. */
 static epic_result row_gradient(const experts_call *c, const void *rows, const void *weights,
                                 const float *scales, void *out, int64_t k, int64_t n,
                                 bool leave_padding)
@@ -273,9 +275,9 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     return launch_product(c, job);
 }
 
-/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT it also
- * multiplies d_gate_up by the slot weights. Before that it computes the gradient of b_gate_up,
- * which needs the unweighted d_gate_up. */
+/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT, first
+ * computes the gradient of b_gate_up, and then multiplies d_gate_up by the slot weights,
+ * because the gradient of the bias needs the unweighted d_gate_up. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "rules/sentences.h"
 
-/* Returns the name of an epic_operation. The number may come from a peer, so it may be
+/* Returns the name of an epic_operation. The value may come from a peer, so it may be
  * invalid. */
 static const char *operation_name(uint32_t operation)
 {
@@ -18,8 +18,8 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns a phrase for the phase of an operation in which a kernel waited. The phrase ends the
- * error text "rank 1 waited 9 ms for rank 2 ...". */
+/* Returns the phrase that ends the error text "rank 1 waited 9 ms for rank 2 ...". It says in
+ * which phase of an operation a kernel waited. */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",
@@ -53,7 +53,7 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     return n;
 }
 
-/* Copies the error text of a peer that aborted from this rank's heap to `why`. The text is ""
+/* Copies from this rank's heap to `why` the error text of the peer that aborted. The text is ""
  * if no peer wrote one. */
 static void read_why(const epic_group *group, char *why, size_t size)
 {
@@ -66,8 +66,8 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* The names that errors use for two arrays of an operation: the one with a row per token, and
- * the one with a row per slot. */
+/* The names in error texts for two arrays of an operation: the array with a row per token, and
+ * the array with a row per slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
@@ -86,7 +86,6 @@ static names row_names_of(long long operation)
     }
 }
 
-/* Writes the error text of a data error. */
 static void write_notice(const epic_group *g, const p2p_notice *n, char *to, size_t size)
 {
     const long long a = n->about[0], b = n->about[1], c = n->about[2], d = n->about[3];

@@ -2,8 +2,9 @@
 /* The gate of a layer on CUDA, logits = x w_gate + b_gate, and small sums. The gate uses the
  * kernels of the experts, as if it were one expert whose slab holds all tokens.
  *
- * On tensor cores a float32 number is represented by the sum of three bfloat16 numbers, its
- * *components*. A product of components has nearly the accuracy of a float32 product. */
+ * For tensor cores, a float32 value is split into three bfloat16 values, its *components*,
+ * whose sum is the float32 value. A product that is computed from components is nearly as
+ * accurate as a float32 product. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
@@ -24,9 +25,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* Returns a product of the gate as a grouped product with one expert. Of the arrays x [tokens,
- * hidden], w_gate [hidden, columns] and logits [tokens, columns], or their gradients, `pass`
- * selects the result. The other two are the factors. */
+/* Returns a product of the gate as a grouped product with one expert. Such a product has three
+ * arrays: x [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or their
+ * gradients. `pass` says which of them is the result; the other two are the factors. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -50,8 +51,9 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate in which the three bfloat16 components replace one float32
- * factor: w_gate in the forward pass, and the gradient of the logits in the backward pass. */
+/* Returns a product of the gate in which three bfloat16 components replace each value of one
+ * float32 factor: of w_gate in the forward pass, of the gradient of the logits in the backward
+ * pass. */
 static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -75,19 +77,19 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
     return components;
 }
 
-/* Lists of component numbers, two bits each. Component 0 of a float32 has the high bits of its
+/* Lists of components, two bits each. Component 0 of a float32 has the high bits of its
  * mantissa, component 1 the middle bits and component 2 the low bits.
  *
  * IN_ORDER lists each component once, for a product in which only one factor is split. If both
  * factors are split, their product is the sum of six products of components, added in ascending
  * i. Product i is component PAIRS_LEFT[i] of the left factor times component PAIRS_RIGHT[i] of
- * the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. All other pairs are smaller than
- * the last bit of a float32. */
+ * the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. All other products are smaller
+ * than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
 
-/* Launches the kernel that splits float32 numbers into bfloat16 components. */
+/* Launches the kernel that splits float32 values into bfloat16 components. */
 static epic_result launch_split(const p2p_components_job *job, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream),
@@ -133,17 +135,17 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* Returns the number of tokens by which the gate chooses between float32 numbers and bfloat16
- * components. */
+/* Returns the number of tokens that decides whether the gate uses float32 values or bfloat16
+ * components (epic_gate_args.deciding_tokens). */
 static int64_t deciding_tokens(const epic_gate_args *gate)
 {
     return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
 }
 
-/* Returns true if a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
- * components, because they are faster. The choice does not depend on the number of ranks, so
- * the bits do not either. With is_invariant, a forward product always uses components.
- * `components`: the product that would be launched. */
+/* Returns whether the product of `pass` EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
+ * components, which are faster if the product is large. The choice does not depend on the
+ * number of ranks, so the bits do not either. With is_invariant, a forward product always uses
+ * components. `components`: the product that would be launched. */
 static bool has_components(const p2p_gemm *components, const epic_gate_args *gate)
 {
     const int64_t tokens = deciding_tokens(gate), hidden = gate->hidden;
@@ -154,9 +156,9 @@ static bool has_components(const p2p_gemm *components, const epic_gate_args *gat
     return (is_large || (gate->is_invariant && forward)) && !p2p_gemm_is_slow(components);
 }
 
-/* Returns the number of slices of a product without components, of pass EPIC_GEMM_FORWARD or
- * EPIC_GEMM_WEIGHT. It depends on gate->block or, with is_invariant and forward, only on
- * `hidden`. */
+/* Returns into how many slices a product without components is cut, for pass EPIC_GEMM_FORWARD
+ * or EPIC_GEMM_WEIGHT. The number depends on gate->block or, with is_invariant and forward,
+ * only on `hidden`. */
 static int32_t plain_slices(const p2p_gemm *product, const epic_gate_args *gate)
 {
     if (product->pass != EPIC_GEMM_FORWARD)
@@ -225,7 +227,7 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
-/* Returns true if the forward product reads the list of tiles. The kernel for few rows does
+/* Returns whether the forward product reads the list of tiles. The kernel for few rows does
  * not. */
 static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
 {
@@ -377,9 +379,9 @@ static epic_result bias_gradient_of_blocks(const epic_group *g, const p2p_slabs 
 }
 
 /* Computes the gradients of w_gate and b_gate for each of several blocks of tokens, and adds
- * them in a tree. has_components(), the number of slices and the order of all sums do not
- * depend on how many blocks a call has. So the results have the bits of as many calls with one
- * block each. */
+ * them in a tree. The result has the same bits as calls with one block each: has_components(),
+ * the number of slices and the order of all sums do not depend on how many blocks a call
+ * has. */
 static epic_result gradients_of_blocks(const epic_group *g, const p2p_gemm *weight,
                                        const epic_gate_args *gate)
 {

@@ -96,15 +96,15 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
 
 /* ---------------------------------------------------------------------- join and leave ---- */
 
-/* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copy also works
- * while kernels occupy the SMs. */
+/* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copy makes
+ * progress while kernels occupy all SMs. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     (void)cudaMemcpyAsync(g->self.heap[peer] + at, bytes, count, cudaMemcpyDefault, g->side);
     (void)cudaStreamSynchronize(g->side);
 }
 
-/* Implements p2p_hooks.wake. Does nothing, because backend p2p has no proxy thread: its kernels
+/* Implements p2p_hooks.wake. Does nothing: backend p2p has no proxy thread, because its kernels
  * store directly into the memory of peers. */
 static void skip_wake(const epic_group *g)
 {
@@ -167,8 +167,8 @@ static bool all_gone(epic_group *g)
     return true;
 }
 
-/* Announces to every living peer that this rank has closed, by writing this rank's last epoch
- * to its element of the array `gone` in the peer's heap. */
+/* Announces to every living peer that this rank has closed. Writes this rank's last epoch into
+ * its element of the array `gone` in the peer's heap. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));

@@ -25,9 +25,9 @@ static uint32_t hash_layer(const epic_layer *layer)
 }
 
 /* Sets the two hashes of which a plan must have one (layers.h). They differ only with
- * EPIC_BY_HOSTS. Its plans have the sum order EPIC_BY_RANK or EPIC_TREE, depending on whether
- * the plan was made with rank_of_expert, and only the plan in device memory shows which one. So
- * there is a hash for each of the two orders, and the kernels accept either. */
+ * EPIC_BY_HOSTS. A plan for this order has the sum order EPIC_BY_RANK or EPIC_TREE, depending
+ * on whether it was made with rank_of_expert. Only the plan in device memory shows which one,
+ * so there is a hash for each of the two orders, and the kernels accept either hash. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

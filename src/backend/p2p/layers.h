@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks that the kernels support the layer of a call. Computes from the layer the offsets of
- * the arrays in its plans, and the hashes by which ranks and plans are compared. */
+/* Checks that the kernels support the layer of a call. Also computes the offsets of the arrays
+ * in a plan for this layer, and the hashes by which ranks and plans are compared. */
 #ifndef EPIC_P2P_LAYERS_H
 #define EPIC_P2P_LAYERS_H
 
@@ -40,8 +40,8 @@ device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *la
  * compare them with the hash in a plan to check that the plan was made for this layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Returns whether EPIC_BY_K can keep other choices of this layer than the default priority: if
- * the layer can drop choices and top_k is above 1. */
+/* Returns whether EPIC_BY_K can keep other choices of this layer than the default priority
+ * keeps. This needs a layer that can drop choices, and a top_k above 1. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support: several

@@ -15,10 +15,10 @@
 /* The loaded files whose names begin with libnccl.so. */
 typedef struct loaded_files {
     int count;
-    char paths[2][256]; /* paths of the first two libraries */
+    char paths[2][256]; /* paths of the first two such files */
 } loaded_files;
 
-/* Callback of dl_iterate_phdr(), which calls it for each loaded file. */
+/* Callback of dl_iterate_phdr(), for each loaded file. */
 static int note_file(struct dl_phdr_info *file, size_t size, void *arguments)
 {
     (void)size;

@@ -31,9 +31,9 @@
 
 typedef struct chunk {
     uint64_t magic;
-    uint64_t gather; /* number of the gather, from 1 */
-    int64_t bytes;   /* bytes that the rank passed to the gather */
-    int64_t at;      /* where this chunk belongs among these bytes */
+    uint64_t gather; /* index of the gather, from 1 */
+    int64_t bytes;   /* how many bytes the rank passed to the gather */
+    int64_t at;      /* offset of this chunk in these bytes */
     uint8_t data[CHUNK_BYTES - 32];
 } chunk;
 
@@ -48,14 +48,14 @@ typedef struct nccl_bootstrap {
     chunk *on_host;
     chunk *on_device; /* copy of on_host on the device */
     uint64_t num_gathers;
-    char sentence[512]; /* error sentence of the first gather that failed */
+    char sentence[512]; /* error text of the first gather that failed */
 
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
     bool is_running; /* true while the thread sends a chunk */
     bool is_closed; /* true: the caller has closed the bootstrap, and the thread must free it */
     epic_result failed;
-    const char *phase; /* the call of NCCL or CUDA that the thread is executing */
+    const char *phase; /* name of the NCCL or CUDA function that the thread is calling */
     int nccl_result;
     cudaError_t cuda_result;
 } nccl_bootstrap;
@@ -82,8 +82,8 @@ static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *ca
                      b->nccl.get_error_string(result));
 }
 
-/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing, so the error sentence
- * has the number of gathers that all ranks have finished, and the call that waits. */
+/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing, so the error text says
+ * how many gathers all ranks have finished, and which call waits. */
 static epic_result fail_late(const nccl_bootstrap *b, const char *phase)
 {
     return epic_fail(EPIC_ETIMEOUT,
@@ -228,7 +228,8 @@ static epic_result check_chunks(const nccl_bootstrap *b)
     return EPIC_OK;
 }
 
-/* Runs one gather, which has at least one chunk, so that it also waits if bytes is 0. */
+/* Runs one gather. Sends at least one chunk, so that a gather of 0 bytes also waits for all
+ * ranks. */
 static epic_result run_gather(nccl_bootstrap *b, const uint8_t *mine, uint8_t *all,
                               int64_t bytes)
 {

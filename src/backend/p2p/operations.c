@@ -10,7 +10,7 @@
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* Returns how many CTAs make the plan: one per 64 tokens, from 1 to the smaller one of
+/* Returns how many CTAs make the plan: one per 64 tokens, but at least 1, and at most
  * P2P_MAX_PLANNERS and num_sms. */
 static int planners_of(int64_t num_tokens, int num_sms)
 {
@@ -30,7 +30,7 @@ static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most
     return most < max_tokens ? most : (int32_t)max_tokens;
 }
 
-/* Fills in *job, the arguments of the plan kernel. Mixes those that must be equal on all ranks
+/* Fills in *job, the arguments of the plan kernel. Mixes the arguments that must be equal on all ranks
  * into the signature *a. `alone`: the kernel only makes the plan; otherwise it also sends rows,
  * of at most max_lowlat_tokens tokens if it is the low-latency kernel. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
@@ -116,9 +116,10 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Returns whether dispatch stores rows into windows, if all ranks have them. A token must have
- * at most one slot on each rank. With top-1 this is faster than staging. With other FLAT layers
- * it is not, so dispatch does it only to avoid rounds (docs/lab/cuda.md). */
+/* Returns whether dispatch stores rows into windows if all ranks have windows. Each token must
+ * have at most one slot on each rank. With top-1, windows are faster than staging. With other
+ * EPIC_FLAT layers they are slower, so dispatch uses windows only to avoid rounds
+ * (docs/lab/cuda.md). */
 static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 {
     const epic_layer *layer = &job->plan.layer;
@@ -127,8 +128,8 @@ static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
            (layer->layout == EPIC_FLAT && !p2p_fits_staging(g, job->row_bytes));
 }
 
-/* Fills in *job, the arguments of a dispatch kernel. Mixes those that must be equal on all
- * ranks into the signature *a. The caller has set job->plan.layer. */
+/* Fills in *job, the arguments of a dispatch kernel. Mixes the arguments that must be equal on
+ * all ranks into the signature *a. The caller has set job->plan.layer. */
 static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
                                  const epic_dispatch_args *args, signature *a)
 {
@@ -157,8 +158,8 @@ static epic_result fill_dispatch(const epic_group *g, p2p_dispatch_job *job,
 
 typedef cudaError_t launcher(const p2p_dispatch_job *, int, cudaStream_t);
 
-/* Returns the function that launches the dispatch kernel for *job. There are separate kernels
- * for packed rows (rows with scales), for rows that the GPU can send with bulk stores, for rows
+/* Returns the function that launches the dispatch kernel for *job. Separate kernels exist for
+ * packed rows (rows with scales), for rows that the GPU can send with bulk stores, for rows
  * that may go into windows, and for low latency. */
 static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 {
@@ -173,17 +174,17 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return WITH_WINDOWS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
 }
 
-/* Returns whether a dispatch with the arguments *job needs the kernel for layout EPIC_FLAT. The
- * usual kernel can send rows with an existing EPIC_FLAT plan: where other plans have the slot
- * of a choice, such a plan has the slot of the token's row. */
+/* Returns whether a dispatch with the arguments *job needs the kernel for EPIC_FLAT. With an
+ * existing EPIC_FLAT plan, the usual kernel can send the rows: for each choice, such a plan has
+ * the slot of the token's row where other plans have the slot of the choice. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Returns for how many tokens per rank a low-latency dispatch kernel may be used, or -1 if no
- * such kernel supports the arguments *job. The result is equal on all ranks. */
+/* Returns up to how many tokens per rank a low-latency dispatch kernel may be used. Returns -1
+ * if no such kernel supports the arguments *job. The result is equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* the backend `hosts` has no low-latency kernel for rows with scales */
@@ -222,24 +223,23 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether one kernel may make the plan and send rows before the plan is complete. Then
- * no choice may be dropped, the expert id alone must determine the rank, and all rows must fit
- * into the staging memory. */
+/* Returns whether one kernel may make the plan and send rows before the plan is complete. This
+ * is possible if no choice may be dropped, the rank of a choice depends only on its expert id,
+ * and all rows fit into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* In the backend `hosts`, a kernel that makes a FLAT plan and also sends rows would not
-         * wait for every word that peers put into the inbox (net.cuh). */
+        /* In the backend `hosts`, a kernel that both makes an EPIC_FLAT plan and sends rows
+         * would not wait for every word that peers put into the inbox (net.cuh). */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made. With uniform routing, NVLink can send
- * the bytes of their rows (EARLY_BYTES) in that time. The number is at most a fifth of the
- * tokens, because receiving starts only when the plan is complete and must catch up with
- * sending. */
+/* Returns how many tokens to send while the plan is made: with uniform routing, NVLink can send
+ * their rows (EARLY_BYTES) in that time. At most a fifth of the tokens are sent early, because
+ * receiving starts only when the plan is complete, and must then catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -279,12 +279,12 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* Implements epic_ops.allreduce_sum: adds the arrays of floats of all ranks, which all have
- * `count` floats. Each launch sums as many as fit into the staging memory. */
+/* Implements epic_ops.allreduce_sum: adds the arrays of all ranks, each with `count` floats.
+ * Each launch adds as many floats as fit into the staging memory. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
-    /* largest number of floats that one launch can sum */
+    /* maximum number of floats that one launch can sum */
     const int64_t most = g->self.at.source_bytes / 16 * 4;
     signature a = {EPIC_OP_SUM};
     TRY(p2p_check_group(g));
@@ -305,8 +305,8 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* Implements epic_ops.sum_replicas. One launch computes the sums of all logical experts, whose
- * replicas the plan lists. */
+/* Implements epic_ops.sum_replicas. The plan lists the replicas of each logical expert, and one
+ * launch computes the sums of all logical experts. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {
     P2P_RANGE("epic_sum_replicas");

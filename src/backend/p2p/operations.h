@@ -6,7 +6,7 @@
 
 #include "backend/p2p/layers.h"
 
-#define P2P_MOST_ROWS 0x7ffffff0 /* largest number of rows: slots are int32 */
+#define P2P_MOST_ROWS 0x7ffffff0 /* maximum number of rows: slots are int32 */
 
 /* Fills in `self`, the first member of every job: the operation, its signature and its time
  * limit. In the backend `hosts`, also wakes the proxy thread. */
@@ -23,7 +23,7 @@ static inline cudaStream_t p2p_stream_of(const epic_call *call)
     return (cudaStream_t)call->stream;
 }
 
-/* Limits a number of rows to P2P_MOST_ROWS, so that it fits into int32. */
+/* Limits a row count to P2P_MOST_ROWS, so that it fits into int32. */
 static inline int32_t p2p_clamp_rows(int64_t num_rows)
 {
     return num_rows > P2P_MOST_ROWS ? P2P_MOST_ROWS : (int32_t)num_rows;
@@ -39,8 +39,8 @@ static inline bool p2p_is_aligned(epic_const_rows rows)
  * `name`: the caller's name of the rows. Errors: EPIC_EINVAL. */
 epic_result p2p_check_row(const epic_group *group, const char *name, int64_t row_bytes);
 
-/* Returns whether rows of all tokens fit into the staging memory at once. Otherwise an operation
- * that uses staging moves them in several rounds. */
+/* Returns whether the rows of all tokens fit into the staging memory at once. Otherwise an
+ * operation that uses staging sends them in several rounds. */
 bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
 
 /* Returns whether this group may use low-latency kernels. The libraries for many ranks have

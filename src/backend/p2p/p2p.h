@@ -12,8 +12,7 @@
 #include "cuda/common/cuda_kernels.h"
 
 #define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
-/* default number of SMs if the operations of a context can have only few and small rows
- * (budget.c) */
+/* default number of SMs for a context whose operations have few and small rows (budget.c) */
 #define P2P_SMALL_SMS 32
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
 
@@ -51,35 +50,35 @@ struct epic_group {
     int32_t rank, num_ranks;
     int device;
     int device_sms; /* SMs of the whole GPU */
-    int num_sms;    /* largest number of SMs of an operation (budget.c) */
+    int num_sms;    /* maximum number of SMs that an operation uses (budget.c) */
     int ranks_here; /* how many ranks of the group use this GPU */
     /* for each rank, true if its heap belongs to another process and is mapped here */
     bool mapped[DEVICE_MAX_RANKS];
     p2p_watch *watch;
-    /* counter that shows kernels that this process is running (beats.h) */
+    /* shows kernels that this process is running (beats.h) */
     p2p_beats *beats;
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
     /* pinned host memory to and from which small amounts are copied on `side` */
     uint64_t *word;
     bool bulk; /* the GPU has bulk stores (compute capability 9.0) */
-    /* largest number of tokens per rank for which low-latency kernels run */
+    /* maximum number of tokens per rank for which low-latency kernels run */
     int32_t lowlat_tokens;
     /* windows of the group; NULL until one is added. Read and set atomically */
     struct p2p_windows *windows;
     pthread_mutex_t waits_lock; /* protects `waits` */
-    p2p_waits waits;            /* memory for a copy of the waiting times of the device */
+    p2p_waits waits; /* memory into which the waiting times are copied from the device */
 };
 
-/* Returns EPIC_OK for cudaSuccess. Otherwise stores an error sentence that begins with `what`,
+/* Returns EPIC_OK for cudaSuccess. Otherwise stores an error text that begins with `what`,
  * clears the CUDA error, and returns EPIC_ENOMEM or EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
 /* Launches every kernel once, so that no operation loads one (load.c). */
 epic_result p2p_load(epic_group *group);
 
-/* Returns whether this process can use a CUDA device. If not, writes the reason to `why` (256
- * bytes). */
+/* Returns whether this process can use a CUDA device. If not, writes the reason to `why`, which
+ * has 256 bytes. */
 bool p2p_any_device(char *why);
 
 /* Returns whether two ids of hosts or processes are equal. */
@@ -88,13 +87,13 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
     return a[0] == b[0] && a[1] == b[1];
 }
 
-/* p2p_group_new() creates a group and computes its heap layout. It returns NULL if memory is
- * short. p2p_group_device() then sets the group's device, creates its stream and allocates its
+/* p2p_group_new() creates a group and computes its heap layout; it returns NULL if out of
+ * memory. p2p_group_device() then sets the group's device, creates its stream and allocates its
  * status. p2p_group_free() frees the group with its stream and status. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
-/* Returns whether the numbers in *gpu, which a peer has sent, are in range. */
+/* Returns whether the values in *gpu, which a peer has sent, are in range. */
 bool p2p_gpu_fits(const p2p_gpu *gpu);
 
 /* Returns the offsets of the arrays in a heap of a context with this config. */
@@ -103,11 +102,11 @@ p2p_heap p2p_heap_for(const epic_config *config);
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
 /* Returns how many bytes to allocate for a heap. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Clears a heap: sets stamped words to 0 and staging memory to poison (the mark of a word that
+/* Clears a heap: sets stamped words to 0, and staging memory to poison (the mark of a word that
  * has not arrived). Returns when the device has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
-/* Returns the number (epoch) of the last operation that began on this rank's device. Waits for
- * the copy of the number from the device, but not for kernels. */
+/* Returns the epoch of the last operation that began on this rank's device. Copies the epoch
+ * from the device and waits for this copy, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
 /* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. A word is P2P_GONE() if its rank
  * has closed, otherwise 0. Returns pinned host memory that is valid until the next call, or
@@ -122,20 +121,20 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
 
 /* Implements epic_backend.fetch. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
-/* Allocates memory of the group's GPU. Returns NULL if memory is short. p2p_release() frees the
- * memory. */
+/* Allocates memory of the group's GPU. Returns NULL if out of memory. p2p_release() frees
+ * it. */
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
 /* Writes one line about the GPUs of this host, for epic-info. */
 void p2p_describe(char *to, size_t size);
 
-/* Returns the number of SMs of a device that contexts of this process use. */
+/* Returns how many SMs of a device the contexts of this process use. */
 int p2p_budget_taken(int device);
-/* Sets group->num_sms and reserves this many SMs in the GPU's budget (budget.c). `gpus`
- * [num_ranks] is the data of all ranks. Ranks that share a GPU get equal numbers. Errors:
+/* Sets group->num_sms, and reserves this many SMs of the GPU (budget.c). `gpus` [num_ranks] is
+ * the data of all ranks. Ranks that share a GPU get the same number of SMs. Errors:
  * EPIC_EINVAL, EPIC_ENOTSUP. */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
-/* Returns the SMs of this context to the budget of its GPU. */
+/* Ends the reservation of p2p_budget_share(). */
 void p2p_budget_give_back(epic_group *group);
 
 /* p2p_watch_open() starts the watcher thread (watch.c), and p2p_watch_close() ends it. */
@@ -184,15 +183,15 @@ void p2p_heap_disconnect(const epic_group *group);
 
 /* Windows, in windows.c. p2p_add_window() implements epic_window_alloc (args->data is NULL) and
  * epic_window_register. All ranks call it and return the same error: EPIC_ENOMEM or
- * EPIC_ENOTSUP, which do not break the group. p2p_free_windows() frees all windows when no peer
- * stores any more. */
+ * EPIC_ENOTSUP, which do not break the group. p2p_free_windows() waits until no peer stores
+ * into the windows, and frees them. */
 epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
                            epic_window_info *out);
 void p2p_free_windows(epic_group *group);
 /* Returns the table of all windows in device memory, or NULL if there is none. */
 const p2p_mapped_window *p2p_window_table(const epic_group *group);
-/* If an output lies in a window, returns its place: the number of the window and the offset in
- * it (p2p_window_words). Otherwise returns 0. */
+/* If an output lies in a window, returns the index of the window plus one and the offset in the
+ * window, packed into one word (p2p_window_words). Otherwise returns 0. */
 uint64_t p2p_window_place(const epic_group *group, epic_rows output);
 
 /* Returns whether the ranks of each process share one copy of this library, and thus its list
@@ -203,18 +202,18 @@ bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
  * cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
 cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
 
-/* Returns the heap of a rank that runs in this process, or NULL if the rank does not. */
+/* Returns the heap of a rank of this process, or NULL if the rank is in another process. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
-/* Returns EPIC_OK, or the result of the failure that a kernel has reported, and writes the
- * failure or zeros to *out. */
+/* Returns EPIC_OK if no kernel has reported a failure, and sets *out to zeros. Otherwise
+ * returns the result code of the failure and writes the failure to *out. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* Returns EPIC_OK, or the result of the failure that a kernel has reported, with its sentence.
- * Every operation calls this function first. */
+/* Returns EPIC_OK if no kernel has reported a failure. Otherwise returns the result code of the
+ * failure and sets its error text. Every operation calls this function first. */
 epic_result p2p_check_group(epic_group *group);
 
-/* Returns the oldest data error that no call has returned yet, and sets its error sentence.
+/* Returns the oldest data error that no call has returned yet, and sets its error text.
  * Returns EPIC_OK if there is none. */
 epic_result p2p_next_data_error(epic_group *group);
 
@@ -250,8 +249,8 @@ epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
-/* The functions that each rank runs for its own tokens, in gate.c and tokens.c. backend/ops.h
- * describes them. Errors: EPIC_EDEVICE. */
+/* Functions for the tokens of this rank alone, in gate.c and tokens.c. backend/ops.h describes
+ * them. Errors: EPIC_EDEVICE. */
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);

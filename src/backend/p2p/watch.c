@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread that detects the end of a peer's process. It then sets the peer's bit
+/* The watcher: a thread that detects when a peer's process exits. It then sets the peer's bit
  * in host memory, which running kernels read. It also writes the beats (beats.h), and makes no
  * CUDA call. */
 #include <errno.h>
@@ -34,9 +34,9 @@ static void mark_dead(p2p_watch *w, int rank)
     w->pids[rank] = 0;
 }
 
-/* The main function of the watcher thread. Waits in poll() for the end of a peer's process, for
- * the next beat, or for the eventfd `end`, to which p2p_watch_close() writes to end the thread.
- */
+/* The main function of the watcher thread. It waits in poll() until a peer's process exits,
+ * until the next beat is due, or until p2p_watch_close() writes to the eventfd `end` to end the
+ * thread. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;

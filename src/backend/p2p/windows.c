@@ -1,19 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Windows of backend p2p: device memory of a rank into which the kernels of its peers store rows
- * (docs/internals/windows.md).
+/* Windows of backend p2p: device memory of a rank into which the kernels of its peers store
+ * rows (docs/internals/windows.md).
  *
  * After a group is open, its ranks have no bootstrap. So the host threads exchange messages
  * through the heaps: each rank copies its message into the heap of every rank, and then polls
- * its own heap. These copies use the stream `side`, so they also work while kernels run.
+ * its own heap. These copies use the stream `side`, so they also work while kernels run. To add
+ * a window, the ranks exchange messages twice:
  *
- *   first exchange    each rank has its memory, or an error
- *   then              each rank maps the memory of its peers, and enters it in a table in device
- *                     memory, which kernels read
- *   second exchange   each rank has mapped all memory, or has an error
+ * - The first message of a rank describes its memory, or contains its error. Then each rank
+ *   maps the memory of its peers, and enters it in a table in device memory, which kernels
+ *   read.
+ * - The second message of a rank says that it has mapped all memory, or contains its error.
  *
- * The messages have two halves, for even and odd exchanges. A rank writes to the half of
- * exchange n - 2 only in exchange n, which it begins after all ranks have sent their messages of
- * exchange n - 1. By then they have read those of exchange n - 2. */
+ * The memory for messages has two halves, for even and odd exchanges. A rank sends the message
+ * of exchange n only after it has received all messages of exchange n - 1. Each rank sent its
+ * message of n - 1 after it had read all messages of n - 2. So exchange n may overwrite the
+ * messages of n - 2. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -80,8 +82,8 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
     return missing;
 }
 
-/* Breaks the group, because the ranks in `missing` (bit mask) have not sent their messages, and
- * returns the error. If they have closed or died (are_gone), the other ranks find this out
+/* Breaks the group, because messages of the ranks in `missing` (bit mask) have not arrived, and
+ * returns the error. If these ranks have closed or died (are_gone), the other ranks notice that
  * themselves and need no report. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
@@ -139,7 +141,7 @@ static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
     }
 }
 
-/* Puts the result of this rank and, if it is an error, its sentence into a message. */
+/* Writes into a message the result code of this rank and, on an error, its error text. */
 static void set_result(p2p_window_message *message, epic_result result)
 {
     message->result = (uint32_t)result;
@@ -159,7 +161,7 @@ static epic_result first_error(const epic_group *g, const p2p_window_message *al
 /* ------------------------------------------------------------------------------ memory ---- */
 
 /* Sets *base to the beginning of the allocation that contains `data`. Only the CUDA driver has
- * a function for this, which is looked up by name. */
+ * a function for this, so it is looked up by name. */
 static epic_result find_base(const void *data, uint8_t **base)
 {
     typedef int range_getter(unsigned long long *base, size_t *bytes, unsigned long long at);
@@ -189,8 +191,8 @@ static bool has_other_processes(const epic_group *g)
     return false;
 }
 
-/* Writes to the message the IPC handle and the offset with which peers of other processes map
- * the window. */
+/* Writes to the message the IPC handle and the offset. Peers of other processes need both to
+ * map the window. */
 static epic_result export_memory(const epic_group *g, const uint8_t *data,
                                  p2p_window_message *mine)
 {
@@ -237,8 +239,8 @@ static epic_result allocate_memory(epic_group *g, int64_t bytes, uint8_t **data)
     return p2p_cuda(cudaStreamSynchronize(g->side), "clearing a window");
 }
 
-/* Allocates this rank's memory of the window, or takes the caller's, and describes it in the
- * message. */
+/* Sets this rank's memory of the window, which is allocated here or comes from the caller, and
+ * describes it in the message. */
 static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
                               p2p_window_message *mine)
 {
@@ -276,8 +278,8 @@ static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
                      cudaGetErrorString(error));
 }
 
-/* Enters the memory of all peers in row `number` of the table that kernels read. `mapped` NULL
- * clears the row. */
+/* Writes the memory of all peers into row `number` of the table, which kernels read. If
+ * `mapped` is NULL, clears the row. */
 static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
                               const p2p_mapped_window *mapped)
 {
@@ -310,8 +312,8 @@ static void release_window(epic_group *g, p2p_window *window)
 
 /* ----------------------------------------------------------------------- adding windows ---- */
 
-/* Returns the group's windows, and creates them at the first call. Returns NULL if memory is
- * short. */
+/* Returns the group's windows, and creates them at the first call. Returns NULL if out of
+ * memory. */
 static struct p2p_windows *windows_of(epic_group *g)
 {
     struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
@@ -336,7 +338,7 @@ static struct p2p_windows *windows_of(epic_group *g)
     return none;
 }
 
-/* Adds window number `number`. If a rank has an error, all ranks return it. */
+/* Adds the window with index `number`. If a rank has an error, all ranks return it. */
 static epic_result add_locked(epic_group *g, struct p2p_windows *w, int number,
                               const epic_window_args *args)
 {
