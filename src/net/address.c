@@ -12,7 +12,7 @@
 
 #include "net/liveness_inner.h"
 
-/* largest number of connections that wait for accept(), including those of other programs */
+/* maximum number of connections that wait for accept(), including those of other programs */
 #define LISTEN_BACKLOG 128
 #define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The thread that watches the liveness connections (liveness.h). Ten times a second it sends
- * one byte, BEAT_BYTE, on each connection. From the acknowledgements of TCP on the peer's host
- * it decides whether the peer is dead. This rank has one peer on each other host, so peers are
- * numbered by host. */
+ * one byte, BEAT_BYTE, on each connection. TCP on the peer's host acknowledges the bytes, and
+ * from these acknowledgements the thread decides whether the peer is dead. This rank has one
+ * peer on each other host, so arrays of peers are indexed by host. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -57,8 +57,8 @@ static void read_beats(net_liveness *l, int host)
 /* Checks that the peer's host has acknowledged the earlier bytes, then sends the next byte.
  *
  * The peer is dead if a byte is not acknowledged, and no acknowledgement has arrived for longer
- * than silence_ms. While this process is suspended, it receives no acknowledgements.
- * run_thread() adds this time to acked_ms, so that it does not count. */
+ * than silence_ms. While this process is suspended, it handles no acknowledgements. So that
+ * this time does not count, run_thread() adds it to acked_ms. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;

@@ -2,18 +2,18 @@
 /* Liveness connections show a rank that a peer's process or host is gone. A network library
  * such as UCX may never notice that, so a rank uses these TCP connections in addition.
  *
- * Hosts are numbered from 0. A group has the same number of ranks on every host. The position
- * of a rank on its host is its rail. The peers of a rank are the ranks with its rail on all
- * other hosts, and it has one liveness connection to each of them. The backend `hosts` counts
- * every rank as a host of its own, so there all other ranks are peers.
+ * Hosts are numbered from 0. A group has the same number of ranks on every host. The index of a
+ * rank on its host is its rail. The peers of a rank are the ranks with the same rail on all
+ * other hosts, and the rank has one liveness connection to each of them. The backend `hosts`
+ * treats every rank as a separate host, so there all other ranks are peers.
  *
  * Each end sends one byte ten times a second, and reads from the operating system (TCP_INFO)
  * whether the peer's host has acknowledged the bytes. A host acknowledges bytes even while the
- * peer's process is suspended or busy, so such a process is never reported as dead. The end of
- * a process, or a host that cannot be reached, is reported within about one second.
+ * peer's process is suspended or busy, so such a process is never reported as dead. If a
+ * process exits or a host cannot be reached, this is reported within about one second.
  *
  * A forked child inherits the sockets and must call net_liveness_forget(). Before that the
- * connections stay open, and peers cannot see the end of the parent. */
+ * connections stay open, and peers cannot see that the parent has exited. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
 
@@ -27,7 +27,7 @@ typedef struct net_liveness net_liveness;
 /* Arguments of net_liveness_listen(), which copies them. */
 typedef struct net_liveness_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts */
-    /* rail: this rank's rail, from 0 to ranks_per_host - 1. An error names a rank by the number
+    /* rail: this rank's rail, from 0 to ranks_per_host - 1. In error texts, the rank is called
      * host * ranks_per_host + rail. */
     int32_t rail, ranks_per_host;
     uint32_t timeout_ms; /* time limit of net_liveness_connect() */
@@ -36,8 +36,8 @@ typedef struct net_liveness_setup {
     uint64_t group_id;
     /* name of the network interface on which peers connect; NULL: any that is up */
     const char *interface;
-    /* by host; true: this rank's peer there is in this process, so it gets no connection and
-     * counts as alive */
+    /* by host; true: this rank's peer there is in this process, so the peer gets no connection
+     * and counts as alive */
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 
@@ -50,12 +50,12 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
 
 /* Connects to all peers, then starts the thread. `handles` [num_hosts,
  * NET_LIVENESS_HANDLE_BYTES] are the handles of this rank and its peers, by host. Collective
- * among these ranks. Errors: EPIC_ETIMEOUT if some peers, which the error sentence names, are
+ * among these ranks. Errors: EPIC_ETIMEOUT if some peers, which the error text names, are
  * not connected after timeout_ms; EPIC_EDEVICE if the system refuses poll() or a thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
 /* State of a peer. NET_PEER_CLOSED means that the peer called net_liveness_close().
- * NET_PEER_DEAD means that the peer's process ended without this call, or that its host cannot
+ * NET_PEER_DEAD means that the peer's process exited without this call, or that its host cannot
  * be reached. */
 typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
@@ -63,8 +63,8 @@ typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } n
  * thread may call this function. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
-/* Ends the thread, sends a last byte, the close byte, to every peer, and frees everything. On
- * the peers, net_liveness_state() of this rank becomes NET_PEER_CLOSED. Accepts NULL. */
+/* Ends the thread, sends the close byte to every peer, and frees everything. On the peers,
+ * net_liveness_state() then returns NET_PEER_CLOSED for this rank. Accepts NULL. */
 void net_liveness_close(net_liveness *liveness);
 
 /* For a forked child: closes its copies of the sockets and frees its memory. Sends nothing, so

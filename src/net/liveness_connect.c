@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the liveness connections (liveness.h). Each rank listens for its peers on hosts with
- * higher numbers, and connects to its peers on hosts with lower numbers. It tries the addresses
- * of a host one after the other.
+/* Makes the liveness connections (liveness.h). Of two peers, the one on the host with the lower
+ * number listens, and the other connects. It tries the addresses of the listening host one
+ * after the other.
  *
  * Each rank has published a handle with its addresses and a random secret through the
  * bootstrap. The handshake of the connecting rank contains the secret of the listening rank,
@@ -9,8 +9,8 @@
  * in the bootstrap.
  *
  * Connections without these secrets are closed. They come from other programs, or from a rank
- * that has reached another machine with the same address, such as that of a container's bridge.
- */
+ * that has reached another machine with the same address, for example an address of a
+ * container's bridge. */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -24,7 +24,7 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-/* Largest number of accepted connections without a complete handshake. One more connection
+/* Maximum number of accepted connections without a complete handshake. One more connection
  * replaces the oldest of them. */
 #define MAX_INCOMING 32
 /* an attempt to connect to one address may take this long */
@@ -45,9 +45,10 @@ typedef struct handshake {
 typedef struct connection {
     int fd;        /* socket; -1: not open */
     bool has_sent; /* true: this rank has sent its handshake */
-    int next;      /* index of the peer's next address to try, modulo the number of addresses */
+    /* index of the peer's next address to try, modulo the number of its addresses */
+    int next;
     int64_t until_ms;    /* time at which to try the next address */
-    size_t num_received; /* number of bytes in `received` */
+    size_t num_received; /* how many bytes of `received` have arrived */
     handshake received;
 } connection;
 
@@ -58,8 +59,8 @@ typedef struct connect_state {
     const unsigned char *handles;
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    /* How many connections were accepted so far. Modulo MAX_INCOMING, this is the index of the
-     * oldest one in `incoming`. */
+    /* how many connections were accepted so far; modulo MAX_INCOMING: index of the oldest
+     * connection in `incoming` */
     int next_incoming;
 } connect_state;
 
@@ -100,8 +101,8 @@ epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *se
     return result;
 }
 
-/* Returns the handle of the peer on a host. Limits num_addresses to the size of its array,
- * because the bytes may be damaged. */
+/* Returns the handle of the peer on a host. The bytes may be damaged, so num_addresses is
+ * limited to the length of its array. */
 static liveness_handle handle_of(const connect_state *o, int host)
 {
     liveness_handle handle;
@@ -198,9 +199,9 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads from one incoming connection until its handshake is complete. Answers it if the sender
- * is a peer on a host with a higher number that is not connected yet. Otherwise closes the
- * connection. */
+/* Reads from one incoming connection until its handshake is complete. Answers the handshake if
+ * it came from a peer on a host with a higher number that is not connected yet. Otherwise
+ * closes the connection. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);
@@ -215,8 +216,8 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
-/* Sets which[rank] to true for each peer that is not connected yet. Returns the number of these
- * peers. */
+/* Sets which[rank] to true for each peer that is not connected yet. Returns how many such peers
+ * there are. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
@@ -228,8 +229,8 @@ static int find_missing(const net_liveness *l, bool *which)
     return count;
 }
 
-/* Returns true if this rank still has to connect to the host. Of two hosts, the one with the
- * higher number connects. */
+/* Returns true if this rank still has to connect to the peer on this host. Of two hosts, the
+ * one with the higher number connects. */
 static bool must_connect(const net_liveness *l, int host)
 {
     return host < l->setup.host && !l->setup.is_in_process[host] && l->sockets[host] < 0;
@@ -257,7 +258,7 @@ static epic_result poll_once(connect_state *o)
     return EPIC_OK;
 }
 
-/* Returns EPIC_ETIMEOUT. The error sentence names the ranks that are set in `which`. */
+/* Returns EPIC_ETIMEOUT. The error text names the ranks that are set in `which`. */
 static epic_result fail_with_missing(const net_liveness *l, const bool *which)
 {
     char names[256];

@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The interface of a network engine: code that sends bytes between ranks on several hosts. The
  * memory of a rank is GPU memory or host memory. Each rank opens one net, which connects it to
- * one rank on each other host. These ranks are its peers, and they are numbered by host. The
- * backend `hosts` counts every rank as a host of its own, so all other ranks are peers there.
- * The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
+ * one rank on each other host. These ranks are its peers, and arrays of peers are indexed by
+ * host. The backend `hosts` treats every rank as a separate host, so all other ranks are peers
+ * there. The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
  *
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
@@ -13,13 +13,13 @@
  * 3. A put that put() has accepted arrives, or is_gone() reports the peer.
  * 4. An engine may read the source of a put several times, until is_done() returns true for the
  *    put.
- * 5. After connect() EPIC's code of the engine does not allocate host memory or call CUDA, and
+ * 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA, and
  *    no function except close() blocks.
  *
  * Therefore a reader recognizes a new word by its content, in one of two ways. Some words hold
- * a value that is never sent (poison) until a new value arrives. All others contain the number
- * of the operation (a stamp). A sender needs no fence and no flag. Only one
- * thread at a time may call functions of a net. Any thread may read words of the inbox. */
+ * a value that is never sent (poison) until a new value arrives. All others contain the epoch
+ * of the operation (a stamp). A sender needs no fence and no flag. Only one thread at a time
+ * may call functions of a net. Any thread may read words of the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
 
@@ -33,7 +33,7 @@
 #define NET_HANDLE_BYTES 4096
 #define NET_WHY_BYTES 256            /* size of the buffer for an error text */
 #define NET_GPU_BYTES 16             /* size of a PCI address */
-#define NET_MAX_PUT_BYTES (1u << 20) /* largest size of one put */
+#define NET_MAX_PUT_BYTES (1u << 20) /* maximum size of one put */
 
 /* The net of one rank. Each engine defines the struct. */
 typedef struct net net;
@@ -51,8 +51,8 @@ typedef enum net_rdma {
 typedef struct net_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts */
     net_rdma rdma;
-    /* largest number of threads that the engine may start. An engine starts them if CPUs, not
-     * network devices, move the bytes. */
+    /* Maximum number of threads that the engine may start. Engines start threads only if CPUs,
+     * and not network devices, move the bytes. */
     int32_t threads;
     bool on_gpu;          /* true: inbox and outbox are GPU memory; false: host memory */
     void *inbox;          /* inbox, outbox and their sizes are multiples of 8 bytes */
@@ -81,10 +81,10 @@ typedef struct net_engine {
      * unable to reach that memory: only connect() finds this out. Local. */
     bool (*can_reach_gpu)(void);
 
-    /* Opens this rank's end of the net, and writes to `handle`, NET_HANDLE_BYTES zeroed bytes,
-     * the data that peers need to connect. It contains 64 random bits. The receiver ignores
-     * messages without them, because other programs may send messages too. On an error, writes
-     * the reason to `why`. Local. */
+    /* Opens this rank's end of the net, and writes to `handle` the data that peers need to
+     * connect. `handle` has NET_HANDLE_BYTES zeroed bytes. The data contains 64 random bits,
+     * which a receiver expects in each message, because other programs may send messages too.
+     * On an error, writes the reason to `why`. Local. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
     /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] are the handles of this
@@ -102,12 +102,12 @@ typedef struct net_engine {
     /* Sends one word of 8 bytes, which is passed by value, under the rules of put(). */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
-    /* Lets the engine send and receive. Returns the number of events, such as completed puts;
-     * 0: nothing happened. */
+    /* Lets the engine send and receive. Returns how many events there were, such as completed
+     * puts. */
     int (*progress)(net *n);
 
-    /* Returns true once the caller may overwrite the sources of the first `count` puts to a
-     * host, because the engine no longer reads them. `count` counts all puts since open(),
+    /* Returns true if the engine no longer reads the sources of the first `count` puts to a
+     * host, so that the caller may overwrite them. `count` counts all puts since open(),
      * including those of put_word(). */
     bool (*is_done)(const net *n, int host, uint64_t count);
 

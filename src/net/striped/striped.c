@@ -20,8 +20,8 @@
 #ifndef STRIPED_LARGE
 #define STRIPED_LARGE (32u << 10) /* puts of at least this many bytes are large */
 #endif
-#define MAX_JOBS 64 /* largest number of puts in the queue of a stripe's thread */
-/* largest number of puts in flight to one host, including words; put() refuses more */
+#define MAX_JOBS 64 /* maximum number of puts in the queue of a stripe's thread */
+/* maximum number of puts in flight to one host, including words; put() refuses more */
 #define MAX_IN_FLIGHT 1024
 #define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this long */
 
@@ -50,39 +50,39 @@ typedef struct job {
 typedef struct stripe {
     net *net;                       /* this stripe's net, opened by striped_over.engine */
     net *owner;                     /* the striped net that the stripe belongs to */
-    uint64_t posted[NET_MAX_HOSTS]; /* for each host, the number of puts passed to `net` */
-    /* For each host, the number of puts before the first one that has not completed. Puts to a
-     * host complete in any order. */
+    uint64_t posted[NET_MAX_HOSTS]; /* for each host, how many puts were passed to `net` */
+    /* For each host, how many puts have completed without a gap: all of the first
+     * completed[host] puts have. Puts to a host complete in any order. */
     uint64_t completed[NET_MAX_HOSTS];
     bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
     bool has_thread; /* true: the thread was started; it closes `net` before it ends */
-    /* queued: number of jobs that the caller has queued. started: number of them that were
-     * passed to `net`. */
+    /* queued: how many jobs the caller has queued. started: how many of these were passed to
+     * `net`. */
     uint64_t queued, started;
     job jobs[MAX_JOBS];
     int64_t nap_us; /* length of the current nap; 0: the thread is awake */
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* The state of the puts to one host, over all stripes. Puts are numbered in the order of the
+/* The state of the puts to one host, over all stripes. Puts have indices in the order of the
  * caller's calls. */
 typedef struct peer {
-    /* posted: number of puts that the caller has made. finished: all puts with smaller numbers
+    /* posted: how many puts the caller has made. finished: all puts with an index below this
      * have completed. */
     uint64_t posted, finished;
-    /* stripe_of[i % MAX_IN_FLIGHT]: number of the stripe that sends put number i */
+    /* stripe_of[i % MAX_IN_FLIGHT]: the stripe that sends put i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
-    /* number of completed puts of each stripe, among the puts with numbers below `finished` */
+    /* for each stripe, how many puts with an index below `finished` it has completed */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
 struct net {
     net_setup setup;
-    int num_stripes, next; /* next: stripe number 1 + next gets the next large put */
+    int num_stripes, next; /* next: stripe 1 + next gets the next large put */
     int is_closing;
-    uint64_t num_polls; /* number of calls of striped_progress() */
-    uint64_t num_calls; /* number of puts that the caller has made, to all hosts */
+    uint64_t num_polls; /* how often striped_progress() was called */
+    uint64_t num_calls; /* how many puts the caller has made, to all hosts */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
@@ -107,8 +107,8 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes for the caller how many puts of the stripe to a host have completed, and whether
- * the host is gone. */
+/* Publishes how many puts of the stripe to a host have completed, and whether the host is gone.
+ * The caller reads both. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -133,8 +133,8 @@ static int stripe_progress(stripe *s)
 
 /* ----------------------------------------------------------------- thread of a stripe ---- */
 
-/* Passes queued puts to the net of the stripe until that net accepts no more. Returns the
- * number of puts passed. */
+/* Passes queued puts to the net of the stripe until that net accepts no more. Returns how many
+ * it passed. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -149,8 +149,7 @@ static int stripe_take_jobs(stripe *s)
 }
 
 /* Sleeps at most `us` microseconds. Does not sleep if the striped net is closing, or if the
- * caller has made another put since this thread read num_calls, the number of the caller's
- * puts. */
+ * caller has made another put since this thread read num_calls. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -169,8 +168,8 @@ static void stripe_wake(stripe *s, int64_t us)
         sem_post(&s->awake);
 }
 
-/* Returns the longest duration of the next nap, in microseconds. During the last nap, of `us`
- * microseconds, the caller has called striped_progress() `num_polls` times. */
+/* Returns the maximum length of the next nap in microseconds. The last nap lasted `us`
+ * microseconds. During that nap, the caller has called striped_progress() `num_polls` times. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
@@ -218,7 +217,7 @@ static epic_result stripe_start(stripe *s, char *why)
 
 /* ----------------------------------------------------------------------------- opening ---- */
 
-/* Returns the number of bytes of a handle without its trailing zero bytes. */
+/* Returns the size of a handle in bytes, without its trailing zero bytes. */
 static size_t handle_length(const unsigned char *bytes)
 {
     size_t length = NET_HANDLE_BYTES;
@@ -302,8 +301,9 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
     memcpy(to, from->bytes + at, from->length[stripe]);
 }
 
-/* Closes stripes until this rank has as many as the peer with the fewest. All ranks read the
- * same handles, so they all keep that number. Returns EPIC_EMISMATCH if a handle is damaged. */
+/* Closes stripes until this rank has as many as the peer with the fewest stripes. All ranks
+ * read the same handles, so they all keep the same number. Returns EPIC_EMISMATCH if a handle
+ * is damaged. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -351,9 +351,9 @@ static bool has_room(const net *n, int host)
     return n->peers[host].posted - n->peers[host].finished < MAX_IN_FLIGHT;
 }
 
-/* Records that a put was passed to stripe number `stripe`. Wakes the thread of that stripe from
- * any nap, and the other threads from long naps: the peer's answer may arrive on any stripe, so
- * all threads must poll soon. Returns true. */
+/* Records that a put was passed to stripe `stripe`. Wakes the thread of that stripe from any
+ * nap, and the other threads from long naps: the peer's answer may arrive on any stripe, so all
+ * threads must poll soon. Returns true. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];
@@ -397,8 +397,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Increases peer.finished up to the number of the first put that has not completed. Returns the
- * increase. */
+/* Increases peer.finished to the index of the first put that has not completed. Returns by how
+ * much it has increased. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -430,7 +430,8 @@ bool striped_is_done(const net *n, int host, uint64_t count)
     return n->peers[host].finished >= count;
 }
 
-/* Returns true if the net of any stripe has found that the peer on this host is gone. */
+/* Implements net_engine.is_gone. Returns true if the net of any stripe has found that the peer
+ * is gone. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -438,7 +439,8 @@ bool striped_is_gone(const net *n, int host)
     return false;
 }
 
-/* Writes the description of the first stripe, and the number of stripes. */
+/* Implements net_engine.describe. Describes the first stripe, and adds the number of
+ * stripes. */
 void striped_describe(const net *n, char *to, size_t size)
 {
     striped_over.engine->describe(n->stripes[0].net, to, size);

@@ -8,7 +8,7 @@
 
 #include "net/net.h"
 
-#define STRIPED_MAX 8 /* largest number of stripes */
+#define STRIPED_MAX 8 /* maximum number of stripes */
 
 /* An engine (code that drives a network library) whose nets can be the stripes of a striped
  * net. */

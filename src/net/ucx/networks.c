@@ -14,7 +14,7 @@
 #define SEGMENT "256K"
 
 /* Returns the text that UCX prints about the context, or about the endpoint if context is NULL.
- * Returns NULL if memory is short. The caller frees the text. */
+ * Returns NULL if out of memory. The caller frees the text. */
 static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
 {
     char *text = NULL;
@@ -121,7 +121,7 @@ static bool has_user_devices(void)
 }
 
 /* Writes to `devices` the network devices for a context that should use `port`
- * (ucx_create_context()). Writes "" if UCX chooses the devices. */
+ * (ucx_create_context()). Writes "" if UCX should choose the devices. */
 static void choose_devices(ucp_context_h context, const char *port, char *devices, size_t size)
 {
     *devices = 0;

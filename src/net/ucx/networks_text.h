@@ -2,10 +2,10 @@
 /* Reads the text that UCX prints about an endpoint (networks.h). The text has one line for each
  * network of the endpoint, which UCX calls a lane, for example:
  *
- *   # lane[0]: 4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0
+ *    # lane[0]: 4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0
  *
- * Here the network is tcp/eth0. md[n] is the memory domain with number n, first on this rank,
- * then on the peer. */
+ * Here the network is tcp/eth0. md[n] is memory domain n, first on this rank, then on the
+ * peer. */
 #ifndef EPIC_NET_UCX_NETWORKS_TEXT_H
 #define EPIC_NET_UCX_NETWORKS_TEXT_H
 
@@ -54,7 +54,7 @@ static inline bool networks_list_devices(const char *text, const char *port, cha
     return used < size;
 }
 
-/* Returns true if a line of `text`, the settings that UCX prints, is `line`. */
+/* Returns true if `text`, the settings that UCX prints, has the line `line`. */
 static inline bool networks_have_setting(const char *text, const char *line)
 {
     const size_t length = strlen(line);
@@ -79,10 +79,10 @@ static inline bool networks_is_for_memory(const char *at)
 /* Returns true if remote writes over these networks keep words of 8 bytes whole. Every network
  * must be RDMA, and at least one of them must be for remote access to memory.
  *
- * Without such a network UCX sends remote writes as messages, which the receiver stores with
- * memcpy. That may write a word twice or in parts. UCX prints the network EFA (srd) as one for
- * remote access even if its devices can only read. So EFA also needs no_emulation, with which
- * the context refuses to send remote writes as messages. */
+ * If no network is for remote access, UCX sends remote writes as messages, which the receiver
+ * stores with memcpy. That may write a word twice or in parts. UCX prints the network EFA (srd)
+ * as one for remote access even if its devices can only read. So EFA also needs no_emulation,
+ * with which the context refuses to send remote writes as messages. */
 static inline bool networks_keep_words(const char *text, bool no_emulation)
 {
     char network[64];

@@ -27,8 +27,8 @@ static void read_line(char *out, size_t size, const char *path)
     fclose(file);
 }
 
-/* Reads the number in a file of a folder, in C's notation. Returns `otherwise` if there is
- * none. */
+/* Reads the number in a file of a folder, in C's notation. Returns `otherwise` if the file has
+ * no number. */
 static long read_number(const char *folder, const char *file, long otherwise)
 {
     char path[PATH_MAX + 64], text[64], *end;
@@ -132,8 +132,8 @@ void nics_read(nics_host *out, const char *sysfs)
 
 /* ----------------------------------------------------------------------------- choosing ---- */
 
-/* Returns how many folders two paths have in common, starting at the folder of the PCIe root
- * complex, such as "pci0000:15". */
+/* Returns how many folders the beginnings of two paths have in common. The first folder is that
+ * of the PCIe root complex, such as "pci0000:15". */
 static int count_common_folders(const char *a, const char *b)
 {
     int common = 0;
@@ -184,7 +184,8 @@ static uint64_t find_usable_ports(const nics_host *host)
     return usable;
 }
 
-/* Returns which ports are nearest to the GPU and, among these, have the highest speed. */
+/* Returns those ports that are nearest to the GPU and have the highest speed among the nearest,
+ * as a bit mask. */
 static uint64_t find_best_ports(const nics_host *host, uint64_t usable, const nics_device *gpu)
 {
     uint64_t best = 0;

@@ -8,7 +8,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-#define NICS_MAX 64 /* largest number of GPUs, and of ports of NICs, that are considered */
+#define NICS_MAX 64 /* maximum number of GPUs, and of ports of NICs, that are considered */
 #define NICS_NAME_BYTES 64
 #define NICS_ADDRESS_BYTES 16
 
@@ -51,16 +51,16 @@ nics_distance nics_find_distance(const nics_device *gpu, const nics_device *port
 /* Returns the name of a distance, such as "same PCIe switch". */
 const char *nics_distance_name(nics_distance distance);
 
-/* Returns the number of the port that the GPU should use, or -1 if no port is usable.
+/* Returns the index of the port that the GPU should use, or -1 if no port is usable.
  *
- * Only active ports are considered and, if one of them is InfiniBand, only InfiniBand ports, so
- * that all GPUs of a cluster use the same kind of network. Ports with less than a quarter of
- * the speed of the fastest one are left out. Of the others the GPU uses the nearest, and of
- * several nearest ones one of the fastest. GPUs with the same nearest ports use these ports in
- * turn. */
+ * Only active ports are considered. If one of them is InfiniBand, only InfiniBand ports are
+ * considered, so that all GPUs of a cluster use the same kind of network. Ports with less than
+ * a quarter of the speed of the fastest port are left out. Of the others, the GPU uses the
+ * nearest port. Of several nearest ports, it uses one of the fastest. GPUs with the same
+ * nearest ports use these ports in turn. */
 int nics_choose(const nics_host *host, int gpu);
 
-/* Returns the number of the GPU with this PCI address, or -1. Ignores upper and lower case. */
+/* Returns the index of the GPU with this PCI address, or -1. Ignores upper and lower case. */
 int nics_find_gpu(const nics_host *host, const char *address);
 
 #endif

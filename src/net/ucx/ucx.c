@@ -17,15 +17,15 @@
 #include "net/ucx/networks.h"
 #include "net/ucx/nics.h"
 
-/* largest number of unfinished calls of put() and put_word() to one host */
+/* maximum number of unfinished calls of put() and put_word() for one host */
 #define MAX_IN_FLIGHT 256
 #define MESSAGE_ID 1 /* id of this engine's active message */
 /* ucx_progress() calls ucp_worker_progress() at most this often */
 #define MAX_PROGRESS_CALLS 64
 #define FLUSH_MS 1000 /* closing waits at most this long for puts in flight */
 
-/* The header of an active message. For put_word() there is only the header. For put() its bytes
- * follow. */
+/* The header of an active message. A message of put_word() has only the header. In a message of
+ * put(), the bytes follow. */
 typedef struct header {
     uint64_t token; /* the receiver's random token, from its handle */
     uint64_t to;    /* offset in the receiver's inbox */
@@ -45,8 +45,8 @@ typedef struct peer {
     ucp_rkey_h key;
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* posted: number of calls of put() and put_word() for this peer. finished: number of them
-     * before the first one that has not completed. */
+    /* posted: how many calls of put() and put_word() were made for this peer. finished: how
+     * many calls come before the first one that has not completed. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -77,7 +77,7 @@ typedef struct handle {
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a handle is what the bootstrap carries");
 
 /* Writes to `why` the name `what` of the call that failed, and its status. Returns the
- * epic_result that corresponds to the status. */
+ * epic_result for this status. */
 static epic_result fail_with_status(char *why, const char *what, ucs_status_t status)
 {
     snprintf(why, NET_WHY_BYTES, "net \"ucx\": %s: %s", what, ucs_status_string(status));
@@ -106,8 +106,8 @@ static void store_words(void *to, const void *from, size_t bytes)
 }
 
 /* UCX calls this function for each received message. Stores the message into the inbox. Ignores
- * a message without the token of this net, because any program may send one, or with a target
- * outside of the inbox. */
+ * a message without the token of this net, because any program may send one. Also ignores a
+ * message with a target outside of the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
@@ -194,7 +194,7 @@ static epic_result write_handle(net *n, handle *c, char *why)
 }
 
 /* Writes to `port` the port of a NIC that the GPU with this PCI address should use (nics.h).
- * Writes "" if no port is usable or if memory is short. UCX then chooses the devices. */
+ * Writes "" if no port is usable or if out of memory. UCX then chooses the devices. */
 static void find_port(char port[NICS_NAME_BYTES], const char *gpu)
 {
     *port = 0;
