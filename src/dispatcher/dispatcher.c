@@ -16,11 +16,11 @@ struct epic_dispatcher {
     bool opened_here; /* true: the dispatcher opened ctx, so epic_dispatcher_close closes it */
     epic_layer layer;
     epic_layer_info sizes;
-    int64_t row_bytes;    /* bytes of a token's row */
+    int64_t row_bytes;    /* size of a token's row in bytes */
     void *plan;           /* the plan of the current dispatch */
     epic_slots slots;     /* outputs of dispatch */
     epic_slots gradients; /* outputs of combine_backward, in separate memory */
-    int64_t num_tokens;   /* tokens of the current dispatch; -1: no dispatch yet */
+    int64_t num_tokens;   /* number of tokens in the current dispatch; -1: no dispatch yet */
     bool has_weights;     /* true: the current dispatch has weights */
     bool has_d_rows;      /* true: combine_backward has succeeded since the last dispatch */
 };
@@ -28,7 +28,7 @@ struct epic_dispatcher {
 /* ------------------------------------------------------------------------------ memory ---- */
 
 /* Allocates 64-byte aligned memory, on the context's device or, for a host context, on the
- * host. Returns NULL if memory is short. */
+ * host. Returns NULL if out of memory. */
 static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -60,8 +60,8 @@ static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
     return out->rows != NULL && out->weights != NULL;
 }
 
-/* Allocates the plan and all buffers. Returns false if memory is short. Some buffers may then
- * exist, which release_all() frees. */
+/* Allocates the plan and all buffers. Returns false if out of memory; release_all() then frees
+ * the buffers that exist. */
 static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
@@ -123,7 +123,7 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-/* Opens the context, computes the sizes and allocates the buffers. On an error the caller
+/* Opens the context, computes the sizes and allocates the buffers. After an error, the caller
  * closes the dispatcher. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Activations and their derivatives. pass_template.h includes this file. The functions read n
- * numbers that are `step` elements apart: 2 if experts.interleaved is set, because then the
- * numbers of the gate and of the up projection alternate in a row, else 1.
+ * elements that are `step` elements apart. `step` is 2 if experts.interleaved is set: then a
+ * row holds elements of the gate and of the up projection in turn. Otherwise `step` is 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
@@ -35,7 +35,8 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of the gate's number in[i * step], without up_factor(). */
+/* Sets out[i] to the activation of in[i * step], an element of the gate. Does not multiply by
+ * up_factor(). */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -106,7 +107,8 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor of an activation. u: element of the up projection in its column. */
+/* Returns the factor by which an activation is multiplied. u: element of the up projection in
+ * the same column. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

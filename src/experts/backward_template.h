@@ -48,7 +48,7 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
 }
 
 /* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY: dot(d, a) + dot(d_y, b_down).
- * d is the gradient of the weighted activations. `row` is the slot's number in its slab. */
+ * d is the gradient of the weighted activations. `row` is the index of the slot in its slab. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
@@ -59,9 +59,9 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up from d [slots, inner], the gradient of the activations or, with
- * EPIC_WEIGHT_EARLY, of the weighted ones. Then also computes the gradients of the weights.
- * Sets the rows of padding to 0. */
+/* Computes job->d_gate_up from d [slots, inner], and then the gradients of the weights. d is
+ * the gradient of the activations or, with EPIC_WEIGHT_EARLY, of the weighted activations. Sets
+ * the rows of padding to 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {

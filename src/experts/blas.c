@@ -275,8 +275,8 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(), guarded by the mutex: the number of callers that are inside,
- * and OpenBLAS's number of threads before the first one entered. */
+/* State of experts_blas_enter(), guarded by the mutex: how many callers are inside, and how
+ * many threads OpenBLAS used before the first one entered. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

@@ -37,17 +37,17 @@ bool gemm_has_bf16(void);
 void gemm_bf16(const gemm *g);
 
 /* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
- * column of op(B) and k. Terms of 0 at the end of the sum over k do not change them. The
- * float32 function uses host_kernels.product, the float64 function plain loops. They overwrite
- * `memory`, which has gemm_invariant_bytes() bytes. */
+ * column of op(B) and k. If the last terms of the sum over k are 0, they do not change the
+ * bits. The float32 function uses host_kernels.product, the float64 function plain loops. Both
+ * overwrite `memory`, which has gemm_invariant_bytes() bytes. */
 void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);
 
 /* gemm_few() multiplies matrices A and B of type EPIC_F32 or EPIC_BF16 without OpenBLAS. m is
  * at most HOST_FEW_ROWS, and no matrix is transposed. `memory` has HOST_FEW_MEMORY floats.
- * gemm_has_few() returns true if gemm_few() is the fastest product with few rows on this
- * processor, because its kernels have vectors. */
+ * gemm_has_few() returns true if gemm_few() is the fastest product for few rows on this
+ * processor, because its kernels use vector instructions. */
 bool gemm_has_few(void);
 void gemm_few(const gemm *g, uint32_t a_type, uint32_t b_type, void *memory);
 
@@ -59,8 +59,8 @@ void gemm_plain_f64(const gemm *g);
 /* Between experts_blas_enter() and experts_blas_leave(), OpenBLAS and oneDNN use one thread per
  * product. Otherwise the bits of a product would depend on the number of threads.
  *
- * OpenBLAS has one number of threads for the whole process. The first thread that enters sets
- * it to 1, and the last one that leaves restores it. oneDNN has a number for each thread. Any
+ * OpenBLAS has one setting for the whole process. The first thread that enters sets it to one
+ * thread, and the last one that leaves restores it. oneDNN has a setting for each thread. Any
  * thread may call these functions, and pairs of calls may be nested. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);

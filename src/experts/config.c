@@ -9,11 +9,12 @@
 #include "rules/experts_layout.h"
 
 #define MAX_EXPERTS 65536
-#define MAX_ROW_NUMBERS (1 << 24) /* largest hidden and inner */
-/* most elements of a weight array of all experts, so that its bytes fit into an int64_t */
+#define MAX_ROW_NUMBERS (1 << 24) /* maximum of `hidden` and of `inner` */
+/* maximum number of elements in the weight array of all experts, so that its size in bytes fits
+ * into an int64_t */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Elements of a tile: 4 MiB of float32, which fit into a core's cache and still are many
- * columns or rows. */
+/* Maximum number of elements in a tile: 4 MiB of float32. A tile then fits into a core's cache,
+ * and still has many columns or rows. */
 #define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
@@ -24,7 +25,8 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types. F64 rows and F64 weights need each other. Only weights may be E4M3. */
+/* Checks the types. F64 rows require F64 weights, and F64 weights require F64 rows. Only
+ * weights may be E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -128,7 +130,7 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Returns the elements of the largest tile of weights to convert, or 0 without conversion. */
+/* Returns the number of elements in the largest tile, or 0 if weights need no conversion. */
 static int64_t tile_numbers(const experts_job *job)
 {
     const int64_t h = job->hidden, i = job->inner, w = job->width;
@@ -138,7 +140,8 @@ static int64_t tile_numbers(const experts_job *job)
     return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
-/* Rounds up to 64 bytes of float32, so that each part of the workspace begins a cache line. */
+/* Rounds a number of float32 elements up to a multiple of 64 bytes, so that each part of the
+ * workspace begins a cache line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
@@ -161,8 +164,9 @@ static int64_t product_numbers(const experts_job *job)
     return job->has_few ? HOST_FEW_MEMORY : 0;
 }
 
-/* Sets the workspace pointers of *job to parts of the memory at `at`, unless it is NULL.
- * Returns the size of all parts in numbers, float32 or (F64 rows) float64. */
+/* Sets the workspace pointers of *job to parts of the memory at `at`, unless `at` is NULL.
+ * Returns the number of elements in all parts together: float64 elements with F64 rows,
+ * otherwise float32 elements. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

@@ -20,12 +20,13 @@
 #include "epic/epic.h"
 
 /* State of one call of epic_experts_forward or epic_experts_backward. The workspace holds
- * float32 numbers, or float64 numbers if the rows are F64. */
+ * float32 elements, or float64 elements if the rows are F64. */
 typedef struct experts_job {
     epic_experts experts; /* the caller's options, with defaults filled in */
     int64_t hidden;
     int64_t inner;
-    int64_t width;        /* columns of the first product: 2 * inner, or inner without a gate */
+    /* number of columns of the first product: 2 * inner, or inner without a gate */
+    int64_t width;
     bool is_f64;          /* rows and weights are F64 */
     bool is_e4m3;         /* weights are E4M3; in forward, x is E4M3 too */
     bool has_f64_weights; /* slot_weights are float64 */
@@ -69,8 +70,9 @@ typedef struct experts_job {
     void *d_gate_up;   /* [slots, width], used by backward */
     /* one tile (some columns or rows) of a weight matrix, converted to float32 */
     void *weights_tile;
-    /* Scratch memory in two parts: [2 * max(hidden, inner)] for the row of results that a
-     * product is computing, then one input row of a product, converted to float32. */
+    /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for the row of
+     * results that a product is computing. The second part is for one input row of a product,
+     * converted to float32. */
     void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;
@@ -80,7 +82,7 @@ typedef struct experts_job {
 /* The slots of one local expert. */
 typedef struct slab {
     int64_t expert;
-    int64_t first;  /* number of the first slot */
+    int64_t first;  /* index of the first slot */
     int64_t rows;   /* number of slots, with padding */
     int64_t tokens; /* number of slots before the padding */
 } slab;
@@ -100,24 +102,25 @@ static inline bool experts_is_clamped(const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Return true if matrix products can read the caller's rows, or weights, without a conversion
+/* Return true if matrix products can read the caller's rows (or weights) without a conversion
  * to the type of the sums. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns the size of a tile: how many of the n columns (or rows), each with k numbers, of a
- * weight matrix are multiplied at a time. The bits of a product can depend on it. It depends
- * only on k and n, so products of one shape always have the same bits. */
+/* Returns the size of a tile: how many columns (or rows) of a weight matrix are multiplied at a
+ * time. The matrix has n columns (or rows) with k elements each. The bits of a product can
+ * depend on the size of the tiles. The size depends only on k and n, so products of one shape
+ * always have the same bits. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
-/* Writes to *out the sizes of `saved` and of the workspaces of forward and backward for
- * num_slots slots, in bytes. on_device selects a CUDA device or the host. Errors: EPIC_EINVAL;
+/* Writes to *out the sizes in bytes of `saved` and of the workspaces of forward and backward,
+ * for num_slots slots. on_device selects a CUDA device or the host. Errors: EPIC_EINVAL;
  * EPIC_ENOTSUP for E4M3 weights on the host and for F64 rows on a device. */
 epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
                            bool on_device, epic_experts_memory_info *out);
 
-/* Return the size of `saved`, or of the workspace of forward or backward, for num_slots slots,
- * in bytes. job->is_device selects a device or the host. */
+/* Return the size in bytes of `saved`, or of the workspace of forward or backward, for
+ * num_slots slots. job->is_device selects a device or the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
 /* Sets the workspace pointers of *job to parts of `workspace`. For host contexts only. */

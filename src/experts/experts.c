@@ -58,7 +58,8 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
 
 /* ------------------------------------------------------------------------------ checks ---- */
 
-/* Returns the slots of a local expert without padding: all slots if expert_tokens is NULL. */
+/* Returns how many slots of a local expert are not padding: all slots if expert_tokens is
+ * NULL. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
 {
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
@@ -72,7 +73,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* On a device the host cannot read the counts; there, the kernels ignore rows that exceed
+    /* On a device the host cannot read the counts. There, the kernels ignore rows that exceed
      * num_slots. */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
@@ -92,7 +93,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights exactly if the experts multiply by them. */
+/* Checks that the caller passed slot weights if the experts multiply by them, and NULL
+ * otherwise. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -201,13 +203,14 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
                      device ? convert_name(row_type) : " on host contexts");
 }
 
-/* Sizes of the arrays of forward and backward. */
+/* The shapes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* numbers of elements; `local` is the number of local experts, `slots` that of slots */
+    /* numbers of elements; `local` is the number of local experts, `slots` the number of
+     * slots */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     /* numbers of scales; only with E4M3 weights */
     int64_t x_scales, gate_up_scales, down_scales;
-    /* Sizes of one element in bytes. */
+    /* sizes of one element in bytes */
     size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 

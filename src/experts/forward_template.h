@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Forward on one slab. pass_template.h includes this file. Writes the result of the first
- * product (gate_up, config.h) to `saved` for backward. Then computes the activations, and the
+ * product (gate_up, config.h) to `saved` for backward. Then computes the activations and the
  * second product. */
 
 /* Adds the bias [n], which may be NULL, to each of num_rows rows. */
@@ -12,7 +12,8 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 }
 
 /* Computes one row of activations, out [inner], from one row of the first product, gate_up
- * [width]: first the gate, then the up projection, or both in turn with experts.interleaved. */
+ * [width]. A row contains first the gate and then the up projection, or elements of both in
+ * turn with experts.interleaved. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -23,8 +24,8 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Returns the activations of the slab, the left matrix of the second product, with
- * EPIC_WEIGHT_EARLY times the slots' weights. The rows of padding are 0. */
+/* Returns the activations of the slab, the left matrix of the second product. With
+ * EPIC_WEIGHT_EARLY they are multiplied by the slots' weights. The rows of padding are 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)
 {
@@ -41,7 +42,8 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds b_down, with EPIC_WEIGHT_EARLY times the slot's weight, to the rows of y with tokens. */
+/* Adds b_down to the rows of y that have tokens. With EPIC_WEIGHT_EARLY, multiplies b_down by
+ * the slot's weight. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

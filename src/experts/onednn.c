@@ -41,8 +41,8 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* State of onednn_enter() for this thread: number of calls without their onednn_leave(), and
- * OpenMP's number of threads before the first of them. */
+/* State of onednn_enter() for this thread: how many calls still have no onednn_leave(), and how
+ * many threads OpenMP used before the first of them. */
 static _Thread_local int depth, threads_before;
 
 /* Stores the address of the named function in the function pointer at `function`. Returns false
@@ -55,9 +55,9 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Reads the functions of a library. Returns false if one is missing, or if the threads of the
- * library are not OpenMP's: EPIC could not limit its products to one thread, and their bits
- * would depend on the number of threads. */
+/* Reads the functions of a library. Returns false if one is missing. Also returns false if the
+ * library uses other threads than OpenMP's: EPIC could not limit its products to one thread,
+ * and their bits would depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
@@ -72,8 +72,8 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* Loads a library and reads its functions. It is never unloaded if it can be used, because its
- * threads and tables live until the process ends. */
+/* Loads a library and reads its functions. A library that can be used is never unloaded,
+ * because its threads and tables live until the process exits. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};

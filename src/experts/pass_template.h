@@ -7,7 +7,7 @@
  * for each tile of converted weights. So the bits of a row do not depend on other slabs.
  *
  * The caller passes zeros in the rows of padding of x and d_y. If a function writes other
- * numbers there, for example by adding a bias, these rows are set to zero again before the next
+ * values there, for example by adding a bias, these rows are set to zero again before the next
  * product. */
 #include <math.h>
 #include <string.h>

@@ -12,10 +12,10 @@ static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
     for (int64_t j = 0; j < n; j++) out[j] += x * row[j];
 }
 
-#define DOT_LANES 16 /* number of independent partial sums of a dot product */
+#define DOT_LANES 16 /* number of independent partial sums in a dot product */
 
-/* Returns the dot product of two rows of n numbers. The DOT_LANES partial sums are independent,
- * so compilers can vectorize them without changing the order of additions. */
+/* Returns the dot product of two rows of n elements. The DOT_LANES partial sums are
+ * independent, so compilers can vectorize them without changing the order of additions. */
 static REAL dot_rows(const REAL *a, const REAL *b, int64_t n)
 {
     REAL lanes[DOT_LANES] = {0};

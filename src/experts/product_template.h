@@ -4,7 +4,7 @@
  *
  * Products read operands of type REAL, or BF16 operands if the processor can multiply them
  * (job->is_bf16). Weights of other types are converted to REAL in the workspace, one tile at a
- * time (experts_tile_size). A tile contains the weights for all k terms of some elements of the
+ * time (experts_tile_size). A tile contains all k weights for each of its elements of the
  * product. So no sum is split between tiles, which would change the order of the additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
@@ -17,7 +17,7 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n numbers from REAL to `type`, the reverse of load_reals(). */
+/* Converts n elements from REAL to `type`, the reverse of load_reals(). */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (sizeof *in == sizeof(double))
@@ -239,9 +239,9 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
 }
 
 /* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d without
- * padding, in ascending order, and with `weighted` and EPIC_WEIGHT_EARLY times their slots'
- * weights. Writes it to d_biases, or adds it if job->accumulate is true. Does nothing if
- * d_biases is NULL. */
+ * padding, in ascending order. With `weighted` and EPIC_WEIGHT_EARLY, each row is multiplied by
+ * its slot's weight. Writes the gradient to d_biases, or adds it if job->accumulate is true.
+ * Does nothing if d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
