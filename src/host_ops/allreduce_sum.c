@@ -2,18 +2,18 @@
 /* epic_allreduce_sum on the host.
  *
  * A long array is split into blocks. Member b % num_members owns block b. First every rank
- * sends its numbers of each block to the owner, which adds them (a collect flow, exchange.h).
+ * sends its part of each block to the owner, which adds the parts (a collect flow, exchange.h).
  * Then each owner sends its sums to all ranks (a scatter flow). So all ranks get the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
- * This takes one message delay instead of three. The order of the additions is that of long
+ * This takes one message delay instead of three. The additions have the same order as for long
  * arrays, so the sums have the same bits. */
 #include <string.h>
 
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-#define BLOCK 2048 /* number of elements of a block */
+#define BLOCK 2048 /* number of elements in a block */
 
 /* State of one call of epic_allreduce_sum. */
 typedef struct sum_call {
@@ -22,7 +22,7 @@ typedef struct sum_call {
     exchange *x;
 } sum_call;
 
-/* Returns the number of the block that is item number `item` of rank `owner`. */
+/* Returns the index of the block that rank `owner` handles as its item `item`. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     const epic_context *ctx = s->x->ctx;
@@ -34,14 +34,14 @@ static float *block_at(const sum_call *s, int64_t block)
     return s->args->data + block * BLOCK;
 }
 
-/* Returns the number of elements of a block, of which the last one may be short. */
+/* Returns the number of elements in a block. The last block may have fewer than BLOCK. */
 static size_t block_size(const sum_call *s, int64_t block)
 {
     const int64_t left = s->args->count - block * BLOCK;
     return (size_t)(left < BLOCK ? left : BLOCK);
 }
 
-/* Copies the block that is item number `item` of rank `owner` into a ring entry. */
+/* Copies a block, item `item` of rank `owner`, into a ring entry. */
 static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
@@ -57,8 +57,8 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
 }
 
 /* Adds the rows [first, first + count) of n floats each in a binary tree. count is a power of
- * two. Returns the address of the sum: the only row if count is 1, otherwise row number `level`
- * of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+ * two. Returns the address of the sum: the only row if count is 1, otherwise row `level` of
+ * x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -85,7 +85,7 @@ static void sum_add_rows(const sum_call *s, float *out, const void *const *rows,
         s->kernels->add(out, EPIC_F32, list, count, EPIC_F32, n);
 }
 
-/* Callback collect.read_rows: adds the numbers of all ranks for one of this rank's blocks. */
+/* Callback collect.read_rows: adds one of this rank's blocks over all ranks. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     sum_call *s = self;
@@ -97,8 +97,8 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both flows. Every member sends and receives every
- * item. */
+/* The callbacks is_sent and is_received of both flows. Every member sends every item to every
+ * member. */
 static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
     (void)item;
@@ -123,7 +123,8 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
 }
 
-/* Callback scatter.read_own_item. Does nothing: the sums of this rank's blocks are in place. */
+/* Callback scatter.read_own_item. Does nothing, because the sums of this rank's blocks are
+ * already in place. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

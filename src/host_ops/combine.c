@@ -31,10 +31,10 @@ typedef struct combine_call {
     const float *d_slot_weights;
     float *d_weights;
     row_split split; /* how a partial is split into pieces */
-    /* bytes of the trailer, the weight gradients after a partial; 0 in combine */
+    /* size of the trailer in bytes; 0 in combine */
     int64_t trailer;
     bool has_windows; /* true: an output of this rank lies in a window */
-    /* first element and number of elements of the current piece of its row */
+    /* the current piece of the row: index of its first element, and its number of elements */
     int64_t first, count;
 } combine_call;
 
@@ -71,7 +71,7 @@ static const void *piece_of_row(const combine_call *c, int64_t row)
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    while (low < high) { /* the slot is in a slab with a number from low to high */
+    while (low < high) { /* the slot is in the slab of a local expert from low to high */
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
             low = middle;
@@ -81,8 +81,8 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the number of the leaf that contains the expert of a slot. The leaves are
- * layer->leaves blocks of equal size of the layer's experts. */
+/* Returns the index of the leaf that contains the expert of a slot. The experts of the layer
+ * are divided into layer->leaves leaves of equal size. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -90,8 +90,8 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Writes to *g this rank's slots for one token of rank `home`. In a FLAT layer these are only
- * the token's row on this rank, which the caller of combine has already summed. */
+/* Sets *g to this rank's slots for one token of rank `home`. In a FLAT layer this is only the
+ * token's row on this rank, which the caller of combine has already summed. */
 static void gather_slots(const combine_call *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -112,9 +112,9 @@ static void gather_slots(const combine_call *c, int home, int64_t token, gathere
 }
 
 /* Adds the rows of those slots in g whose leaves are in [first, first + count), and writes the
- * sum to `out`: the rows of each leaf by ascending k, then the sums of the leaves in a binary
- * tree. A leaf without slots adds nothing. Returns false and writes nothing if there is no such
- * slot. May overwrite the scratch rows from `level` on. */
+ * sum to `out`. First adds the rows of each leaf by ascending k, then the sums of the leaves in
+ * a binary tree. A leaf without slots adds nothing. If no slot is in these leaves, returns
+ * false and writes nothing. May overwrite the scratch rows from `level` on. */
 static bool reduce_subtree(const combine_call *c, const gathered *g, int32_t first,
                            int32_t count, int level, void *out)
 {
@@ -150,8 +150,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
         const int32_t leaves = (int32_t)layer->leaves / (int32_t)c->plan.header->num_members;
         if (reduce_subtree(c, &g, c->plan.position_of[c->x->rank] * leaves, leaves, 1, out))
             return;
-        /* The plan is damaged: it places slots on this rank, but their experts in leaves of
-         * other ranks. Add no rows, so that the partial is 0. */
+        /* The plan is damaged: some slots of the token are on this rank, but their experts are
+         * in leaves of other ranks. Add no rows, so that the partial is 0. */
         g.n = 0;
     }
     c->kernels->partial(out, c->partial_type, g.rows, c->slot_weights ? g.weights : NULL, g.n,
@@ -159,7 +159,7 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
 }
 
 /* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
- * this rank has no slot for it. In a FLAT layer a row of d_slot_weights begins with the
+ * choice k has no slot on this rank. In a FLAT layer, a row of d_slot_weights begins with the
  * gradients of the choices on this rank, by ascending k. */
 static void write_trailer(const combine_call *c, int home, int64_t token, void *trailer)
 {
@@ -184,7 +184,7 @@ static bool has_all_choices(const combine_call *c, int home, int64_t token)
 }
 
 /* Stores the current piece of a token's only partial into the output of its home rank, which
- * lies in a window. Rounds the numbers as the home rank would. */
+ * lies in a window. Rounds the elements as the home rank would. */
 static void store_in_out(combine_call *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
@@ -206,8 +206,8 @@ static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 }
 
 /* Stores the current piece of a token's only partial, and its trailer, into those outputs of
- * the home rank that lie in windows. Sets *partial or *trailer to false if the ring entry need
- * not contain it. */
+ * the home rank that lie in windows. Sets *partial (or *trailer) to false if the ring entry
+ * need not contain the partial (or the trailer). */
 static void combine_store_directly(combine_call *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {
@@ -224,8 +224,9 @@ static void combine_store_directly(combine_call *c, int home, int64_t token, int
 }
 
 /* Callback collect.fill_entry (exchange.h): writes one piece of this rank's partial for a token
- * into a ring entry, followed by the trailer if it is the first piece. Computes the piece in
- * the entry or, if the entry is written past the caches, in a scratch row, and copies it. */
+ * into a ring entry. The first piece is followed by the trailer. Computes the piece directly in
+ * the entry. If the entry must be written past the caches, computes the piece in a scratch row,
+ * and copies it. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combine_call *c = self;
@@ -258,8 +259,8 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
             c->d_weights[first + k] = values[k];
 }
 
-/* Returns the other rank that has slots of all choices of a token of this rank, or -1. That
- * rank finds the same tokens with has_all_choices(). */
+/* Returns the rank that has slots of all choices of this rank's token, if that is another rank.
+ * Otherwise returns -1. That rank identifies the same tokens with has_all_choices(). */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -289,9 +290,9 @@ static void read_trailers(const combine_call *c, int64_t token, const void **row
 }
 
 /* Adds the partials at[first] to at[first + count - 1] in a binary tree; NULL stands for no
- * partial. Returns the address of the sum: NULL if there is no partial, the only partial if
- * there is one, otherwise scratch row number `level`. May overwrite the scratch rows from
- * `level` on. */
+ * partial. Returns the address of the sum. This is NULL without a partial, the only partial if
+ * there is one, and otherwise scratch row `level`. May overwrite the scratch rows from `level`
+ * on. */
 static const void *join_subtrees(const combine_call *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -305,8 +306,8 @@ static const void *join_subtrees(const combine_call *c, const void *const *at, i
     return out;
 }
 
-/* Writes to `out` the sum of the partials rows[r] of all ranks r (NULL: none), added in a
- * binary tree. Rank r is leaf number plan.position_of[r] of the tree. */
+/* Adds the partials rows[r] of all ranks r in a binary tree, and writes the sum to `out`. NULL
+ * stands for no partial. Rank r is leaf plan.position_of[r] of the tree. */
 static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
@@ -318,8 +319,8 @@ static void add_partials_as_tree(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Writes to `out` the sum of the partials rows[r] of all ranks r (NULL: none), added by
- * ascending rank. */
+/* Adds the partials rows[r] of all ranks r by ascending rank, and writes the sum to `out`. NULL
+ * stands for no partial. */
 static void add_partials_by_rank(const combine_call *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];

@@ -48,8 +48,8 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds the part of one piece, which begins at element `first` of its row, to *sum, the dot
- * product of the gradient row and rows[slot]. After the last piece, writes the sum to
+/* Adds to *sum, the dot product of the gradient row and rows[slot], the part for one piece. The
+ * piece begins at element `first` of its row. After the last piece, writes the sum to
  * d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
                     const void *piece, int64_t first, int64_t n)
@@ -63,10 +63,10 @@ static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Handles one piece of a token's gradient row: n elements from element `first` on. Writes them,
- * times the weight of the slot, to each slot of the token on this rank, and updates the dot
- * product of the slot. In a FLAT layer, only copies them to the token's row. All pieces of a
- * token of rank `from` arrive before the next token of that rank, so x->sums needs one
+/* Handles one piece of a token's gradient row: n elements from element `first` on. For each
+ * slot of the token on this rank, writes the elements times the weight of the slot, and updates
+ * the dot product. In a FLAT layer, only copies the elements to the token's row. All pieces of
+ * a token of rank `from` arrive before the next token of that rank, so x->sums needs one
  * unfinished dot product for each source rank and k. */
 static void scatter_piece(const combine_backward_call *s, int from, int64_t token,
                           const void *piece, int64_t first, int64_t n)
@@ -87,11 +87,11 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
     }
 }
 
-/* Stores one piece of a gradient row directly into d_rows of peers: those that need it, whose
- * d_rows lies in a window, and on which the token has only one slot. The op header of a peer
- * that multiplies the rows by weights has no place of d_rows, so such a peer is left out.
- * Copies with the function that write_scaled_row() uses, so that even a NaN has the same bits
- * as without windows. Returns true if some peer has to read the piece from the ring. */
+/* Stores one piece of a gradient row directly into d_rows of those peers that need the piece,
+ * whose d_rows lies in a window, and on which the token has only one slot. If a peer multiplies
+ * the rows by weights, its op header has no place of d_rows, so the peer is left out. Copies
+ * with the function that write_scaled_row() uses, so that even a NaN has the same bits as
+ * without windows. Returns true if some peer has to read the piece from the ring. */
 static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;

@@ -2,10 +2,10 @@
 /* epic_dispatch on the host.
  *
  * A rank sends each token once to each rank that holds at least one slot of the token. The
- * bytes that it sends are called the *message* here: the row, its scales, and one weight for
- * each choice k. They are split into pieces, each of which fits into one ring entry. The
- * receiver copies the row and the scales to each slot of the token, and to each slot the weight
- * of its choice. */
+ * bytes that it sends for a token are called the token's *message* here: the row, its scales,
+ * and one weight for each choice k. A message is split into pieces, each of which fits into one
+ * ring entry. The receiver copies the row and the scales to each slot of the token, and to each
+ * slot the weight of its choice. */
 #include <string.h>
 
 #include "base/error.h"
@@ -14,8 +14,8 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* A receive buffer of fewer bytes than this is written through the caches, where it stays until
- * the experts read it. */
+/* If the receive buffer has fewer bytes than this, it is written through the caches, where it
+ * stays until the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
 /* State of one call of dispatch. */
@@ -26,7 +26,7 @@ typedef struct dispatch_call {
     exchange *x;
     plan_view plan;
     row_split split; /* how the message is split into pieces */
-    /* where the scales and the weights begin in the message, in bytes from its start */
+    /* offsets of the scales and of the weights in the message, in bytes */
     int64_t scales_at, weights_at;
     int64_t token_in_row; /* token whose quantized row and scales are in x->row; -1: none */
 } dispatch_call;
@@ -44,7 +44,8 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Quantizes a token into x->row, followed by its scales, unless it is already there. */
+/* Quantizes the row of a token into x->row, followed by its scales, unless it is already
+ * there. */
 static void quantize_token(dispatch_call *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -78,8 +79,8 @@ static const float *weights_part(const dispatch_call *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies the bytes of a message that are both in [begin, end), at `from`, and in [at, at +
- * size), at `to`. */
+/* Copies bytes of a message. `from` has the bytes [begin, end) of the message, and `to` has room
+ * for the bytes [at, at + size). Copies the bytes that are in both ranges. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -102,8 +103,8 @@ static void copy_cached(void *to, const void *from, size_t n)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
 #define ALL_PARTS (ROW_BIT | SCALES_BIT | WEIGHTS_BIT)
 
-/* Copies the parts in the mask `wanted` of one piece of a token's message into `entry`, with
- * the function `copy`. */
+/* Copies one piece of a token's message into `entry` with the function `copy`: only the parts
+ * in the mask `wanted`. */
 static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void *entry,
                             uint32_t wanted, copy_function *copy)
 {
@@ -118,8 +119,8 @@ static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void
 }
 
 /* Stores bytes of one part of a message into an output of a peer. The part is bytes [low, high)
- * of the message, is at `from` on this rank, and begins at byte `at` of the peer's output. Only
- * its bytes in the current piece, bytes [begin, end) of the message, are stored. */
+ * of the message. It is at `from` on this rank, and begins at byte `at` of the peer's output.
+ * Only the bytes in the current piece, bytes [begin, end) of the message, are stored. */
 static void store_part(const dispatch_call *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
@@ -129,7 +130,7 @@ static void store_part(const dispatch_call *d, int peer, enum window_output whic
     if (to) d->copy(to, (const unsigned char *)from + (first - low), (size_t)(last - first));
 }
 
-/* Stores one piece of a token's message into those outputs of a peer that lie in windows;
+/* Stores one piece of a token's message into those outputs of a peer that lie in windows.
  * `slot` is the token's only slot there. Returns the mask of the other parts, which the peer
  * reads from the ring. */
 static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64_t token,
@@ -160,9 +161,9 @@ static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64
     return staged;
 }
 
-/* Stores one piece of a token's message directly into the outputs of peers: those that lie in
- * windows, and only if the token has one slot on the peer. Returns the mask of the parts that
- * some peer has to read from the ring. */
+/* Stores one piece of a token's message directly into outputs of peers. This is possible if an
+ * output lies in a window and the token has only one slot on the peer. Returns the mask of the
+ * parts that some peer has to read from the ring. */
 static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
 {
     uint32_t staged = 0;
@@ -214,8 +215,8 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Some bytes, [at, at + size), of a token's row, scales or weights, which are stored at `from`;
- * none if size is 0 or less. */
+/* Some bytes of a token's row, scales or weights: `size` bytes from offset `at` on, which are
+ * stored at `from`. No bytes if `size` is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
@@ -227,8 +228,8 @@ typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the bytes of a message that are in both ranges [begin, end), to which `piece` points,
- * and [low, high). result.at is the offset from byte `low`. */
+/* Returns the bytes of a piece, bytes [begin, end) of the message at `piece`, that belong to
+ * one part, bytes [low, high) of the message. result.at is an offset in the part. */
 static part message_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                             int64_t high)
 {
@@ -259,8 +260,8 @@ static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, cons
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* For FLAT layers: writes the bytes in *p to the token's only row on this rank, and the weights
- * of its choices on this rank one after the other, by ascending k. */
+/* For FLAT layers: writes the bytes in *p to the token's only row on this rank. Also writes the
+ * weights of the token's choices on this rank one after the other, by ascending k. */
 static void write_flat_row(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
@@ -280,8 +281,8 @@ static void write_token(const dispatch_call *d, int from, int64_t token, const p
         return;
     }
     const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
-    /* Lists the choices on this rank without a branch on slots[k], which the processor would
-     * often mispredict. */
+    /* Lists the choices on this rank without a branch on slots[k], because the processor would
+     * often mispredict such a branch. */
     uint32_t here[MAX_TOP_K], count = 0;
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         here[count] = k;
@@ -347,8 +348,8 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Writes to `out` the address, row size and number of rows of the three outputs of dispatch
- * that have one row per slot. A row of slot_weights has `weights` floats. */
+/* Describes in `out` the three outputs of dispatch that have one row per slot: address, row
+ * size and number of rows. A row of slot_weights has `weights` floats. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
@@ -440,7 +441,7 @@ static void dispatch_clear_outputs(const epic_dispatch_args *a)
         a->recv_expert[i] = -1;
 }
 
-/* Returns EPIC_EINVAL if the layer or the number of tokens differs from that in the plan. */
+/* Returns EPIC_EINVAL if the layer or the number of tokens is not that of the plan. */
 static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 {
     TRY(plan_op_check_layer(s, a->layer));
@@ -507,7 +508,7 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
 }
 
 /* Runs the dispatch of epic_plan_dispatch (host_ops.h). The receive buffer has enough rows: the
- * caller has checked that there are at least `capacity`, and a plan never has more slots. */
+ * caller has checked that it has at least `capacity` rows, and a plan never has more slots. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatch_call d = {

@@ -26,13 +26,13 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
-/* Runs the second half of epic_plan_dispatch: sends the rows in x, the exchange in which the
- * plan was made. The op headers of the plan also contain the data that ranks compare for the
- * dispatch, so there are no new ones. Closes x and returns the result. */
+/* Runs the second half of epic_plan_dispatch: sends the rows in the exchange x, in which the
+ * plan was made. Sends no new op headers, because those of the plan already contain the data
+ * that ranks compare for the dispatch. Closes x and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
-/* Returns a hash, never 0, of those arguments of a dispatch that must be equal on all ranks.
- * The op header of the plan contains it as LOCAL_NEXT_DISPATCH. */
+/* Returns a hash of those arguments of a dispatch that must be equal on all ranks. It is never
+ * 0. The op header of the plan contains it as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
 
 /* Stores in an op header where the outputs of a dispatch lie in this rank's windows. */
@@ -47,16 +47,16 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Sums like epic_allreduce_sum, with a copy of `about` as the op header, in which only the
- * elements for the sum are replaced. So the ranks also compare the other elements of
- * about->common. */
+/* Sums like epic_allreduce_sum. Its op header is a copy of `about`, in which only the elements
+ * for the sum are replaced. So the ranks also compare the other elements of about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
-/* The plan and the op header of an operation that has a plan as argument.
+/* An operation that has a plan as argument: the plan and the op header.
  *
  * plan_op_begin() checks that the bytes are a plan of this context, and prepares the op header.
- * The header reports the error of a damaged plan or in `extra`, which all ranks then return. */
+ * If the plan is damaged or `extra` has an error, the header reports this error, which all
+ * ranks then return. */
 typedef struct plan_op {
     plan_view plan; /* valid unless `damaged` is true */
     /* true: the plan is damaged or `extra` holds an error; `plan` must not be used */
@@ -84,11 +84,11 @@ epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num
 
 /* Returns EPIC_EOVERFLOW if the slot buffer of any rank has fewer rows than that rank's plan
  * has slots. Reads all op headers, so all ranks return the same result. `name` is the name of
- * the buffer in the error sentence. */
+ * the buffer in the error text. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
-/* Returns an array [top_k] for one token of rank `from`. Element k is the slot (FLAT: the local
- * expert) of choice k on this rank, or -1 if the choice has none here. */
+/* Returns an array [top_k] for one token of rank `from`. Element k is the slot of choice k on
+ * this rank (FLAT: its local expert here). It is -1 if the choice has no slot here. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
     return v->slot_or_expert + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
@@ -143,8 +143,8 @@ static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t toke
     return slot;
 }
 
-/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank: the
- * one that plan_only_slot_on() returns on rank `from`. */
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. On
+ * rank `from`, plan_only_slot_on() then returns this slot. */
 static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;

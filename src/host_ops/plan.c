@@ -21,7 +21,7 @@ typedef struct planning {
     epic_op_header op_header; /* peers read it until x is closed */
 } planning;
 
-/* Returns expert id i of the caller's topk_idx, which has 32-bit or 64-bit elements. */
+/* Returns expert id i of the caller's topk_idx, whose elements have 32 or 64 bits. */
 static int64_t id_at(const epic_plan_args *args, int64_t i)
 {
     return args->index_type == EPIC_I64 ? ((const int64_t *)args->topk_idx)[i]
@@ -73,8 +73,8 @@ static void op_header_check_ids(epic_op_header *header, const epic_plan_args *ar
     }
 }
 
-/* Stores hashes of rank_of_expert and logical_of_expert in the op header, for the ranks to
- * compare. If a table is invalid, also stores its first error there and returns false. */
+/* Stores hashes of rank_of_expert and logical_of_expert in the op header, so that the ranks can
+ * compare them. If a table is invalid, also stores its first error there and returns false. */
 static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
                                  plan_tables *tables, const epic_layer *layer)
 {
@@ -96,7 +96,7 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
-/* Returns the capacity of this rank in slots; 0: no limit. *capacity_limit may lower it. */
+/* Returns how many slots this rank may have; 0: no limit. *capacity_limit may lower it. */
 static int64_t read_capacity(const epic_plan_args *args)
 {
     if (!args->capacity_limit) return args->capacity;
@@ -166,9 +166,9 @@ static void skip_own_ids(void *self, int64_t item)
     (void)self, (void)item;
 }
 
-/* Copies the expert ids in the op headers to the planner. Sets the number of items of their
- * ranks to 0, so that the scatter flow skips them. Returns true if other ranks still have to
- * send ids. */
+/* Copies the expert ids in the op headers to the planner. Sets the number of items of the ranks
+ * that sent these ids to 0, so that the scatter flow skips them. Returns true if other ranks
+ * still have to send ids. */
 static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
@@ -202,8 +202,8 @@ static epic_result exchange_ids(planning *p)
     return read_header_ids(p) ? scatter_run(p->x, &s) : EPIC_OK;
 }
 
-/* Writes the outputs of epic_plan: load of each expert, rows and tokens of each local expert,
- * and demand. If `result` is an error, rows and tokens are 0. */
+/* Writes the outputs of epic_plan: the load of each expert, the rows and tokens of each local
+ * expert, and the demand. If `result` is an error, rows and tokens are 0. */
 static void write_counts(planning *p, epic_result result)
 {
     const epic_plan_args *args = p->args;
@@ -223,8 +223,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Zeroes the output in which the planner counts the choices of absent experts: logical_load or,
- * without replicas and with vacant seats, `load`. write_counts() adds the other choices. */
+/* Zeroes the output in which the planner counts the choices of absent experts. This is
+ * logical_load in a layer with replicas, and otherwise, with vacant seats, `load`.
+ * write_counts() adds the other choices. */
 static void clear_absent_load(planning *p)
 {
     const epic_layer *layer = &p->layer;
@@ -239,8 +240,8 @@ static void clear_absent_load(planning *p)
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
  * caller's output arrays depend on the placement of the experts, so the plan still needs a
- * placement: the one in this rank's rank_of_expert. If the error of this rank is in that table,
- * the plan uses the default placement. */
+ * placement: that of this rank's rank_of_expert, or the default if the error is in this
+ * table. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -298,8 +299,8 @@ static bool is_plan_written(epic_result result)
 }
 
 /* Runs epic_plan until the plan is written. `next` is the dispatch that follows in the same
- * public call (epic_plan_dispatch), or NULL. p->x is the exchange, which is open and which the
- * caller must close, or NULL. */
+ * public call (epic_plan_dispatch), or NULL. Sets p->x to the exchange, which the caller must
+ * close, or to NULL. */
 static epic_result plan_run(planning *p, epic_context *ctx, const op_header_extra *extra,
                             const epic_dispatch_args *next)
 {

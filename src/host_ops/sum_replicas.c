@@ -27,11 +27,13 @@ typedef struct replica_sum {
     int32_t logical;      /* the logical expert whose replicas are being added */
     int64_t count;        /* number of elements in one expert's row */
     int64_t leaf_experts; /* number of experts in a leaf */
-    int64_t at, n;        /* first element and number of elements of the current chunk */
+    /* index of the first element of the current chunk, and its number of elements */
+    int64_t at, n;
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } replica_sum;
 
-/* Returns true if a local expert is a replica of a->logical in leaf `leaf` (-1: in any). */
+/* Returns true if a local expert is a replica of a->logical in leaf `leaf` (-1: in any
+ * leaf). */
 static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -45,7 +47,7 @@ static float *numbers_of(const replica_sum *a, int32_t local)
 }
 
 /* Writes to `out` [n] the sum of this rank's replicas in one leaf, for the current chunk.
- * Starts with 0 and adds the replicas in ascending order of experts. */
+ * Begins with 0 and adds the replicas by ascending expert. */
 static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -87,7 +89,7 @@ static void add_local_replicas(replica_sum *a)
     }
 }
 
-/* Copies the sum of all ranks from the workspace to each replica of a->logical here. */
+/* Copies the sum of all ranks from the workspace to each replica of a->logical on this rank. */
 static void copy_sum_to_replicas(const replica_sum *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;
@@ -95,7 +97,7 @@ static void copy_sum_to_replicas(const replica_sum *a)
         if (is_replica_on_leaf(a, l, -1)) memcpy(numbers_of(a, l), a->args->workspace, bytes);
 }
 
-/* Sets bit i of `several` if logical expert i has more than one replica on members. */
+/* Sets bit i of `several` if members own more than one replica of logical expert i. */
 static void mark_replicated(const plan_view *v, uint64_t *several)
 {
     const epic_layer *layer = &v->header->layer;
