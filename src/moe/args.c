@@ -27,8 +27,8 @@ typedef struct call_args {
     bool backward;
 } call_args;
 
-/* Checks that `rows` has as many rows as x, of the same size in bytes. If the caller passed
- * {NULL, 0, 0}, the row size is not checked. */
+/* Checks that `rows` has as many rows as x, with the same row size. If the caller passed {NULL,
+ * 0, 0}, does not check the row size. */
 static epic_result check_rows(const moe_job *j, const char *name, epic_const_rows rows)
 {
     const bool is_empty = !rows.data && !rows.num_rows && !rows.row_bytes;
@@ -47,7 +47,6 @@ static epic_result check_rows(const moe_job *j, const char *name, epic_const_row
     return EPIC_OK;
 }
 
-/* Checks that `saved` or the workspace is aligned and has at least `needed` bytes. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {
@@ -68,7 +67,8 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that the caller passed scales exactly if the weights are E4M3 (`scaled`). */
+/* Checks that the caller passed scales if the weights are E4M3 (`scaled`), and NULL
+ * otherwise. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -81,7 +81,7 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
 }
 
 /* Sets j->is_e4m3_backward if the caller of backward passed scales. EPIC_RECOMPUTE is then an
- * error, because it would repeat forward with rows and weights of row_type. */
+ * error, because it would repeat forward with rows and weights of type row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -118,8 +118,9 @@ static epic_result check_sequences(const moe_job *j)
         (long long)j->sequence_unit, (long long)j->tokens);
 }
 
-/* Stores in j->options which weights the caller passed, for the ranks to compare. With
- * EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that all ranks have. */
+/* Stores in j->options which weights the caller passed, so that the ranks can compare them.
+ * With EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that all ranks
+ * have. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -256,10 +257,10 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Other
- * tokens decide which replica computes a choice. If the replicas were in several leaves, other
- * tokens would also decide in which order combine adds the rows. Ignores invalid entries, which
- * epic_plan reports. */
+/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Which
+ * replica computes a choice depends on the other tokens. If the replicas were in several
+ * leaves, the order in which combine adds the rows would depend on the other tokens too.
+ * Ignores invalid entries, which epic_plan reports. */
 static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
 {
     uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves before the current one */
@@ -287,8 +288,8 @@ static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_ex
     return EPIC_OK;
 }
 
-/* Checks a routing that the caller forces: forced weights need forced ids, and forced ids
- * exclude a table. */
+/* Checks a routing that the caller forces. Forced weights need forced ids, and with forced ids
+ * no table is allowed. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)

@@ -13,8 +13,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Reserves `bytes` bytes, rounded up to a multiple of 64, at offset *used of `base`, which it
- * advances. Returns their address, or NULL if `base` is NULL. */
+/* Reserves `bytes` bytes at offset *used of `base`, and advances *used by that size, rounded up
+ * to a multiple of 64. Returns the address of the bytes, or NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -76,8 +76,8 @@ static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool 
             place_buffer(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
-/* Returns the bytes of the workspace of the gate's kernels. Forward handles all tokens in one
- * call, and backward one batch. */
+/* Returns the size in bytes of the workspace of the gate's kernels. Forward handles all tokens
+ * in one call, and backward one batch. */
 static int64_t measure_gate(const moe_job *j, bool backward)
 {
     const gate_tokens all = {j->tokens, j->block, 1, j->deciding_tokens};

@@ -18,8 +18,9 @@
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
      EPIC_INVARIANT)
 
-/* Sets j->is_invariant (EPIC_INVARIANT). If it is set, returns EPIC_EINVAL for options with
- * which the results of a token could depend on other tokens or on the number of ranks. */
+/* Sets j->is_invariant if the flag EPIC_INVARIANT is set. If so, returns EPIC_EINVAL for
+ * options with which the results of a token could depend on other tokens or on the number of
+ * ranks. */
 static epic_result read_invariant(moe_job *j)
 {
     if (j->experts.flags || (j->has_shared && j->shared.flags))
@@ -50,7 +51,8 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j and checks each one alone, before check_shapes(). */
+/* Copies the caller's structs into *j, and checks each of them alone. check_shapes() checks
+ * later that they match. */
 static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe *moe,
                                 size_t size)
 {
@@ -139,8 +141,8 @@ static bool is_coeff(double x)
     return isfinite(x) && x >= 0;
 }
 
-/* Checks the options that are fields of epic_moe itself: the losses' coefficients, flags and
- * reserved fields. */
+/* Checks the options that are fields of epic_moe itself: the coefficients of the losses, the
+ * flags and the reserved fields. */
 static epic_result check_options(const moe_job *j)
 {
     const epic_moe *m = &j->moe;
@@ -199,7 +201,7 @@ static int64_t num_levels(int64_t blocks)
     return levels;
 }
 
-/* Computes the memory that the experts, or the shared expert, need. Error sentences begin with
+/* Computes how much memory the experts, or the shared expert, need. Error texts begin with
  * `name`, the name of the option. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
@@ -211,8 +213,8 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
     return epic_fail(EPIC_EINVAL, "moe.%s: %s", name, why);
 }
 
-/* Computes the memory that the experts of an E4M3 layer need. The weights of forward are E4M3.
- * Those of backward may be E4M3 or of row_type, so its workspace must suffice for both. */
+/* Computes how much memory the experts of an E4M3 layer need. The weights are E4M3 in forward.
+ * In backward they may be E4M3 or of type row_type, so the workspace must suffice for both. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -242,9 +244,9 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Sets the number of tokens of a batch, and deciding_tokens, by which the gate chooses its
+/* Sets the number of tokens in a batch, and deciding_tokens, by which the gate chooses its
  * method. In tree order, deciding_tokens must not depend on the number of ranks. It is at most
- * the number of tokens of GATE_BLOCKS blocks, because each rank of a group with many leaves
+ * the number of tokens in GATE_BLOCKS blocks, because each rank of a group with many leaves
  * computes only a few blocks. */
 static void set_batch(moe_job *j)
 {

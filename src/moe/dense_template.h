@@ -4,8 +4,8 @@
  * REAL (float or double), GEMM and GEMM_INVARIANT (the functions for matrix products), and OPS
  * (the name of the table of functions).
  *
- * Rows of other types are first converted to REAL: for the products of the gate GATE_TILE
- * columns of all rows at a time, otherwise one row at a time. */
+ * Rows of other types are first converted to REAL. For the products of the gate, GATE_TILE
+ * columns of all rows are converted at a time, otherwise one row at a time. */
 #include <math.h>
 #include <string.h>
 
@@ -22,7 +22,7 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n numbers from REAL to `type`. */
+/* Converts n elements from REAL to `type`. */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (type == EPIC_F64)
@@ -46,8 +46,8 @@ static void *out_row_at(const token_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns columns [first, first + count) of x as REAL, with *stride elements from one row to
- * the next. Rows of another type are converted into work.tile. */
+/* Returns columns [first, first + count) of x as REAL. Sets *stride to the distance in elements
+ * from one row to the next. Converts rows of another type into work.tile. */
 static const REAL *columns_of(const token_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -100,14 +100,14 @@ static void gate_forward(const token_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if choice number `choice` of the block is a zero-expert, whose ids follow those
- * of the experts. */
+/* Returns true if choice `choice` of the block is a zero-expert. Ids of zero-experts follow
+ * those of the experts. */
 static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* Adds weight * row to acc for each zero-expert that the token chose. */
+/* Adds weight * row to acc for each zero-expert that the token has chosen. */
 static void add_zero_experts(const token_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -210,8 +210,8 @@ static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* One matrix product computes d_logits W_gate^T for all rows of d_x. The other terms of d_x are
- * added row by row. */
+/* Computes d_logits W_gate^T for all rows of d_x in one matrix product, and then adds the other
+ * terms of d_x row by row. */
 static void gate_backward(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads)

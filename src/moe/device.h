@@ -43,11 +43,11 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
                                 const epic_moe_gradients *g);
 
-/* Returns the arguments of a loss for one block, without its output and its gradients. */
+/* Returns the arguments of a loss for one block, except the loss and the gradients. */
 epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff);
 
-/* Returns the factor of the balance loss (formula: router/losses.c) without the division by the
- * number of tokens of all ranks, which only the plan in device memory contains. */
+/* Returns the factor of the balance loss (formula: router/losses.c), but not divided by the
+ * number of tokens of all ranks. Only the plan in device memory contains that number. */
 double moe_device_balance_factor(const moe_job *j);
 
 #endif

@@ -60,8 +60,8 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes, so
- * that no sum reads uninitialized memory. */
+/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes.
+ * Otherwise a sum would read uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                           float *dense_grads, int first, int end)
 {
@@ -87,8 +87,8 @@ static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
 
 /* ---------------------------------------------------------------- one batch of tokens ---- */
 
-/* A batch: `count` blocks, from block `first` on. Their gradients of the gate and the shared
- * expert are added in a binary tree, in row `level` of work.dense_grads. */
+/* Some of the blocks of a batch: `count` blocks, from block `first` on. Their gradients of the
+ * gate and the shared expert are added in a binary tree, in row `level` of work.dense_grads. */
 typedef struct block_range {
     int64_t first, count, level;
 } block_range;
@@ -121,9 +121,9 @@ static epic_result losses_backward(moe_job *j, const token_block *block)
     return z.coeff != 0 ? CONTEXT_OP(j->ctx, z_loss_backward, &z, z.coeff) : EPIC_OK;
 }
 
-/* Replaces router_backward() if the caller forced the weights (topk_weights_in). They do not
- * depend on the logits, so work.d_logits and the gradient of scale_of_expert become zero.
- * Copies the gradients of the weights to the caller's array, if the caller wants them. */
+/* Replaces router_backward() if the caller forced the weights (topk_weights_in). Forced weights
+ * do not depend on the logits, so work.d_logits and the gradient of scale_of_expert become
+ * zero. Copies the gradients of the weights to the caller's array, if the caller wants them. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const token_block *block, const layer_tokens *tokens,
                                            const gradient_addresses *to)
@@ -144,8 +144,8 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
 }
 
 /* Runs epic_router_backward for one block. Outputs: d_logits, and d_scale, the block's gradient
- * of scale_of_expert (NULL: not computed). EPIC_ACCUMULATE is not passed on, because
- * epic_router_backward would add to d_logits. */
+ * of scale_of_expert (NULL: not computed). Does not pass on EPIC_ACCUMULATE, because
+ * epic_router_backward would then add to d_logits. */
 static epic_result call_router_backward(moe_job *j, const token_block *block,
                                         const float *d_weights, float *d_logits, float *d_scale)
 {
@@ -166,8 +166,8 @@ static epic_result call_router_backward(moe_job *j, const token_block *block,
 }
 
 /* Computes work.d_logits of a batch block by block, because the caller wants the gradient of
- * scale_of_expert, a sum over tokens. Its blocks are computed in work.d_scale and added in a
- * binary tree. */
+ * scale_of_expert, which is a sum over tokens. Computes this gradient for each block in
+ * work.d_scale, and adds the blocks in a binary tree. */
 static epic_result router_backward_scaled(moe_job *j, const block_range *range,
                                           const gradient_addresses *to)
 {
@@ -241,8 +241,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds the parts of d_x of the zero-experts and of the shared expert's gate to `rows`, rows of
- * work.shared_y. They already contain the part of the shared expert, if there is one. */
+/* Adds to `rows` (rows of work.shared_y) those parts of d_x that come from the zero-experts and
+ * from the shared expert's gate. `rows` already contains the part of the shared expert, if
+ * there is one. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
     const layer_rows sum = {rows, j->has_shared ? rows : NULL, NULL};
@@ -263,8 +264,8 @@ static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_arg
     return wanted ? add_local_d_x(j, &tokens, rows) : EPIC_OK;
 }
 
-/* Computes the gradients of the shared expert for the blocks in `range`, added in a binary tree
- * in row range->level of work.dense_grads. May overwrite the rows after it. */
+/* Computes the gradients of the shared expert for the blocks in `range`, and adds them in a
+ * binary tree in row range->level of work.dense_grads. May overwrite the rows after it. */
 static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args *a,
                                         const dense_part parts[DENSE_PARTS],
                                         const block_range *range, int64_t begin)
@@ -286,7 +287,8 @@ static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args
                       numbers, EPIC_F32, false);
 }
 
-/* Computes the gradients of the gate's weights. Adds its part and work.shared_y to d_x. */
+/* Computes the gradients of the gate's weights. Adds to d_x the part that comes from the gate,
+ * and work.shared_y. */
 static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
                                  void *d_x, const gradient_addresses *to)
 {
@@ -303,8 +305,8 @@ static epic_result gate_backward(moe_job *j, const block_range *range, const tok
 }
 
 /* Runs the stages of backward for a batch. Writes the gradients of the gate to the addresses in
- * `to`. Those of the shared expert also go there if the batch is one block, otherwise to row
- * range->level of work.dense_grads.
+ * `to`. Writes the gradients of the shared expert there too if the batch is one block.
+ * Otherwise writes them to row range->level of work.dense_grads.
  *
  * One launch handles all tokens, or all blocks of the gate. Only the shared expert's backward
  * runs block by block, because its gradients are large. */
@@ -329,8 +331,9 @@ static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
     return gate_backward(j, range, &batch, d_x ? d_x + batch.first * j->row_bytes : NULL, to);
 }
 
-/* Computes the gradients of the gate and the shared expert for the blocks in `range`, added in
- * a binary tree in row range->level of work.dense_grads. May overwrite the rows after it. */
+/* Computes the gradients of the gate and the shared expert for the blocks in `range`, and adds
+ * them in a binary tree in row range->level of work.dense_grads. May overwrite the rows after
+ * it. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                                    const dense_part parts[DENSE_PARTS],
                                    const block_range *range)

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_forward and epic_moe_plan on a device, in the stages of host_forward.c. In
- * epic_moe_forward the host never reads results: the kernels of the plan find invalid data of a
- * rank on every rank, and epic_check returns the error. */
+ * epic_moe_forward the host never reads results. If the data of one rank is invalid, the
+ * kernels of the plan find this on every rank, and epic_check returns the error. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
 
-/* Copies `count` numbers, unless `to` is NULL. EPIC_F32 stands for int32 and float32. */
+/* Copies `count` elements of int32 or float32, unless `to` is NULL. */
 static epic_result copy_words(moe_job *j, void *to, const void *from, int64_t count)
 {
     if (!to || !count) return EPIC_OK;
@@ -59,7 +59,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes all num_local_experts counts. The plan may write fewer. */
+/* Zeroes the counts of all num_local_experts experts, because the plan may write fewer
+ * counts. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -78,8 +79,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* Fills in the arguments of the plan, and zeroes expert_rows and expert_tokens if it may not
- * write all of them. */
+/* Fills in the arguments of the plan. Zeroes expert_rows and expert_tokens if the plan may not
+ * write all of their elements. */
 static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_args *plan)
 {
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -200,7 +201,7 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     if (a->flags & EPIC_PLANNED)
         TRY(copy_routing(j, a));
     else
-        /* an error of this rank only, because no peer waits for it yet */
+        /* no peer waits for this rank yet, so only this rank returns an error */
         TRY(moe_device_route(j, a));
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);

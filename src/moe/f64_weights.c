@@ -4,7 +4,7 @@
 
 #include "moe/stages.h"
 
-/* Returns epic_rows of num_rows rows at `data`, each of top_k float64 numbers. */
+/* Returns epic_rows of num_rows rows at `data`, each with top_k float64 elements. */
 static epic_rows weight_rows(const moe_job *j, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, j->top_k * j->real_bytes};
@@ -20,7 +20,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how)
     how->recv_scales = weight_rows(j, j->work.recv_weights, j->capacity);
 }
 
-/* Returns the number of slots in use, which are the first slots of the receive buffer. */
+/* Returns how many slots are in use. These are the first slots of the receive buffer. */
 static int64_t count_slots(const moe_job *j)
 {
     int64_t slots = 0;

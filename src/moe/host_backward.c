@@ -20,7 +20,7 @@ typedef struct backward_call {
 } backward_call;
 
 /* Computes work.d_logits of one block from the gradients of its weights and its losses. With
- * is_forced only from its losses, because forced weights do not depend on the logits. Adds the
+ * is_forced, uses only the losses, because forced weights do not depend on the logits. Adds the
  * block's gradient of scale_of_expert to `dense_grads`. */
 static epic_result router_backward(moe_job *j, const token_block *block, const void *d_weights,
                                    void *dense_grads, bool is_forced)
@@ -86,9 +86,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
     return epic_experts_backward(NULL, &how);
 }
 
-/* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds the
- * gradients of x through the gate, the zero-experts and the shared expert to d_x, which already
- * contains those through the dispatched rows. */
+/* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds to d_x
+ * the parts that come from the gate, the zero-experts and the shared expert. d_x already
+ * contains the part that comes from the dispatched rows. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
                                   void *dense_grads)
 {
@@ -110,8 +110,8 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 }
 
 /* Computes the gradients of the gate and the shared expert for `count` blocks from block
- * `first` on, added in a binary tree in row `level` of work.dense_grads. May overwrite the rows
- * after it. */
+ * `first` on, and adds them in a binary tree in row `level` of work.dense_grads. May overwrite
+ * the rows after it. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -186,8 +186,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. Every rank returns an error of combine backward or of the repeated dispatch.
- * A later error may occur on this rank alone, which then aborts the context. */
+/* Runs all stages. An error of combine backward or of the repeated dispatch is returned by
+ * every rank. A later error may occur on this rank alone, which then aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);

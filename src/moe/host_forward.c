@@ -20,8 +20,8 @@
 #include "plan/plan.h"
 #include "router/config.h"
 
-/* Copies ids and weights of the choices to those arrays of the caller that are not NULL. For
- * invalid data (is_valid is false), writes ids of -1 and weights of 0. */
+/* Copies ids and weights of the choices to those arrays of the caller that are not NULL. If
+ * is_valid is false, writes ids of -1 and weights of 0. */
 static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
 {
     const size_t choices = (size_t)(j->tokens * j->top_k);
@@ -36,8 +36,8 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
 }
 
 /* Runs the gate and the router. If a token id, an entry of the caller's table of experts or a
- * forced id is invalid, chooses no expert and stores the error in *fault, which every rank then
- * returns from the plan. */
+ * forced id is invalid, chooses no expert and stores the error in *fault. The plan then returns
+ * this error on every rank. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -96,8 +96,8 @@ static void copy_load(const moe_job *j, const epic_moe_args *a)
                layer->num_logical * sizeof *a->logical_load);
 }
 
-/* Makes the plan, or uses that of epic_moe_plan (EPIC_PLANNED), and dispatches the rows. Copies
- * the loads to the caller's arrays even after an error. */
+/* Makes the plan, or uses the plan of epic_moe_plan (EPIC_PLANNED), and dispatches the rows.
+ * Copies the loads to the caller's arrays even after an error. */
 static epic_result plan_and_dispatch(moe_job *j, const epic_moe_args *a,
                                      const op_header_extra *extra)
 {
@@ -206,8 +206,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Chooses the experts and weights of all tokens, or with EPIC_PLANNED checks those in `saved`.
- * No peer waits yet, so if they are damaged, only this rank returns an error. */
+/* Chooses the experts and weights of all tokens. With EPIC_PLANNED, checks those in `saved`
+ * instead. If they are damaged, only this rank returns an error, because no peer waits yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);

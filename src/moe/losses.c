@@ -34,8 +34,8 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-/* Passes to the router the coefficient of each loss, multiplied by the gradient of that loss
- * (j->d_balance or j->d_z). */
+/* Passes to the router, for each loss, its coefficient times its gradient (j->d_balance or
+ * j->d_z). */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,

@@ -38,8 +38,9 @@ typedef struct moe_saved {
     void *recv;
     void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
-    /* expert_rows, expert_tokens [num_local_experts]: slots of each local expert with, without
-     * padding. load [num_experts], logical_load [num_logical]: choices of the whole group. */
+    /* expert_rows [num_local_experts]: number of slots of each local expert, with padding.
+     * expert_tokens: the same without padding. load [num_experts] and logical_load
+     * [num_logical]: number of choices of each expert in the whole group. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* tokens of all ranks; -1 if forward failed */
     /* data that forward saves for the experts, and for each block of the shared expert. With
@@ -53,28 +54,29 @@ typedef struct moe_work {
     void *experts, *shared, *router;
     /* [capacity, experts_blocks(hidden)]: scales of rows; only in forward of E4M3 layers */
     float *recv_scales;
-    /* [tokens, top_k], only in forward: topk_idx with -1 in place of zero-experts, to which no
-     * rows are sent. On devices only for layers with zero-experts. */
+    /* [tokens, top_k], only in forward: a copy of topk_idx in which zero-experts are replaced
+     * by -1, because no rows are sent to them. On devices only for layers with zero-experts. */
     int32_t *plan_idx;
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
     /* memory of the gate's products; only on the host with EPIC_INVARIANT */
     void *product;
     /* rows of reals, only on the host: [2, hidden] in forward, else [block + 1, hidden] */
     void *rows;
-    /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], the
-     * part of d_x of the shared expert and, on devices, of the zero-experts and the shared
-     * expert's gate */
+    /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], those
+     * parts of d_x that come from the shared expert and, on devices, from the zero-experts and
+     * the shared expert's gate */
     void *shared_y;
     void *shared_weights; /* [block] real: the shared expert's gate, sigmoid(x w_shared_gate) */
     void *d_shared_weights; /* [block] real: gradient of shared_weights; only in backward */
     void *losses;           /* [2, blocks] real: balance loss and z-loss of each block */
-    /* [tokens, top_k]: number k of each choice; only in forward of float64 layers */
+    /* [tokens, top_k]: index k of each choice; only in forward of float64 layers */
     float *choice_k;
     /* [capacity, top_k]: all weights of each slot's token; only in forward of float64 layers */
     double *recv_weights;
     void *y; /* [capacity, hidden]: output of the experts; only in forward */
-    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse it for rows with
-     * gradients of weights (f64_weights.c), and for a d_x that the caller does not want. */
+    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse the memory for
+     * rows with gradients of weights (f64_weights.c), and for d_x if the caller does not want
+     * d_x. */
     void *d_y;
     void *d_recv;         /* [capacity, hidden]: gradient of recv; only in backward */
     void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
@@ -116,12 +118,14 @@ typedef struct moe_job {
     int64_t real_bytes;
     uint32_t real_type; /* EPIC_F32 or EPIC_F64 */
     int64_t row_bytes;
-    /* tokens and capacity: number of tokens and of slots of this rank */
+    /* tokens: number of tokens of this rank. capacity: number of slots of this rank. */
     int64_t tokens, hidden, capacity, top_k;
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
-    /* number of blocks of tokens of this rank, and of tokens of the largest block */
+    /* blocks: number of blocks of tokens of this rank. block: maximum number of tokens in a
+     * block. */
     int64_t blocks, block;
-    /* most tokens of a batch: up to GATE_BLOCKS blocks (backward on devices) */
+    /* maximum number of tokens in a batch, which has up to GATE_BLOCKS blocks (backward on
+     * devices) */
     int64_t batch;
     /* epic_gate_args.deciding_tokens (backend/ops.h) */
     int64_t deciding_tokens;
@@ -137,8 +141,8 @@ typedef struct moe_job {
     /* levels of the tree over the blocks' gradients; 0: work.dense_grads is not needed */
     int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
-     * the sum of the caller's gradient of that loss and of d_loss, that of the sum of both
-     * losses. */
+     * the sum of the caller's gradient of that loss and d_loss, the caller's gradient of the
+     * sum of both losses. */
     double d_balance, d_z;
     uint32_t grad_type; /* epic_type of the experts' weight gradients; only in backward */
     moe_saved saved;
@@ -148,13 +152,13 @@ typedef struct moe_job {
 } moe_job;
 
 /* Reads and checks `moe`, and computes all sizes for `tokens` tokens on this rank. num_members
- * is the number of ranks without the vacant seats. The caller has set j->is_device. Returns
+ * is the number of ranks, without vacant seats. The caller has set j->is_device. Returns
  * EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
                             const epic_moe *moe, size_t size, int64_t tokens);
 
-/* Sets the pointers in j->saved and j->work to buffers at `saved` and `workspace`, and their
- * sizes in j->saved_bytes and j->work_bytes. If the addresses are NULL, only computes the
+/* Sets the pointers in j->saved and j->work to buffers at `saved` and `workspace`. Sets
+ * j->saved_bytes and j->work_bytes to the sizes. If the addresses are NULL, only sets the
  * sizes. */
 void moe_layout_buffers(moe_job *j, const void *saved, void *workspace, bool backward);
 
@@ -169,8 +173,8 @@ static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
-/* Returns the address of row `row` of `data`. For row 0 this is `data` itself, which may be
- * NULL if there are no rows: C allows no addition to NULL. */
+/* Returns the address of row `row` of `data`. `data` may be NULL if there are no rows, so
+ * nothing is added to it for row 0: C allows no addition to NULL. */
 static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
 {
     return row ? (const char *)data + row * j->row_bytes : (const char *)data;
@@ -206,13 +210,14 @@ dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 typedef struct token_block {
     const moe_job *job;
     epic_const_rows x;
-    int64_t first, tokens;   /* its first token, and its number of tokens (0: empty block) */
+    /* first: index of the first token. tokens: number of tokens; 0: empty block. */
+    int64_t first, tokens;
     const void *logits;      /* [tokens, columns] real; gate_forward() writes them */
     const int32_t *topk_idx; /* [tokens, top_k]: expert ids of the choices */
     const void *weights;     /* [tokens, top_k] real: weights of the choices */
 } token_block;
 
-/* Returns block number b, from 0 to j->blocks - 1. */
+/* Returns block b, from 0 to j->blocks - 1. */
 token_block moe_get_block(const moe_job *j, int64_t b);
 /* Returns the tokens of `count` blocks, from block `first` on, as one block. */
 token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);

@@ -34,8 +34,8 @@ uint32_t moe_padding_flag(const moe_job *j)
     return j->is_device ? EPIC_LEAVE_PADDING : 0;
 }
 
-/* Calls epic_experts_forward for all slots: for work.y or, with `recompute`, only for the data
- * that backward reads, with weights of row_type. */
+/* Calls epic_experts_forward for all slots. Computes work.y or, with `recompute`, only the data
+ * that backward reads, with weights of type row_type. */
 static epic_result call_experts(moe_job *j, bool recompute)
 {
     const bool scaled = j->is_e4m3 && !recompute;
@@ -91,9 +91,10 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward. The gradients
- * of the weights would need the outputs of the experts, which forward does not save.
- * moe_experts_backward() computes them from the activations. */
+/* Sends d_out without weights, even if combine multiplied by weights in forward. Combine
+ * backward could not compute the gradients of the weights, because it would need the outputs of
+ * the experts, which forward does not save. So moe_experts_backward() computes them from the
+ * activations. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -156,7 +157,7 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* A rank that does not want d_x takes part too, because its peers wait for its rows, and writes
+/* A rank that does not want d_x takes part too, because its peers wait for its rows. It writes
  * its d_x to work.d_y. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {

@@ -2,7 +2,7 @@
 /* Stages of the layer that several files use: for forward and backward, or for the host and a
  * device. A function handles all tokens of this rank, unless it has a parameter for a block. A
  * collective function must be called on all ranks and returns the same error on all of them.
- * The others communicate with no rank. */
+ * Other functions do not communicate. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
@@ -11,8 +11,9 @@
 
 /* Checks on the host that `saved` still contains the data that forward wrote. Stores the first
  * error in *fault and returns EPIC_OK. The caller passes *fault to the next collective
- * operation, so that every rank returns it. That operation also checks the plan in `saved`.
- * Returns EPIC_EINVAL only if x has another number of tokens than in forward. */
+ * operation, so that every rank returns the error. That operation also checks the plan in
+ * `saved`. Returns EPIC_EINVAL only if x does not have the same number of tokens as in
+ * forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Returns the memory in which the shared expert saves its data of block b. With EPIC_RECOMPUTE
@@ -34,8 +35,9 @@ static inline bool moe_is_weighted_late(const moe_job *j)
 epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                                   const int32_t *topk_idx);
 
-/* Returns the number of choices of each expert, for the balance loss; in a layer with replicas
- * of each logical expert, because the router chooses among these. */
+/* Returns the number of choices of each expert, for the balance loss. In a layer with replicas,
+ * these are the choices of each logical expert, because the router chooses among logical
+ * experts. */
 static inline const int32_t *moe_router_load(const moe_job *j)
 {
     return j->layer.num_logical ? j->saved.logical_load : j->saved.load;
@@ -48,11 +50,11 @@ uint32_t moe_padding_flag(const moe_job *j);
 
 /* Weights of float64 layers (f64_weights.c).
  *
- * Dispatch sends one float32 with each choice, usually its weight. In a float64 layer this is
- * k, the index of the choice among the token's top_k, and all top_k float64 weights of the
- * token are sent as the scales of its row. Each slot selects weight number k. For the
- * gradients, each slot makes a row of top_k numbers: its gradient at position k, and zeros
- * elsewhere. Combine adds these rows for each token.
+ * Dispatch sends one float32 with each choice, usually its weight. In a float64 layer this
+ * float is k, the index of the choice among the token's top_k choices, and the scales of the
+ * token's row are the top_k float64 weights of the token. Each slot selects weight k of these.
+ * For the gradients, each slot makes a row of top_k elements, with its gradient at index k and
+ * zeros elsewhere, and combine adds these rows for each token.
  *
  * moe_attach_f64_weights() sets the arrays for k and for the weights in *how, the arguments of
  * dispatch. */
@@ -78,7 +80,7 @@ static inline epic_context *moe_local_context(const moe_job *j)
 }
 
 /* Runs the local experts on the received rows in saved.recv. Writes their outputs to work.y.
- * Communicates with no other rank. */
+ * Local. */
 epic_result moe_run_experts(moe_job *j);
 /* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
  * Collective. */
@@ -90,7 +92,7 @@ epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_
  * Otherwise does nothing. Collective. */
 epic_result moe_dispatch_again(moe_job *j);
 /* With EPIC_RECOMPUTE, computes the first product of the experts again, because forward did not
- * save it. Otherwise does nothing. Communicates with no other rank. */
+ * save it. Otherwise does nothing. Local. */
 epic_result moe_recompute_experts(moe_job *j);
 
 /* Runs the experts' backward. Reads work.d_y, and writes work.d_recv, work.d_slot_weights and
@@ -105,7 +107,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 epic_result moe_sum_dense(moe_job *j);
 
 /* Called after an error of this rank alone, while its peers already wait for it. Aborts the
- * context, so that the peers return an error with the same sentence. Returns `result`. */
+ * context, so that the peers return an error with the same text. Returns `result`. */
 epic_result moe_abort_call(moe_job *j, epic_result result);
 
 #endif
