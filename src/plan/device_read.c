@@ -7,8 +7,8 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-/* number of fates that are copied to the host at a time; a fate is the slot of a choice, or the
- * reason why the choice was dropped */
+/* How many fates are copied to the host at a time. A fate is the slot of a choice, or the
+ * reason why the choice was dropped. */
 #define CHUNK 1024
 
 /* The header of a plan, of either type. few.num_ranks shows which one, because both begin with
@@ -18,8 +18,7 @@ typedef union header {
     device_many_header many;
 } header;
 
-/* The members of a header that this file reads, although their offsets differ between the two
- * types. */
+/* The members of a header that this file reads. Their offsets differ between the two types. */
 typedef struct header_view {
     const int32_t *tokens_of, *slots_of;
     const uint8_t *rank_at;
@@ -42,7 +41,7 @@ static header_view view_header(const header *h)
     return h->few.num_ranks > DEVICE_FEW_RANKS ? VIEW_OF(&h->many) : VIEW_OF(&h->few);
 }
 
-/* Returns true if the header's checksum, ranges and sizes are valid. */
+/* Returns true if the header's checksum, value ranges and sizes are valid. */
 static bool is_header_valid(const device_few_header *h, const header_view *view)
 {
     if (!view->is_intact || h->num_ranks < 1 || h->num_ranks > DEVICE_MOST_RANKS ||
@@ -86,7 +85,7 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
 }
 
 /* Fills in *out from the header, except the counts of fates. With EPIC_TREE, rank_at lists the
- * ranks in the order of their leaves, of which each rank has equally many. */
+ * ranks in the order of their leaves. Each rank has the same number of leaves. */
 static void describe_device_plan(const device_few_header *h, const header_view *view,
                                  const device_plan_layout *at, epic_plan_info *out)
 {
@@ -106,8 +105,8 @@ static void describe_device_plan(const device_few_header *h, const header_view *
 }
 
 /* Copies the header of the plan to *h. Returns false if the bytes do not begin like a plan, or
- * cannot be copied. Too few bytes for the header of many ranks leave zeros, so that its
- * checksum is wrong. */
+ * cannot be copied. If there are too few bytes for the header of many ranks, the rest of *h is
+ * zero, so that the checksum is wrong. */
 static bool read_header(const void *plan, int64_t plan_bytes, device_fetch fetch, header *h)
 {
     memset(h, 0, sizeof *h);

@@ -89,8 +89,8 @@ int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_ta
     return (int32_t)(expert / ((layer->num_experts + ranks - 1) / ranks));
 }
 
-/* Checks the placement of expert e with EPIC_TREE. e must be on the same rank as the first
- * expert of its block, and no expert of an earlier block may be on that rank. */
+/* Checks the placement of expert e with EPIC_TREE. The first expert of e's block must be on the
+ * same rank as e, and no expert of an earlier block may be on that rank. */
 static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint32_t e)
 {
@@ -103,7 +103,8 @@ static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
     return true;
 }
 
-/* Returns the first expert whose owner in rank_of_expert is no rank, or num_experts. */
+/* Returns the first expert whose owner in rank_of_expert is not a rank of the group, or
+ * num_experts if there is none. */
 static uint32_t find_no_rank(const epic_layer *layer, int32_t num_ranks,
                              const int32_t *rank_of_expert)
 {

@@ -84,8 +84,8 @@ plan_view plan_view_of(const void *plan)
     };
 }
 
-/* Returns the largest number of experts on one member. members NULL: every rank is one. `count`
- * [num_ranks] is scratch memory. */
+/* Returns the maximum number of experts on one member. If `members` is NULL, every rank is a
+ * member. `count` [num_ranks] is scratch memory. */
 static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int32_t num_ranks,
                                     const int32_t *owner, const seat_set *members)
 {
@@ -98,8 +98,8 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers of *p into the workspace, which begins where the largest possible plan
- * would end, because the placement of the experts is not known yet. */
+/* Sets the pointers of *p into the workspace. The workspace begins where the largest possible
+ * plan would end, because the placement of the experts is not known yet. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -247,8 +247,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Checks the numbers of tokens: element r of base_of must be their sum over all ranks below r.
- * Adds with 64 bits, because a 32-bit sum could overflow and look valid. */
+/* Checks the numbers of tokens: element r of base_of must be the sum of tokens_of over all
+ * ranks below r. Adds with 64 bits, because a 32-bit sum could overflow and look valid. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -261,8 +261,8 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Checks that the slabs follow each other without gaps from slot 0 to num_slots, with at least
- * as many slots as choices. */
+/* Checks that the slabs follow each other without gaps from slot 0 to num_slots. Each slab must
+ * have at least as many slots as choices. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -275,7 +275,8 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-/* Checks the range of every element, so that the code that uses the plan need not check it. */
+/* Checks that every element is in its range, so that the code that uses the plan need not check
+ * it. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;

@@ -45,18 +45,19 @@ typedef struct plan_header {
     uint64_t id;
     uint64_t group_id;
     int64_t bytes;                    /* size of the header and the arrays in bytes */
-    int64_t num_tokens, total_tokens; /* tokens of this rank, and of all ranks */
-    /* slots that the plan uses on this rank, slots of its receive buffer, and slots that it
-     * would need if no choice were dropped */
+    int64_t num_tokens, total_tokens; /* number of tokens of this rank, and of all ranks */
+    /* slots of this rank: used by the plan, available in the receive buffer, and needed if no
+     * choice were dropped */
     int64_t num_slots, capacity, demand;
-    /* numbers of this rank's choices: with a slot, without an expert, and dropped, by reason */
+    /* number of this rank's choices with a slot, without an expert, and dropped (one count for
+     * each reason) */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
     /* offsets of the arrays in bytes from the header */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
     int64_t fate, rank_to, slot_or_expert, row_of;
-    /* num_local: largest number of experts on one member */
+    /* num_local: maximum number of experts on one member */
     int32_t rank, num_ranks, num_local;
     /* epic_result; with an error, the plan has no slots */
     uint32_t result;
@@ -81,7 +82,7 @@ enum plan_damage {
     PLAN_WRONG_RANK
 };
 
-/* Returns a description of the damage, for the end of an error sentence. */
+/* Returns a description of the damage, for the end of an error text. */
 const char *plan_damage_name(int damage);
 
 /* Checks the bytes of a plan. If they are valid, sets *out and returns PLAN_OK. Otherwise
@@ -91,15 +92,15 @@ enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
 /* Copies the caller's layer of `size` bytes to *out, fills in its defaults and checks it.
- * num_members is the number of ranks without the vacant seats: with EPIC_TREE each member owns
- * the same number of leaves. Returns EPIC_OK or EPIC_EINVAL. */
+ * num_members is the number of ranks, without vacant seats: with EPIC_TREE each member owns the
+ * same number of leaves. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_members);
 
-/* Replaces the sum order EPIC_BY_HOSTS: by EPIC_TREE with one leaf per rank if `relayed` is
- * true and the number of ranks is a power of two that divides the number of experts, otherwise
- * by EPIC_BY_RANK. `relayed` is context_relays(): true if the ranks of one host add up their
- * rows before they send the sum to another host. */
+/* Replaces the sum order EPIC_BY_HOSTS by EPIC_TREE or EPIC_BY_RANK. Chooses EPIC_TREE, with
+ * one leaf per rank, if `relayed` is true and the number of ranks is a power of two that
+ * divides the number of experts. `relayed` is context_relays(): true if the ranks of one host
+ * add up their rows before they send the sum to another host. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
 /* Computes the offsets and the size from the numbers of tokens, ranks and experts. */
@@ -109,8 +110,8 @@ void plan_layout(plan_header *header);
 plan_view plan_view_of(const void *plan);
 
 /* Returns a size in bytes that suffices for any plan of this layer: on host contexts, with the
- * workspace of the planner, and on CUDA contexts. Returns 0 if a number of slots might not fit
- * into an int32_t. */
+ * workspace of the planner, and on CUDA contexts. Returns 0 if an int32_t might be too small
+ * for a number of slots. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
 /* Returns the number of valid expert ids. With replicas, ids are those of logical experts. */
@@ -147,20 +148,22 @@ typedef struct planner {
     /* The arrays from here on are in the planner's workspace. */
     int32_t *count; /* [num_experts] number of choices of each expert in the whole group */
     int32_t *owner; /* [num_experts] rank of each expert */
-    int32_t *local; /* [num_experts] number of the expert among the experts of its rank */
+    int32_t *local; /* [num_experts] index of the expert among the experts of its rank */
     int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
-    /* [num_experts] most choices that the expert may keep within expert_capacity */
+    /* [num_experts] maximum number of choices that the expert may keep within
+     * expert_capacity */
     int32_t *expert_quota;
     /* [num_experts] number of kept choices; an upper bound until decide_num_kept() */
     int32_t *num_kept;
     /* [num_experts] position of the expert's next choice among its choices */
     int32_t *next;
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
-    /* [num_ranks] most choices that each expert of a rank may keep, so that the rank has enough
-     * slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r]) choices */
+    /* [num_ranks] maximum number of choices that each expert of a rank may keep, so that the
+     * rank has enough slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
+     * choices */
     int32_t *keep_limit;
-    /* [num_ranks] bounds of the binary search for keep_limit: the largest limit that is known
-     * to fit into the rank's slots, and the smallest one that is known not to fit */
+    /* [num_ranks] bounds of the binary search for keep_limit: the greatest limit that is known
+     * to fit into the rank's slots, and the least limit that is known not to fit */
     int32_t *limit_fits, *limit_fails;
     int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
@@ -174,14 +177,15 @@ typedef struct plan_tables {
     bool has_absent; /* set by replicas_check(): logical_of_expert contains EPIC_ABSENT */
 } plan_tables;
 
-/* Returns the rank that owns an expert, or another number if rank_of_expert is invalid. */
+/* Returns the rank that owns an expert. If rank_of_expert is invalid, the result may be no
+ * rank. */
 int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
                        uint32_t expert);
 
 /* An error in the placement of an expert. */
 typedef enum placement_error {
     PLACEMENT_OK,
-    PLACEMENT_NO_RANK, /* the owner is no rank */
+    PLACEMENT_NO_RANK, /* the owner is not a rank of the group */
     PLACEMENT_TREE,    /* EPIC_TREE: the owner does not own one whole block */
     PLACEMENT_VACANT   /* the owner is a vacant seat */
 } placement_error;
@@ -195,7 +199,7 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
 
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
-    int64_t expert; /* expert whose entry is out of range; -1: no such expert */
+    int64_t expert; /* expert whose entry is out of range; -1: none */
     /* the invalid entry. If `expert` is -1: a logical expert without a replica, or -1 if there
      * is no error. */
     int64_t logical;
@@ -216,9 +220,9 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
  * choices of absent experts. */
 void planner_add_logical_load(const planner *p, int32_t *logical_load);
 
-/* Replaces the logical expert of each choice in p->ids by one of its replicas on members. If
- * the expert is absent, replaces the id by EPIC_FATE_ABSENT. An expert is absent if no member
- * owns it. A logical expert is absent if no member owns a replica of it. */
+/* Replaces the logical expert of each choice in p->ids by one of its replicas on members.
+ * Replaces absent experts by EPIC_FATE_ABSENT. An expert is absent if no member owns it. A
+ * logical expert is absent if no member owns a replica of it. */
 void planner_choose_replicas(planner *p);
 
 /* Sets p->expert_quota[e], the number of choices that expert e may keep within expert_capacity.
@@ -228,7 +232,7 @@ void planner_deal_capacity(planner *p);
 /* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
  * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity
  * and p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW, and the
- * error sentence names the lowest such rank. The plan is then complete but has no slots. */
+ * error text names the lowest such rank. The plan is then complete but has no slots. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

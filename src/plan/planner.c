@@ -50,9 +50,9 @@ static int32_t min_int32(int32_t a, int32_t b)
 /* The reasons why a choice is dropped.
  *
  * With EPIC_BY_K there are two passes over the choices:
- * 1. judge_choices_by_k() visits the choices in the order of k and decides which are kept. It
- *    stores the reason of each drop in `ids`, in the bits above the expert id, which is less
- *    than MAX_EXPERTS.
+ * 1. judge_choices_by_k() visits the choices in the order of k and decides which choices are
+ *    kept. It stores the reason of each drop in `ids`, in the bits above the expert id, which
+ *    is less than MAX_EXPERTS.
  * 2. The second pass visits the choices in the order of tokens. It assigns the next slot of the
  *    expert to each kept choice.
  *
@@ -68,9 +68,9 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Returns 0 if expert e keeps a choice, otherwise EXPERT_IS_FULL or RANK_IS_FULL. `position`:
- * number of choices of e before this one in the order of priority. e keeps the positions below
- * min(num_kept[e], keep_limit[rank of e]). */
+/* Returns 0 if expert e keeps a choice, otherwise EXPERT_IS_FULL or RANK_IS_FULL. `position` is
+ * the number of choices of e that come before this choice in the order of priority. e keeps the
+ * choices with a position below min(num_kept[e], keep_limit[rank of e]). */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->num_kept[e], p->keep_limit[p->owner[e]])) return 0;
@@ -123,8 +123,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts in needed[] the slots that each rank needs at present. Expert e of rank r keeps at
- * most min(num_kept[e], keep_limit[r]) choices. */
+/* Counts in needed[] how many slots each rank needs with the current limits: expert e of rank r
+ * keeps at most min(num_kept[e], keep_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -140,15 +140,15 @@ static void count_needed_slots(planner *p)
     }
 }
 
-/* Returns true if a rank needs more slots than its capacity; 0: no limit. */
+/* Returns true if a rank needs more slots than its capacity. A capacity of 0 means no limit. */
 static bool is_over(const planner *p, int32_t rank)
 {
     return p->capacity[rank] && p->needed[rank] > p->capacity[rank];
 }
 
 /* Lowers p->num_kept of the experts on each rank that needs more slots than its capacity. All
- * experts of such a rank get the same keep limit: the largest one for which the rank has enough
- * slots.
+ * experts of such a rank get the same keep limit: the greatest limit for which the rank has
+ * enough slots.
  *
  * A binary search finds the limits of all ranks at the same time, between limit_fits[rank] and
  * limit_fails[rank]. For a rank within its capacity, the two are equal from the start. */
@@ -178,8 +178,8 @@ static void drop_choices(planner *p)
         p->num_kept[e] = min_int32(p->num_kept[e], p->limit_fits[p->owner[e]]);
 }
 
-/* Sets p->num_kept[e], the number of choices that each expert keeps, and the demand of this
- * rank. With EPIC_OVERFLOW_DROP, keeps within expert_capacity and within the capacity of every
+/* Decides how many choices each expert keeps (p->num_kept), and sets the demand of this rank.
+ * With EPIC_OVERFLOW_DROP, limits num_kept to expert_capacity and to the capacity of every
  * rank. Otherwise returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
 static epic_result decide_num_kept(planner *p)
 {
@@ -231,9 +231,9 @@ typedef struct choices {
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the EPIC_FATE value of a dropped choice of expert e, whose entry in p->ids is `id`.
- * next[e] counts all choices of e, so this function increments it. With EPIC_BY_K it counts
- * only the kept ones. */
+/* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the entry of the choice
+ * in p->ids. Increments next[e], which counts all choices of e (with EPIC_BY_K only the kept
+ * ones). */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -242,8 +242,9 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, in *c. In a FLAT layer a slot of 0 or more only
- * means that the choice is kept: share_rows() replaces it by the token's row. */
+/* Decides where the choices of one token go, and writes the result to *c. In a FLAT layer, a
+ * slot of 0 or more only means that the choice is kept: share_rows() replaces it by the token's
+ * row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -337,8 +338,8 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
     }
 }
 
-/* Places all choices of a plan that drops none, the usual case. place_choices() is slower,
- * because it checks whether each choice is kept. */
+/* Places all choices of a plan that drops none, the usual case. This is faster than
+ * place_choices(), which checks for each choice whether it is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;

@@ -44,9 +44,9 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
 /* Links the replicas of each logical expert in a circular list, so that its choices go to the
  * replicas one after the other. Leaves out experts that are replicas of no logical expert, and
  * experts on vacant seats. Sets turn[logical] to the replica for the next choice, or to -1 if
- * there is none, and after[expert] to the next replica in the list. Returns whether each
- * logical expert has a replica. Both arrays are parts of the planner's workspace that are not
- * in use yet.
+ * there is none, and after[expert] to the next replica in the list. Both arrays are parts of
+ * the planner's workspace that are not in use yet. Returns whether each logical expert has a
+ * replica.
  *
  * The function is compiled for each value of has_absent, so that the usual case tests nothing
  * for each expert. */
@@ -119,9 +119,9 @@ void planner_add_logical_load(const planner *p, int32_t *logical_load)
             if (p->logical_of[e] >= 0) logical_load[p->logical_of[e]] += p->count[e];
 }
 
-/* Sets p->expert_quota (plan.h). Choice number n of a logical expert with r replicas goes to
- * replica number n % r. The logical expert keeps its first `capacity` choices, so replica
- * number i keeps (capacity + r - 1 - i) / r of them. */
+/* Sets p->expert_quota (plan.h). If a logical expert has r replicas, its choice n goes to
+ * replica n % r. The logical expert keeps its first `capacity` choices, so replica i keeps
+ * (capacity + r - 1 - i) / r choices. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;

@@ -12,15 +12,15 @@
  * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value 0.
  */
 
-/* Returns true if a column with value a is chosen before a column with value b and a lower
- * number. Of equal values, the lower number comes first. */
+/* Returns true if a column with value a is chosen before a column with value b and a lower index.
+ * With equal values it is not: the lower index comes first. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
 }
 
-/* Inserts column i into `out`, the sorted list of the `found` best columns so far, if its value
- * v[i] is among the k largest. Returns the new length. */
+/* Inserts column i into `out`, the sorted list of the `found` best columns so far, if v[i] is
+ * among the k largest values. Returns the new length. */
 static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int64_t i)
 {
     if (found == k && !is_above(v[i], v[out[k - 1]])) return found;
@@ -31,8 +31,9 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* Writes to `out` the columns of the k largest values of v [n], the largest first. Leaves out
- * blocks b of `block` columns if is_kept_group[b] is 0. is_kept_group may be NULL. */
+/* Writes to `out` the columns of the k largest values of v [n], the largest first. The columns
+ * form blocks of `block` columns; leaves out block b if is_kept_group[b] is 0. is_kept_group
+ * may be NULL. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
                         const uint8_t *is_kept_group, int64_t block)
 {
@@ -44,8 +45,8 @@ static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
 }
 
 /* Returns the score of a group of columns: its largest value or, with EPIC_GROUP_SUM, the sum
- * of its group_best largest values. v [n]: values of the group. `order`: scratch memory for 64
- * numbers. */
+ * of its group_best largest values. v [n] are the values of the group. `order` is scratch
+ * memory for 64 elements. */
 static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t *order)
 {
     const int m = r->group_score == EPIC_GROUP_SUM ? (int)r->group_best : 1;
@@ -68,7 +69,7 @@ static void keep_groups(const router_job *job, const REAL *v)
     for (uint32_t i = 0; i < r->topk_groups; i++) job->is_kept_group[job->order[i]] = 1;
 }
 
-/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO, sets the values v of
+/* Chooses experts with group-limited routing. With EPIC_OTHERS_ZERO, sets the values v of all
  * groups that are not kept to 0. */
 static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
 {

@@ -15,10 +15,10 @@
 #include "epic/epic.h"
 #include "exchange/op_header.h"
 
-#define MAX_COLUMNS 65536 /* largest number of experts and zero-experts together */
+#define MAX_COLUMNS 65536 /* maximum number of experts and zero-experts together */
 
 /* State of one call of the router or of a loss. Arrays with the type void * contain float32
- * numbers, or float64 numbers if the logits are F64. */
+ * elements, or float64 elements if the logits are F64. */
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
@@ -79,8 +79,9 @@ void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t tok
  * and topk_idx_in, which may be in device memory. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
-/* Returns the first token id, entry of the table or forced expert id that is out of range, or a
- * fault whose `error` is DATA_OK. The arrays must be in host memory. */
+/* Returns the first value that is out of range: a token id, an entry of the table or a forced
+ * expert id. If there is none, returns a fault whose `error` is DATA_OK. The arrays must be in
+ * host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
 /* Returns EPIC_EINVAL if an expert id is not below num_columns. Negative ids mean no choice. */

@@ -19,8 +19,8 @@ static int64_t token_id(const epic_router_args *args, int64_t token)
     return args->token_id_type == EPIC_I64 ? wide[token] : narrow[token];
 }
 
-/* Returns the experts [top_k] of a token that the caller has determined, by topk_idx_in or by a
- * row of its table. Returns NULL if the router chooses. */
+/* Returns the experts [top_k] of a token if topk_idx_in or a row of the caller's table gives
+ * them. Returns NULL if the router chooses. */
 static const int32_t *given_row(const epic_router_args *args, const router_job *job,
                                 int64_t token)
 {

@@ -13,8 +13,8 @@
  * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
  * formulas. */
 
-/* Writes the probabilities P to job->scores. Returns their divisor: the sum of the scores, or 1
- * for a softmax or if the sum is 0. */
+/* Writes the probabilities P to job->scores. Returns 1 for a softmax. Otherwise returns the sum of
+ * the scores, by which the scores were divided unless it is 0. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;
@@ -54,8 +54,9 @@ static double sum_balance(const router_job *job, const void *logits, const int32
     return dot_load(job, load);
 }
 
-/* Computes dz, the gradient of factor * (sum of P_e load_e) by the logits z. With m = sum of
- * P_j load_j:
+/* Computes dz, the gradient of factor * (sum of P_e load_e) with respect to the logits z. With
+ * m = sum of P_j load_j:
+ *
  * - softmax: dz_i = factor * P_i (load_i - m).
  * - other scores s: dz_i = factor * (load_i - m) / (sum of s) * ds_i/dz_i.
  *

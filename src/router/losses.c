@@ -51,7 +51,8 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks total_tokens, the arguments of one pass only, and alignment and overlap of arrays. */
+/* Checks total_tokens, the arguments that only one of the passes has, and the alignment and
+ * overlap of arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -92,7 +93,7 @@ static epic_result prepare_loss(loss_job *job, pass pass)
     return check_pass(job, pass);
 }
 
-/* Checks the arguments of the balance loss alone: `load` or, if the loss is computed per
+/* Checks the arguments that only the balance loss has: `load` or, if the loss is computed per
  * sequence, topk_idx and the length of the sequences. */
 static epic_result check_balance(const loss_job *job)
 {
@@ -142,8 +143,9 @@ static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
-    /* The sequence-wise loss is the mean over T / S sequences. The sum of each sequence is
-     * divided by S^2, so in the mean each sum is divided by S^2 * T / S = S T. */
+    /* With S = sequence_tokens, the loss of one sequence is divided by S^2. The sequence-wise
+     * loss is the mean over the T / S sequences, so all terms are divided by S^2 * T / S = S *
+     * T. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
@@ -160,8 +162,8 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the numbers of choices of each expert, of the sequence that begins at token
- * `first` or of the whole group. Returns the number of tokens for which *load is valid. */
+/* Sets *load to the number of choices of each expert: in the sequence that begins at token
+ * `first`, or in the whole group. Returns the number of tokens for which *load is valid. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -169,8 +171,8 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Zeroes the runs (LOSS_RUNS). A GPU, with one thread per run, adds in the same order, so host
- * and GPU get the same bits. */
+/* Zeroes the partial sums of a loss (LOSS_RUNS). A GPU, with one thread per partial sum, adds
+ * in the same order, so host and GPU get the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);
@@ -181,7 +183,7 @@ static double *run_at(const loss_job *job, int64_t token)
     return job->router.runs + token / loss_run_tokens(job->args.num_tokens);
 }
 
-/* Adds the partial sums of all runs in a binary tree, and returns the total. */
+/* Adds all partial sums in a binary tree, and returns the total. */
 static double sum_runs(const loss_job *job)
 {
     double *runs = job->router.runs;

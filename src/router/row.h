@@ -5,7 +5,7 @@
 
 #include "router/config.h"
 
-/* Functions on the logits [num_columns] of one token. */
+/* Functions for one token, whose logits are [num_columns]. */
 typedef struct router_row_ops {
     /* Chooses top_k experts, and writes their ids to topk_idx and their weights to weights. If
      * `given` [top_k] is not NULL, copies these ids instead. If `scores` [num_columns] is not

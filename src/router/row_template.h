@@ -11,7 +11,7 @@
 
 #include "router/score_template.h"
 
-/* the three files below use functions of score_template.h */
+/* the files below use functions of score_template.h */
 #include "router/choose_template.h"
 #include "router/loss_template.h"
 #include "router/weigh_template.h"

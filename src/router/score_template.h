@@ -62,7 +62,7 @@ static REAL largest_of(const REAL *v, int64_t n)
     return largest;
 }
 
-/* Computes p = softmax(z). Returns its divisor, the sum of e^(z - largest z). */
+/* Computes p = softmax(z). Returns the divisor of p: the sum of e^(z - largest z). */
 static REAL make_softmax(REAL *p, const REAL *z, int64_t n)
 {
     const REAL largest = largest_of(z, n);

@@ -2,23 +2,24 @@
 /* Weights of a token's chosen experts, and their gradients. row_template.h includes this file.
  *
  * If choice i is expert e, its weight is parts[i] / divisor * scale * scale_of_expert[e].
- * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of its logit, its
- *   softmax over the logits of the chosen experts, or its probability in SparseMixer.
+ * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of its logit, the
+ *   softmax over the logits of the chosen experts at e, or the probability of e in SparseMixer.
  * - The divisor is 1, the sum of the parts plus eps (EPIC_NORMALIZE_SUM), or the larger of the
  *   sum and norm_min (EPIC_NORMALIZE_CLAMPED).
  *
  * If the id of a choice is negative, the choice has no expert, and its weight is 0. */
 
-#define MAX_CHOSEN 64 /* largest top_k */
+#define MAX_CHOSEN 64 /* maximum of top_k */
 
-/* The numbers from which the weights of one token are computed (see above). */
+/* The values from which the weights of one token are computed (see above). */
 typedef struct shares {
     REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
     REAL divisor;             /* if it is 0, every weight is 0 */
     bool is_divisor_variable; /* true: the divisor depends on the parts, so it has a gradient */
 } shares;
 
-/* Computes p [k], the softmax over the logits of the chosen experts; 0 if there is none. */
+/* Computes p [k], the softmax over the logits of the chosen experts. p is 0 for a choice
+ * without an expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;
@@ -34,8 +35,9 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
 }
 
 /* Computes p [num_columns], the softmax for choice i in EPIC_WEIGHT_SPARSEMIXER (arXiv
- * 2310.00811). The part of choice i is the element of p of its expert. The softmax leaves out
- * two sets of columns, whose p is 0:
+ * 2310.00811). The part of choice i is p of its expert. The softmax leaves out two sets of
+ * columns, whose p is 0:
+ *
  * - The columns of earlier choices.
  * - Columns whose logit z is far below `largest`, the largest logit of the columns that are
  *   left: those with (largest - z) / max(|z|, largest) > 2 * jitter.
@@ -149,7 +151,8 @@ static void weigh_choices(const router_job *job, const int32_t *topk_idx, void *
 }
 
 /* Adds the gradient of scale_of_expert to job->scale_sums. Then multiplies g, the gradient of
- * the weights, by scale_of_expert: it is now the gradient of parts[i] / divisor * scale. */
+ * the weights, by scale_of_expert, so that g becomes the gradient of parts[i] / divisor *
+ * scale. */
 static void scale_backward(const router_job *job, const shares *shares, const int32_t *topk_idx,
                            REAL *g)
 {
