@@ -81,7 +81,7 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the keep limit of `rank`: the largest number of choices that each of its experts may
+/* Returns the keep limit of `rank`: the maximum number of choices that each of its experts may
  * keep so that `capacity` slots suffice for all of them. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
