@@ -183,6 +183,10 @@ static void store_losses(const epic_moe_args *a, double balance, double z)
  * EPIC_SUM_DENSE, over the ranks. */
 static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
 {
+    if (j->moe.balance_coeff == 0 && j->moe.z_coeff == 0) {
+        store_losses(a, 0, 0);
+        return EPIC_OK;
+    }
     void *balance = j->work.losses, *z = moe_real_at(j, balance, j->blocks);
     memset(balance, 0, (size_t)(2 * j->blocks * j->real_bytes));
     for (int64_t b = 0; b < j->blocks; b++) {
