@@ -21,6 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
     "zero_experts": {"zero_experts": 3, "balance_coeff": 0.5, "z_coeff": 0.1},
     "table": {"table": 5, "score": "sigmoid", "normalize": True},
     "drop": {"expert_capacity": 2, "alignment": 4},
+    "tree": {"leaves": 8, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1},
 }
 
 
@@ -34,6 +35,8 @@ def options(case: dict[str, Any], ranks: int) -> epic.Moe:
             alignment=case.get("alignment", 1),
             overflow="drop" if "expert_capacity" in case else "error",
             expert_capacity=case.get("expert_capacity", 0),
+            sum_order="tree" if "leaves" in case else "by_hosts",
+            leaves=case.get("leaves", 0),
         ),
         epic.Router(
             EXPERTS,

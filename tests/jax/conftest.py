@@ -19,7 +19,7 @@ import pytest
 import epic.jax
 from selection import pytest_addoption, pytest_collection_modifyitems
 
-__all__ = ["RANKS", "make_mesh", "pytest_addoption", "pytest_collection_modifyitems"]
+__all__ = ["RANKS", "line_of", "make_mesh", "pytest_addoption", "pytest_collection_modifyitems"]
 Mesh = jax.sharding.Mesh
 
 
@@ -31,6 +31,11 @@ def make_mesh(ep: int) -> Mesh:
     """Return four devices as dp x ep."""
     devices = np.array(jax.devices()[:4]).reshape(4 // ep, ep)
     return Mesh(devices, ("dp", "ep"))
+
+
+def line_of(ranks: int) -> Mesh:
+    """Return a mesh of one group."""
+    return Mesh(np.array(jax.devices()[:ranks]), ("ep",))
 
 
 @pytest.fixture(params=RANKS)

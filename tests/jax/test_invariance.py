@@ -4,16 +4,20 @@
 Also tests check_invariance.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import epic.jax
-from conftest import make_mesh
+from conftest import line_of, make_mesh
 from steps import numbers
 
 HIDDEN, INNER, EXPERTS = 24, 16, 8
@@ -57,6 +61,134 @@ def test_groups(opened: Any, dtype: str) -> None:
         assert report.batches == (64, 32, 7, 2, 1)
         prints.add(report.fingerprint)
     assert len(prints) == 1
+
+
+def trained_weights(dtype: Any) -> dict[str, Any]:
+    """Random weights of every kind that has a gradient."""
+    shapes = {
+        "b_gate": (EXPERTS + 1,),
+        "b_gate_up": (EXPERTS, 2 * INNER),
+        "b_down": (EXPERTS, HIDDEN),
+        "shared_b_gate_up": (1, 2 * INNER),
+        "shared_b_down": (1, HIDDEN),
+    }
+    biases = {name: numbers(20 + i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    cast = {name: b if name == "b_gate" else b.astype(dtype) for name, b in biases.items()}
+    found = weights_of(dtype)._replace(**cast)._asdict()
+    return {name: w for name, w in found.items() if w is not None}
+
+
+Layer = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
+
+
+def moe_in_shard_map(mesh: Any, group: Any, options: epic.jax.Moe, vma: bool) -> Layer:
+    """A layer in a shard_map of the caller, who also sums the loss."""
+
+    def layer(x: Any, w: dict[str, Any]) -> tuple[Any, Any]:
+        weights = epic.jax.MoeWeights(**w)
+
+        def local(x: Any, weights: Any) -> tuple[Any, Any]:
+            moe = epic.jax.moe(group, options, x, weights)
+            return moe.out, jax.lax.psum(moe.loss, "ep")
+
+        ins = (P("ep"), epic.jax.sharded.weight_specs(group, weights))
+        outs = (P("ep"), P())
+        run = jax.shard_map(local, mesh=mesh, in_specs=ins, out_specs=outs, check_vma=vma)
+        return run(x, weights)
+
+    return layer
+
+
+def moe_of_global_arrays(mesh: Any, group: Any, options: epic.jax.Moe) -> Layer:
+    """A layer in a plain jit.  All weights are sharded over the group, also those of the gate."""
+
+    def layer(x: Any, w: dict[str, Any]) -> tuple[Any, Any]:
+        place = NamedSharding(mesh, P("ep"))
+        placed = {
+            n: v if v.shape[0] % mesh.size else jax.device_put(v, place) for n, v in w.items()
+        }
+        moe = epic.jax.sharded.moe(mesh, group, options, x, epic.jax.MoeWeights(**placed))
+        return moe.out, moe.loss
+
+    return layer
+
+
+def nnx_block(mesh: Any, group: Any, options: epic.jax.Moe) -> Layer:
+    """The block of flax.nnx with these weights."""
+    nnx = pytest.importorskip("flax.nnx")
+    from epic.jax.nnx import Biases, MoEBlock
+
+    biases = Biases(gate=True, experts=True, shared=True)
+    block = MoEBlock(mesh, group, options, rngs=nnx.Rngs(0), biases=biases)
+    graph, _, rest = nnx.split(block, nnx.Param, ...)
+
+    def layer(x: Any, w: dict[str, Any]) -> tuple[Any, Any]:
+        params = nnx.State({name: nnx.Param(value) for name, value in w.items()})
+        out, loss = nnx.merge(graph, params, rest)(x)
+        return out, loss
+
+    return layer
+
+
+def linen_block(mesh: Any, group: Any, options: epic.jax.Moe) -> Layer:
+    """The block of flax.linen with these weights."""
+    pytest.importorskip("flax.linen")
+    from epic.jax.linen import Biases, MoEBlock
+
+    block = MoEBlock(mesh, group, options, biases=Biases(gate=True, experts=True, shared=True))
+    return lambda x, w: block.apply({"params": w}, x)
+
+
+LAYERS: dict[str, Callable[..., Layer]] = {
+    "vma": partial(moe_in_shard_map, vma=True),
+    "no_vma": partial(moe_in_shard_map, vma=False),
+    "global": moe_of_global_arrays,
+    "nnx": nnx_block,
+    "linen": linen_block,
+}
+
+
+def compare_groups(
+    opened: Any, form: str, dtype: str, tokens: int = 40, options: Any = None
+) -> None:
+    """Check that no bit of a result or gradient differs between groups of 1, 2, 4 and 8 ranks."""
+    x, ct = numbers(1, tokens, HIDDEN).astype(dtype), numbers(2, tokens, HIDDEN)
+    options, first = options or options_of(z_coeff=0.01), None
+    for ranks in (1, 2, 4, 8):
+        if tokens % ranks:
+            continue
+        mesh = line_of(ranks)
+        layer = LAYERS[form](mesh, opened(mesh, name=f"of {ranks}"), options)
+
+        def loss_of(x: Any, w: Any, layer: Layer = layer) -> tuple[Any, Any]:
+            out, loss = layer(x, w)
+            return (out * ct).sum() + loss, (out, loss)
+
+        run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+        (_, (out, loss)), (d_x, d_w) = run(x, trained_weights(dtype))
+        found = {"out": out, "loss": loss, "d_x": d_x, **d_w}
+        bits = {name: np.asarray(value).tobytes() for name, value in found.items()}
+        first = bits if first is None else first
+        assert [name for name in bits if bits[name] != first[name]] == [], ranks
+        assert all(np.any(np.asarray(value)) for value in found.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("form", LAYERS)
+def test_gradients(opened: Any, form: str, dtype: str) -> None:
+    """Losses and all gradients, for each way to call the layer."""
+    compare_groups(opened, form, dtype)
+
+
+def test_gradients_of_unequal_blocks(opened: Any) -> None:
+    """20 tokens in 8 blocks of 2 or 3."""
+    compare_groups(opened, "global", "float32", tokens=20)
+
+
+def test_gradients_in_tree_order(opened: Any) -> None:
+    """The tree order does not need invariant=True."""
+    options = options_of(invariant=False, sum_order="tree", leaves=8)
+    compare_groups(opened, "global", "float32", options=options)
 
 
 def replicas_of(ranks: int) -> tuple[epic.jax.Moe, dict[str, Any]]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 import epic.jax
 import layers
-from conftest import make_mesh
+from conftest import line_of, make_mesh
 from reference import relative
 
 TABLE = layers.CASES["table"]
@@ -73,11 +73,6 @@ def weights_of() -> dict[str, Any]:
 def numbers(seed: int, *shape: int) -> Any:
     """Random numbers, float32."""
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def line_of(ranks: int) -> Mesh:
-    """A mesh of one group."""
-    return Mesh(np.array(jax.devices()[:ranks]), ("ep",))
 
 
 def true_layer(x: Any, w: dict[str, Any], ids: np.ndarray, weights: Any) -> Any:

@@ -318,11 +318,11 @@ def moe_flags(options: Any) -> int:
     return again | (INVARIANT if options.invariant else 0)
 
 
-def moe_struct(options: Any) -> tuple[Any, list[Any]]:
+def moe_struct(options: Any, more_flags: int = 0) -> tuple[Any, list[Any]]:
     """Return the struct epic_moe for an epic.Moe, and the structs that it points to.
 
     The capacity of the options must be a number, not None. The caller must keep a reference to the
-    second result while it uses the first one.
+    second result while it uses the first one. more_flags: flags that the options do not contain.
     """
     kinds = {"layer": Layer, "router": Router, "experts": Experts, "shared": Experts}
     parts = {
@@ -332,17 +332,21 @@ def moe_struct(options: Any) -> tuple[Any, list[Any]]:
     }
     names = ("balance_coeff", "z_coeff", "sequence_tokens", "capacity")
     numbers = {name: getattr(options, name) for name in names}
-    numbers["flags"] = moe_flags(options)
+    numbers["flags"] = moe_flags(options) | more_flags
     addresses = {name: ctypes.addressof(part) for name, part in parts.items()}
     return MoeStruct(**numbers, **addresses), list(parts.values())
 
 
-def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool) -> Any:
+def moe_memory(config: ctypes.Structure, options: Any, on_gpu: bool, *, more_flags: int = 0) -> Any:
     """Return the MemoryInfo of a whole layer, on GPUs or on CPUs.
 
-    config: the sizes of the group. The function sets its field backend.
+    Args:
+        config: Sizes of the group. The function sets its field backend.
+        options: An epic.Moe.
+        on_gpu: Whether the layer runs on GPUs.
+        more_flags: Flags of epic_moe that the options do not contain.
     """
-    wanted, references = moe_struct(options)
+    wanted, references = moe_struct(options, more_flags)
     sizes = MemoryInfo()
     config.backend = PLACES[on_gpu]
     check(core().epic_moe_memory_v1(None, *sized(config, wanted, sizes)))

@@ -32,7 +32,8 @@ class MoeWeights(NamedTuple):
 
     E is the number of columns of the router, num_experts + zero_experts.  width is 2 * inner: the
     columns of gate, then those of up; with `Experts.interleaved` they alternate.  For ungated
-    experts width is inner.  All weights of experts and of the shared expert have one dtype:
+    experts width is inner.  The weights of the router and of the shared expert must be equal on all
+    devices of the group.  All weights of experts and of the shared expert have one dtype:
     float32, bfloat16, float16, or float64 with float64 rows.
 
     Attributes:
@@ -88,7 +89,8 @@ class MoeOut(NamedTuple):
 
     Attributes:
         out: [..., hidden], shape and dtype of x.
-        loss: [] float32: this device's part of the balance loss and z-loss.
+        loss: [] float32: this device's part of the balance loss and z-loss.  Only the sum over the
+            group's axis has a meaning: in tree order rank 0 may have all of it.
         load: [num_experts] int32: number of choices of each expert over the whole group, before any
             choice is dropped.
         demand: [1] int32: number of slots that all choices of this rank's experts would need.
@@ -125,6 +127,8 @@ WEIGHT_ORDER = (
 ).split()
 
 SHARED_WEIGHTS = ("shared_gate_up", "shared_down", "shared_b_gate_up", "shared_b_down")
+# Weights that are equal on all ranks and have a gradient.
+DENSE_WEIGHTS = ("w_gate", "b_gate", *SHARED_WEIGHTS)
 # Weights of the experts and the shared expert.
 MLP_WEIGHTS = [n for n in WEIGHT_ORDER[3:] if n not in e4m3.SCALES]
 

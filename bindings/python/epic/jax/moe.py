@@ -50,6 +50,7 @@ from epic.jax.experts import (
 from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import (
+    DENSE_WEIGHTS,
     MLP_WEIGHTS,
     NUM_TABLES,
     WEIGHT_ORDER,
@@ -79,7 +80,8 @@ class LayerStatic:
     Attributes:
         group: the group.
         options: the options, with dtypes and capacity filled in by complete_options().
-        is_loss_by_caller: True with loss_axes: layer_losses() computes the losses, not the core.
+        is_loss_by_caller: True with loss_axes: layer_losses() computes the losses.  The core
+            computes none, and only compares the coefficients between the ranks.
         max_sms: the largest number of SMs of both calls; 0: the group's.
         with_routing: whether the forward call returns the ids and weights that it used.
 
@@ -91,15 +93,43 @@ class LayerStatic:
     max_sms: int = 0
     with_routing: bool = False
 
+    @property
+    def is_summed_by_core(self) -> bool:
+        """Whether the core adds losses and gradients of replicated weights over the ranks.
+
+        It does in tree order, because XLA would add the devices in an order of its own.  Ranks
+        without a mesh add their parts themselves.
+        """
+        group, is_tree = self.group, self.options.layer.sum_order == "tree"
+        is_f64 = self.options.experts.row_type == "float64"
+        return is_tree and not is_f64 and group.num_ranks > 1 and bool(group.axes)
+
+    @property
+    def flags(self) -> int:
+        """The flags of the core's layer that the options do not contain."""
+        by_caller = steps.LOSS_BY_CALLER if self.is_loss_by_caller else 0
+        return by_caller | (steps.SUM_DENSE if self.is_summed_by_core else 0)
+
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the forward and the backward call."""
-        numbers = steps.moe_attributes(self.options, self.is_loss_by_caller)
-        return {**numbers, "max_sms": self.max_sms}
+        return {**steps.moe_attributes(self.options, self.flags), "max_sms": self.max_sms}
+
+    def as_part(self, total: Any) -> Any:
+        """Return this device's part of a loss or gradient, so that a psum returns the total.
+
+        If the core has added it over the ranks, rank 0 has the total, and all other ranks have
+        zeros.
+        """
+        if not self.is_summed_by_core:
+            return total
+        return jnp.where(jax.lax.axis_index(self.group.axes) == 0, total, 0)
 
 
 def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
     """Return the saved memory and the workspaces of forward and backward, as array specs."""
-    query = partial(_native.moe_memory, static.group.config(), static.options)
+    query = partial(
+        _native.moe_memory, static.group.config(), static.options, more_flags=static.flags
+    )
     return memory_specs(query, static.group.platform)
 
 
@@ -148,7 +178,7 @@ def run_layer_forward(
     saved_here = out[7]
     record = make_record(static, x, saved_here, ints[NUM_TABLES])
     residuals = (x, weights, forced_weights, ints, saved_here)
-    return (*out[:5], record, *out[5:7]), residuals
+    return (out[0], static.as_part(out[1]), *out[2:5], record, *out[5:7]), residuals
 
 
 def replace_experts(weights: MoeWeights, given: Sequence[Any]) -> MoeWeights:
@@ -214,6 +244,7 @@ def run_layer_backward(
     numbers = static.attributes()
     out = call_handler("moe_backward", results, operands, static.group, **numbers)
     found = dict(zip(named, out[1:-3], strict=True))
+    found |= {n: static.as_part(found[n]) for n in DENSE_WEIGHTS if found[n] is not None}
     if static.options.layer.num_logical:
         found |= sum_expert_gradients(make_record(static, x, saved, ints[NUM_TABLES]), found)
     d_weights = {n: gradient_of_weight(getattr(weights, n), d) for n, d in found.items()}

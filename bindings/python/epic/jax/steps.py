@@ -58,7 +58,7 @@ PLAN_FIELDS = (
     "capacity_limit",
 )
 PLAN_PARTS = 6  # the first results of plan_dispatch, which form the plan
-LOSS_BY_CALLER = 256  # the value of the flag EPIC_LOSS_BY_CALLER
+SUM_DENSE, LOSS_BY_CALLER = 4, 256  # the values of flags EPIC_SUM_DENSE and EPIC_LOSS_BY_CALLER
 MOST_SLOTS = (1 << 31) - 1  # largest capacity, because numbers of slots are int32
 
 
@@ -358,15 +358,14 @@ def plan_attributes(spec: PlanSpec, local: int) -> dict[str, Any]:
     return {**of_moe, **spec.layer.numbers(), **sizes, "has_moe": int(spec.moe is not None)}
 
 
-def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, Any]:
+def moe_attributes(options: Moe, more_flags: int = 0) -> dict[str, Any]:
     """Return the attributes from which the handlers read the options of a whole layer.
 
     num_experts is that of Layer.  Without replicas it is also that of Router.
 
     Args:
         options: the options, with dtypes and capacity filled in.
-        is_loss_by_caller: whether the core computes no losses, and only compares the coefficients
-            between the ranks.
+        more_flags: flags of epic_moe that the options do not contain.
 
     """
     shared = options.shared.numbers("shared_") if options.shared else {}
@@ -380,7 +379,7 @@ def moe_attributes(options: Moe, is_loss_by_caller: bool = False) -> dict[str, A
         "z_coeff": float(options.z_coeff),
         "sequence_tokens": options.sequence_tokens,
         "capacity": options.capacity,
-        "moe_flags": _native.moe_flags(options) | (LOSS_BY_CALLER if is_loss_by_caller else 0),
+        "moe_flags": _native.moe_flags(options) | more_flags,
     }
 
 
