@@ -3,7 +3,7 @@
  * number of tokens and of ranks (moe_selection.h), and for every number of SMs. Half of the
  * calls run in a captured graph. Odd seeds have sizes for tensor cores. Also tests that arrays
  * at other addresses, which would use other kernels, are refused.
- * usage: layer_invariant [cases] [p2p|hosts] */
+ * usage: layer_invariant [cases] [p2p|hosts] [largest number of ranks] */
 #define MOST_NUMBERS (1 << 10)
 #include "layer_part.h"
 #include "scaled_cases.h"
@@ -89,10 +89,12 @@ int main(int argc, char **argv)
     const uint32_t count = (uint32_t)scaled_cases(argc > 1 ? atoi(argv[1]) : 40);
     failures = share(sizeof *failures);
     if (argc > 2) backend = argv[2];
+    const int most_ranks = argc > 3 ? atoi(argv[3]) : 4;
     int sms = 0;
     must_succeed(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0), "the SMs");
     device_sms = (uint32_t)sms;
     test_unaligned();
-    for (uint32_t seed = 0; seed < count; seed++) test_selections(seed, seed % 2 ? 8 : 1, 4);
+    for (uint32_t seed = 0; seed < count; seed++)
+        test_selections(seed, seed % 2 ? 8 : 1, most_ranks);
     return atomic_load(failures) ? 1 : 0;
 }
