@@ -191,6 +191,35 @@ def test_gradients_in_tree_order(opened: Any) -> None:
     compare_groups(opened, "global", "float32", options=options)
 
 
+@pytest.mark.parametrize("quantize", ["1x128", "1x32"])
+def test_quantized_rows(opened: Any, quantize: str) -> None:
+    """Rows that are sent in e4m3, with forced weights: no bit differs, except that XLA adds the
+    router's gradients."""
+    options = epic.jax.Moe.of(
+        num_experts=EXPERTS, top_k=3, hidden=HIDDEN, inner=INNER, sum_order="tree", leaves=8,
+        quantize=quantize,
+    )  # fmt: skip
+    x, ct = numbers(1, 40, HIDDEN), numbers(2, 40, HIDDEN)
+    ids = (jnp.arange(40)[:, None] + jnp.array([0, 3, 5])) % EXPERTS
+    experts = {n: w for n, w in trained_weights("float32").items() if n[2:] in ("gate_up", "down")}
+    first = None
+    for ranks in (1, 2, 4, 8):
+        mesh = line_of(ranks)
+        group = opened(mesh, name=f"of {ranks}")
+
+        def loss_of(x: Any, chosen: Any, w: Any, mesh: Any = mesh, group: Any = group) -> Any:
+            weights = epic.jax.MoeWeights(w_gate=jnp.zeros((HIDDEN, EXPERTS)), **w)
+            moe = epic.jax.sharded.moe(mesh, group, options, x, weights, forced=(ids, chosen))
+            return (moe.out * ct).sum(), moe.out
+
+        run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True))
+        found = jax.tree.leaves(run(x, numbers(3, 40, 3), experts))[1:]
+        bits = [np.asarray(value).tobytes() for value in found]
+        first = bits if first is None else first
+        assert bits == first, ranks
+        assert all(np.any(np.asarray(value)) for value in found)
+
+
 def replicas_of(ranks: int) -> tuple[epic.jax.Moe, dict[str, Any]]:
     """Return the options of a layer with replicas, and its tables."""
     options = options_of()
