@@ -53,8 +53,12 @@ open_on_host = groups.open_on
 
 
 def open_on(device: Any, bootstrap: Any, config: Any) -> int:
-    """Open a context for each rank on its emulated GPU, each in a thread of its own."""
-    assert GPU.cudaSetDevice(bootstrap.struct.rank) == 0
+    """Open a context for each rank on its emulated GPU, each in a thread of its own.
+
+    Groups of one rank share another GPU.
+    """
+    is_alone = bootstrap.struct.num_ranks == 1
+    assert GPU.cudaSetDevice(RANKS if is_alone else bootstrap.struct.rank) == 0
     return open_on_host(device, bootstrap, config)
 
 
@@ -483,6 +487,43 @@ def case_invariant(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     )
     report = epic.torch.check_invariance(epic.torch.MoE(on_gpu, options, dtype=torch.bfloat16))
     assert report.is_invariant and len(report.batches) == 5, report
+
+
+def invariant_e4m3_step(group: epic.torch.Group, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Return the results and all gradients of a layer with e4m3 experts, for this rank of a group.
+
+    The group has 10 tokens, in blocks of 2 or 3.
+    """
+    options = epic.torch.Moe.of(
+        num_experts=4, top_k=3, **SCALED, weight_type="e4m3", invariant=True, z_coeff=0.1,
+        shared=epic.torch.Experts(1, 144, 16),
+    )  # fmt: skip
+    layer = epic.torch.MoE(group, options, seed=0, dtype=dtype)
+    count = 10 // group.num_ranks
+    mine = slice(group.rank * count, (group.rank + 1) * count)
+    x, ct = (numbers(i, 10, 144, dtype=dtype)[mine] for i in (40, 41))
+    named = dict(layer.named_parameters())
+    found = epic.torch.moe(group, options, x.requires_grad_(), layer.weights(), sum_gradients=True)
+    got = torch.autograd.grad((found.out * ct).sum() + found.loss, (x, *named.values()))
+    results = {"out": found.out.detach(), "x": got[0]}
+    return results | dict(zip(named, got[1:], strict=True))
+
+
+def case_e4m3_ranks(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
+    """Check that no bit of a layer with e4m3 experts differs between one rank and two ranks."""
+    rank = on_gpu.rank
+    for dtype in (torch.float32, torch.bfloat16):
+        found = invariant_e4m3_step(on_gpu, dtype)
+        where: dict[str, Any] = {"backend": "p2p", "max_sms": 2}
+        assert GPU.cudaSetDevice(RANKS) == 0
+        with epic.torch.Group(bootstrap=epic.torch.threads(1)[0], **where, **SIZES) as alone:
+            wanted = invariant_e4m3_step(alone, dtype)
+        assert GPU.cudaSetDevice(rank) == 0
+        for name, value in found.items():
+            whole = wanted[name]
+            if value.shape != whole.shape:  # tokens or experts, of which each rank has its part
+                whole = whole[rank * len(value) : (rank + 1) * len(value)]
+            assert torch.equal(value, whole) and value.any(), (name, dtype)
 
 
 def case_vllm(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
