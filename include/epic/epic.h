@@ -1448,8 +1448,8 @@ typedef struct epic_moe {
     double balance_coeff;        /* coefficient of the balance loss, 0 or more; 0: no loss */
     double z_coeff;              /* coefficient of the z-loss, 0 or more; 0: no loss */
     int64_t sequence_tokens;     /* like epic_balance_loss_args.sequence_tokens */
-    int64_t capacity; /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
-    uint32_t flags;   /* EPIC_SUM_DENSE, not with F64 rows; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
+    int64_t capacity;  /* slots of this rank; or EPIC_CAPACITY_EXACT, for epic_moe_plan */
+    uint32_t flags;    /* EPIC_SUM_DENSE; EPIC_RECOMPUTE; EPIC_DISPATCH_AGAIN;
                          EPIC_LOSS_BY_CALLER; EPIC_INVARIANT */
     uint32_t reserved; /* must be 0 */
 } epic_moe;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_allreduce_sum on the host.
+/* epic_allreduce_sum on the host, also for float64 numbers (host_sum_of_type).
  *
  * A long array is split into blocks. Member b % num_members owns block b. First every rank
  * sends its part of each block to the owner, which adds the parts (a collect flow, exchange.h).
@@ -13,11 +13,13 @@
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-#define BLOCK 2048 /* number of elements in a block */
+#define BLOCK_BYTES 8192
 
 /* State of one call of epic_allreduce_sum. */
 typedef struct sum_call {
-    const epic_allreduce_sum_args *args;
+    const epic_allreduce_sum_args *args; /* data has numbers of `type` */
+    uint32_t type;                       /* EPIC_F32 or EPIC_F64 */
+    int64_t bytes;                       /* number of bytes of data */
     const host_kernels *kernels;
     exchange *x;
 } sum_call;
@@ -29,23 +31,23 @@ static int64_t block_of(const sum_call *s, int owner, int64_t item)
     return item * ctx->num_members + context_member_number(ctx, owner);
 }
 
-static float *block_at(const sum_call *s, int64_t block)
+static void *block_at(const sum_call *s, int64_t block)
 {
-    return s->args->data + block * BLOCK;
+    return (char *)s->args->data + block * BLOCK_BYTES;
 }
 
-/* Returns the number of elements in a block. The last block may have fewer than BLOCK. */
+/* Returns the number of bytes of a block, of which the last one may be short. */
 static size_t block_size(const sum_call *s, int64_t block)
 {
-    const int64_t left = s->args->count - block * BLOCK;
-    return (size_t)(left < BLOCK ? left : BLOCK);
+    const int64_t left = s->bytes - block * BLOCK_BYTES;
+    return (size_t)(left < BLOCK_BYTES ? left : BLOCK_BYTES);
 }
 
 /* Copies a block, item `item` of rank `owner`, into a ring entry. */
 static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);
-    memcpy(entry, block_at(s, block), block_size(s, block) * sizeof(float));
+    memcpy(entry, block_at(s, block), block_size(s, block));
 }
 
 /* Callback collect.fill_entry (exchange.h): sends a block of this rank's array to the owner. A
@@ -56,9 +58,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows [first, first + count) of n floats each in a binary tree. count is a power of
- * two. Returns the address of the sum: the only row if count is 1, otherwise row `level` of
- * x->scratch_rows. May overwrite the scratch rows from `level` on. */
+/* Adds the rows [first, first + count) of n numbers each in a binary tree. count is a power of
+ * two. Returns the address of the sum: the only row if count is 1, otherwise row number `level`
+ * of x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -67,22 +69,23 @@ static const void *sum_join_ranks(const sum_call *s, const void *const *rows, in
         sum_join_ranks(s, rows, first, count / 2, level, n),
         sum_join_ranks(s, rows, first + count / 2, count / 2, level + 1, n)};
     void *out = s->x->scratch_rows + (size_t)level * PIECE_MAX;
-    s->kernels->add(out, EPIC_F32, both, 2, EPIC_F32, n);
+    s->kernels->add(out, s->type, both, 2, s->type, n);
     return out;
 }
 
-/* Adds rows[r] of all members r in the order args->order, and writes the sum to `out`, which
- * may be one of the rows. rows[r] of a vacant seat r is NULL. */
-static void sum_add_rows(const sum_call *s, float *out, const void *const *rows, int64_t n)
+/* Adds rows[r], of this many bytes, of all members r in the order args->order, and writes the
+ * sum to `out`, which may be one of the rows. rows[r] of a vacant seat r is NULL. */
+static void sum_add_rows(const sum_call *s, void *out, const void *const *rows, size_t bytes)
 {
     const void *list[EPIC_MAX_RANKS];
+    const int64_t n = (int64_t)(bytes / epic_type_bytes(s->type));
     int count = 0;
     for (int r = 0; r < s->x->num_ranks; r++)
         if (rows[r]) list[count++] = rows[r];
     if (s->args->order == EPIC_TREE)
-        memmove(out, sum_join_ranks(s, list, 0, count, 0, n), (size_t)n * sizeof(float));
+        memmove(out, sum_join_ranks(s, list, 0, count, 0, n), bytes);
     else
-        s->kernels->add(out, EPIC_F32, list, count, EPIC_F32, n);
+        s->kernels->add(out, s->type, list, count, s->type, n);
 }
 
 /* Callback collect.read_rows: adds one of this rank's blocks over all ranks. */
@@ -91,9 +94,9 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     sum_call *s = self;
     (void)piece;
     const int64_t block = block_of(s, s->x->rank, item);
-    float *out = block_at(s, block);
+    void *out = block_at(s, block);
     rows[s->x->rank] = out;
-    sum_add_rows(s, out, rows, (int64_t)block_size(s, block));
+    sum_add_rows(s, out, rows, block_size(s, block));
     rows[s->x->rank] = NULL;
 }
 
@@ -120,7 +123,7 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     sum_call *s = self;
     (void)piece;
     const int64_t block = block_of(s, from, item);
-    memcpy(block_at(s, block), entry, block_size(s, block) * sizeof(float));
+    memcpy(block_at(s, block), entry, block_size(s, block));
 }
 
 /* Callback scatter.read_own_item. Does nothing, because the sums of this rank's blocks are
@@ -133,12 +136,13 @@ static void skip_own_block(void *self, int64_t item)
 static epic_result sum_in_blocks(sum_call *s)
 {
     exchange *x = s->x;
-    const int64_t blocks = (s->args->count + BLOCK - 1) / BLOCK;
+    const int64_t blocks = (s->bytes + BLOCK_BYTES - 1) / BLOCK_BYTES;
     const int num_members = x->ctx->num_members;
     for (int r = 0, m = 0; r < x->num_ranks; r++)
         x->items[r] =
             context_has_member(x->ctx, r) ? (blocks - m++ + num_members - 1) / num_members : 0;
-    const row_split whole = {.row_bytes = BLOCK * 4, .piece_bytes = BLOCK * 4, .num_pieces = 1};
+    const row_split whole = {
+        .row_bytes = BLOCK_BYTES, .piece_bytes = BLOCK_BYTES, .num_pieces = 1};
     const collect add = {.self = s,
                          .items = x->items,
                          .split = whole,
@@ -158,9 +162,9 @@ static epic_result sum_in_blocks(sum_call *s)
     return scatter_run(x, &give);
 }
 
-static bool is_short(const epic_allreduce_sum_args *args)
+static bool is_short(const sum_call *s)
 {
-    return args->count * (int64_t)sizeof(float) <= OP_PAYLOAD_BYTES;
+    return s->bytes <= OP_PAYLOAD_BYTES;
 }
 
 /* Sums a short array from the op headers of all ranks. */
@@ -169,26 +173,40 @@ static void sum_from_headers(sum_call *s)
     exchange *x = s->x;
     for (int r = 0; r < x->num_ranks; r++)
         x->rows[r] = context_has_member(x->ctx, r) ? x->headers[r]->bytes : NULL;
-    sum_add_rows(s, s->args->data, x->rows, s->args->count);
+    sum_add_rows(s, s->args->data, x->rows, (size_t)s->bytes);
+}
+
+/* Implements host_sum_with_header and host_sum_of_type. */
+static epic_result sum_numbers(epic_context *ctx, const epic_allreduce_sum_args *args,
+                               uint32_t type, const epic_op_header *about)
+{
+    const size_t bytes = (size_t)args->count * epic_type_bytes(type);
+    sum_call s = {
+        .args = args, .type = type, .bytes = (int64_t)bytes, .kernels = host_kernels_get()};
+    epic_op_header header = *about;
+    header.common[COMMON_OPERATION] = EPIC_OP_SUM;
+    header.common[COMMON_COUNT] = args->count;
+    header.common[COMMON_SUM_ORDER] = args->order;
+    if (args->count && is_short(&s)) memcpy(header.bytes, args->data, bytes);
+    epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &header, bytes);
+    if (!s.x) return result;
+    if (result == EPIC_OK && !is_short(&s))
+        result = sum_in_blocks(&s);
+    else if (result == EPIC_OK && args->count)
+        sum_from_headers(&s);
+    return exchange_close(s.x, result);
 }
 
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about)
 {
-    sum_call s = {.args = args, .kernels = host_kernels_get()};
-    const size_t bytes = (size_t)args->count * sizeof(float);
-    epic_op_header header = *about;
-    header.common[COMMON_OPERATION] = EPIC_OP_SUM;
-    header.common[COMMON_COUNT] = args->count;
-    header.common[COMMON_SUM_ORDER] = args->order;
-    if (args->count && is_short(args)) memcpy(header.bytes, args->data, bytes);
-    epic_result result = exchange_open(&s.x, ctx, EPIC_OP_SUM, &args->call, &header, bytes);
-    if (!s.x) return result;
-    if (result == EPIC_OK && !is_short(args))
-        result = sum_in_blocks(&s);
-    else if (result == EPIC_OK && args->count)
-        sum_from_headers(&s);
-    return exchange_close(s.x, result);
+    return sum_numbers(ctx, args, EPIC_F32, about);
+}
+
+epic_result host_sum_of_type(epic_context *ctx, const epic_allreduce_sum_args *args,
+                             uint32_t type)
+{
+    return sum_numbers(ctx, args, type, &(epic_op_header){0});
 }
 
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args)

@@ -52,6 +52,11 @@ epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *a
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
+/* Sums like epic_allreduce_sum, but args->data points to numbers of `type`, which is EPIC_F32 or
+ * EPIC_F64. Does not check the arguments. */
+epic_result host_sum_of_type(epic_context *ctx, const epic_allreduce_sum_args *args,
+                             uint32_t type);
+
 /* An operation that has a plan as argument: the plan and the op header.
  *
  * plan_op_begin() checks that the bytes are a plan of this context, and prepares the op header.

@@ -173,10 +173,6 @@ static epic_result check_options(const moe_job *j)
     if (j->is_f64 && j->is_device)
         return epic_fail(EPIC_ENOTSUP, "moe.experts.row_type is F64: the layer supports it on "
                                        "host contexts only");
-    if (j->is_f64 && m->flags & EPIC_SUM_DENSE)
-        return epic_fail(EPIC_EINVAL,
-                         "moe.flags has EPIC_SUM_DENSE: it is not supported with F64 rows, "
-                         "because epic_allreduce_sum sums float32 only");
     return EPIC_OK;
 }
 

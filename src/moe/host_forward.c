@@ -197,14 +197,10 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     double both[2] = {moe_dense_ops(j)->sum_in_tree(balance, j->blocks),
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
-        float sums[2] = {(float)both[0],
-                         /* exact, because both losses are float32 (EPIC_SUM_DENSE) */
-                         (float)both[1]};
-        const epic_allreduce_sum_args sum = {
-            .call = j->call, .data = sums, .count = 2, .order = j->layer.sum_order};
-        TRY(epic_allreduce_sum(j->ctx, &sum));
-        both[0] = sums[0];
-        both[1] = sums[1];
+        /* exact, because without F64 rows both losses are float32 */
+        float narrow[2] = {(float)both[0], (float)both[1]};
+        TRY(moe_sum_over_ranks(j, j->is_f64 ? (void *)both : narrow, 2));
+        for (int i = 0; i < 2 && !j->is_f64; i++) both[i] = narrow[i];
     }
     store_losses(a, both[0], both[1]);
     return EPIC_OK;

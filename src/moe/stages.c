@@ -8,6 +8,7 @@
 
 #include "api/api.h"
 #include "base/error.h"
+#include "host_ops/host_ops.h"
 
 epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                                   const int32_t *topk_idx)
@@ -177,14 +178,18 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
     return epic_dispatch_backward(j->ctx, &how);
 }
 
+epic_result moe_sum_over_ranks(moe_job *j, void *data, int64_t count)
+{
+    const epic_allreduce_sum_args sum = {
+        .call = j->call, .data = data, .count = count, .order = j->layer.sum_order};
+    return j->is_f64 ? host_sum_of_type(j->ctx, &sum, EPIC_F64)
+                     : epic_allreduce_sum(j->ctx, &sum);
+}
+
 epic_result moe_sum_dense(moe_job *j)
 {
     if (!(j->moe.flags & EPIC_SUM_DENSE)) return EPIC_OK;
-    const epic_allreduce_sum_args sum = {.call = j->call,
-                                         .data = (float *)(void *)j->work.dense_grads,
-                                         .count = j->num_dense_grads,
-                                         .order = j->layer.sum_order};
-    return epic_allreduce_sum(j->ctx, &sum);
+    return moe_sum_over_ranks(j, j->work.dense_grads, j->num_dense_grads);
 }
 
 epic_result moe_abort_call(moe_job *j, epic_result result)

@@ -102,6 +102,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
  * The gradients of the slots' weights go to work.d_weights of the home ranks. Collective: a
  * rank that does not want d_x (d_x->data is NULL) calls it too. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
+/* Sums an array of reals over the ranks, in place and in the order of the layer. Collective. */
+epic_result moe_sum_over_ranks(moe_job *j, void *data, int64_t count);
 /* With EPIC_SUM_DENSE, sums work.dense_grads over the ranks. Otherwise does nothing.
  * Collective. */
 epic_result moe_sum_dense(moe_job *j);

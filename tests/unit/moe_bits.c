@@ -42,11 +42,28 @@ static void run(problem *p)
         team_threads(run_once, p, &config);
 }
 
+/* Gives every fifth layer float64 rows and new numbers. Replicas need float32. */
+static void make_f64(problem *p, uint32_t seed)
+{
+    if (seed % 5 != 4 || p->layer.num_logical) return;
+    source s = source_of(seed + 10000000);
+    free_given(p);
+    p->layer.partial_type = 0;
+    p->experts.row_type = EPIC_F64;
+    p->experts.weight_type = 0;
+    if (p->has_shared) p->shared.row_type = EPIC_F64;
+    p->shared.weight_type = 0;
+    make_given(p, &s);
+    snprintf(p->name, sizeof p->name, "seed %u with F64 rows", seed);
+}
+
 static int run_all(uint32_t count)
 {
     failures = share(sizeof *failures);
     for (uint32_t seed = 0; seed < count; seed++) {
-        problem given = draw(seed), one = spread(&given, 1, seed);
+        problem given = draw(seed);
+        make_f64(&given, seed);
+        problem one = spread(&given, 1, seed);
         run(&one);
         for (int ranks = 2; ranks <= LEAVES; ranks *= 2) {
             problem many = spread(&given, ranks, seed);

@@ -186,7 +186,8 @@ static inline void compare(const problem *one, const problem *many)
     if (!is_even(many)) return;
     same(many, "out", one->out.data, many->out.data, array_bytes(&one->out));
     for (int r = 0; r < many->num_ranks; r++)
-        same(many, "the loss", one->loss.data, number_at(&many->loss, r), sizeof(float));
+        same(many, "the loss", one->loss.data, number_at(&many->loss, r),
+             (size_t)convert_bytes(loss_type(one)));
     for (int i = 0; i < NUM_GIVEN; i++) {
         const size_t bytes = array_bytes(&one->gradient[i]);
         for (int r = 0; r < (is_dense(i) ? many->num_ranks : 1); r++)

@@ -299,7 +299,7 @@ static inline problem draw(uint32_t seed, int num_ranks, uint32_t type)
     p.d_parts_given = below(&s, 2);
     p.d_balance_loss = (float)between(&s, -2, 2);
     p.d_z_loss = (float)between(&s, -2, 2);
-    if (type != EPIC_F64 && below(&s, 2)) p.moe.flags = EPIC_SUM_DENSE;
+    if (below(&s, 2)) p.moe.flags = EPIC_SUM_DENSE;
     if (!below(&s, 3)) p.backward_flags = EPIC_ACCUMULATE;
     draw_tokens(&p, &s);
     bool is_forced = false;
