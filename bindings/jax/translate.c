@@ -57,8 +57,13 @@ static int translate_flags(const char *at, char *out, size_t size)
     static const char *const values[] = {"False", "True"};
     const bool is_distinct = ((mine ^ other) & EPIC_DISTINCT) != 0;
     const unsigned flag = is_distinct ? EPIC_DISTINCT : EPIC_DROP_ABSENT;
-    snprintf(out, size, "%s=%s, rank %d %s %s", is_distinct ? "distinct" : "drop_absent",
-             values[(mine & flag) != 0], rank, verb, values[(other & flag) != 0]);
+    /* An explanation for users who have passed no `distinct`, as in epic/words.py. */
+    const char *why = is_distinct
+                          ? " (a layer passes distinct=True unless it has forced or table: "
+                            "pass these on every rank or on none)"
+                          : "";
+    snprintf(out, size, "%s=%s, rank %d %s %s%s", is_distinct ? "distinct" : "drop_absent",
+             values[(mine & flag) != 0], rank, verb, values[(other & flag) != 0], why);
     return length;
 }
 
@@ -83,7 +88,7 @@ void translate_sentence(const char *sentence, char *out, size_t size)
     char before = ' ';
     while (*sentence != '\0' && used + 1 < size) {
         const bool is_start = !is_in_name(before) && !strchr("./\"'", before);
-        char word[128];
+        char word[192];
         const int length = is_start ? translate_name(sentence, word, sizeof word) : 0;
         if (length > 0) {
             const int written = snprintf(out + used, size - used, "%s", word);

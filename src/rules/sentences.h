@@ -9,9 +9,9 @@
     "topk_idx: rank %d, token %lld, k %lld has expert %lld: must be below %s "        \
     "%lld, or negative for no expert"
 
-#define SENTENCE_DUPLICATE /* arguments: rank, token, k, id */                                \
-    "topk_idx: rank %d, token %lld, k %lld has expert %lld a second time; the layer's flags " \
-    "promise EPIC_DISTINCT ids"
+#define SENTENCE_DUPLICATE /* arguments: rank, token, k, id */                                 \
+    "topk_idx: rank %d, token %lld, k %lld has expert %lld a second time: the ids of a token " \
+    "must differ with EPIC_DISTINCT; pass other ids, or a layer without it"
 
 #define SENTENCE_PLACEMENT /* arguments: rank, expert, its owner, num_ranks - 1 */ \
     "rank_of_expert: rank %d, expert %lld has owner %lld: must be a rank, 0 to %d"

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process of test_apart.py, with a program of its own: apart.py WHAT RANK RANKS PORT."""
 
+import contextlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,15 @@ def run_unused(rank: int, ranks: int, port: int) -> None:
     print("right", flush=True)
 
 
+@contextlib.contextmanager
+def printed_error() -> Iterator[None]:
+    """Print an error of EPIC in one line, and continue after the block."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        print(epic.jax.error_code(error), " ".join(str(error).split()), flush=True)
+
+
 def run_differs(rank: int, ranks: int, port: int) -> None:
     """The layers of the ranks differ in a Python argument; the error has its name and values."""
     ids = jnp.zeros((3, 1), jnp.int32)
@@ -145,11 +155,14 @@ def run_differs(rank: int, ranks: int, port: int) -> None:
     for one in differ:
         layer = epic.jax.Layer(E, 1)
         layer = layer if rank == 0 else replace(layer, **one)
-        try:
-            with open_group(rank, ranks, port) as group:
-                jax.block_until_ready(epic.jax.plan(group, layer, ids).load)
-        except jax.errors.JaxRuntimeError as error:
-            print(epic.jax.error_code(error), " ".join(str(error).split()), flush=True)
+        with printed_error(), open_group(rank, ranks, port) as group:
+            jax.block_until_ready(epic.jax.plan(group, layer, ids).load)
+    options = layers.options({}, ranks)
+    x, weights = jnp.ones((T, layers.HIDDEN)), local_weights(options, ranks)
+    forced = {"forced": np.zeros((T, options.layer.top_k), np.int32)} if rank == 1 else {}
+    for product in ({}, {"grouped_gemm": jax.lax.ragged_dot}):
+        with printed_error(), open_group(rank, ranks, port) as group:
+            jax.block_until_ready(call_layer(group, options, x, weights, product | forced))
 
 
 SHARED = epic.jax.Experts(1, layers.HIDDEN, layers.INNER)

@@ -53,9 +53,13 @@ def test_every_call_is_made(what: str, ranks: int) -> None:
 
 def test_names_in_errors_of_several_ranks() -> None:
     """Check that the error has the Python argument, its values on both ranks, and the code."""
-    wanted = ["passed distinct=False, rank 1 passed True"]
+    wanted = ["passed distinct=False, rank 1 passed True (a layer passes distinct=True unless"]
     wanted += ["passed drop_absent=False, rank 1 passed True", "passed overflow 'error', rank 1 p"]
     wanted += ["passed partial_type None, rank 1 passed float32"]
+    # Only rank 1 passes forced.
+    forced = "passed distinct=True, rank 1 passed False (a layer passes distinct=True unless it "
+    forced += "has forced or table: pass these on every rank or on none); pass the same"
+    wanted += [forced, forced]
     for said in run_apart("differs", 2):
         lines = [line for line in said.splitlines() if line.startswith("EPIC_")]
         assert len(lines) == len(wanted), said[-3000:]

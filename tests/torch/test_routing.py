@@ -277,6 +277,38 @@ def test_an_invalid_id_is_reported_on_every_rank() -> None:
         assert "forced ids" in texts[0]
 
 
+@pytest.mark.parametrize("rank_with", [0, 1])
+def test_forced_on_one_rank(rank_with: int) -> None:
+    """Check that every rank gets an error that names the argument that one rank did not pass."""
+
+    def run(rank: int, group: epic.torch.Group) -> str:
+        options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4)
+        forced = torch.zeros(3, 2, dtype=torch.int32) if rank == rank_with else None
+        with pytest.raises(epic.EpicError, match="EPIC_EMISMATCH") as raised:
+            epic.torch.MoE(group, options)(numbers(5, 3, 16), forced=forced)
+        return str(raised.value)
+
+    says = [f"rank {rank} passed distinct={rank != rank_with}" for rank in range(2)]
+    for text in on_ranks(2, run):
+        assert all(says_of_rank in text for says_of_rank in says), text
+        assert "unless it has forced or table: pass these on every rank or on none" in text
+
+
+def test_an_expert_twice() -> None:
+    """Check that every rank gets the place of a forced id that is not distinct."""
+
+    def run(rank: int, group: epic.torch.Group) -> str:
+        options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4, distinct=True)
+        ids = torch.tensor([[0, 1], [2, 3 - rank]])
+        with pytest.raises(epic.EpicArgumentError) as raised:
+            epic.torch.MoE(group, options)(numbers(5, 2, 16), forced=ids)
+        return str(raised.value)
+
+    for text in on_ranks(2, run):
+        assert "rank 1, token 1, k 1 has expert 2 a second time: the ids of a token must" in text
+        assert "must differ with distinct=True; pass other ids, or a layer without it" in text
+
+
 def test_errors(alone: epic.torch.Group) -> None:
     """Check the errors for wrong shapes, dtypes, devices and combinations."""
     layer = epic.torch.MoE(alone, epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4))

@@ -217,7 +217,7 @@ static void check_mismatches(void)
 static void check_data_errors(void)
 {
     static const char *const way_out[] = {[DATA_EXPERT] = "or negative for no expert",
-                                          [DATA_DUPLICATE] = "promise EPIC_DISTINCT ids",
+                                          [DATA_DUPLICATE] = "or a layer without it",
                                           [DATA_PLACEMENT] = "must be a rank, 0 to 2",
                                           [DATA_REPLICAS] = "give the layer EPIC_DROP_ABSENT",
                                           [DATA_PLAN] = "for this rank and group",

@@ -82,6 +82,11 @@ PATTERN = re.compile(
 )
 
 
+# Explains an argument that a user of a layer has not passed. bindings/jax/translate.c has it too.
+WHY_DISTINCT = (
+    "(a layer passes distinct=True unless it has forced or table: pass these on every rank or on "
+    "none)"
+)
 FLAGS = re.compile(r"\blayer\.flags (\d+), rank (\d+) (\w+) (\d+)")
 BYTES = re.compile(r"\b(\w+)\.row_bytes is (\d+)")
 ROWS = re.compile(r"\b(\w+)\.num_rows is (\d+)")
@@ -92,7 +97,8 @@ def name_flag(found: re.Match[str]) -> str:
     first, rank, verb, second = found.groups()
     one, other = int(first), int(second)
     name, flag = ("distinct", 8) if (one ^ other) & 8 else ("drop_absent", 2048)
-    return f"{name}={bool(one & flag)}, rank {rank} {verb} {name}={bool(other & flag)}"
+    why = f" {WHY_DISTINCT}" if name == "distinct" else ""
+    return f"{name}={bool(one & flag)}, rank {rank} {verb} {name}={bool(other & flag)}{why}"
 
 
 def to_python(sentence: str) -> str:
