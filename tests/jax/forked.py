@@ -102,7 +102,12 @@ class Server:
         self.process.wait()
 
     def start(
-        self, program: str, *words: str, env: Mapping[str, str] | None = None, merged: bool = False
+        self,
+        program: str,
+        *words: str,
+        env: Mapping[str, str] | None = None,
+        merged: bool = False,
+        ends_early: bool = False,
     ) -> Process:
         """Start a program.
 
@@ -111,10 +116,12 @@ class Server:
             *words: its arguments.
             env: its environment; None: this process's.
             merged: whether stderr goes to stdout.
+            ends_early: whether a program without an error ends after the functions of atexit. The
+                rest of the shutdown takes 0.4 s of processor time with PyTorch, 0.1 s with JAX.
 
         """
         environment = dict(os.environ if env is None else env)
-        request = json.dumps([program, words, environment, str(Path.cwd())]).encode()
+        request = json.dumps([program, words, environment, str(Path.cwd()), ends_early]).encode()
         assert len(request) < MOST
         out = tempfile.TemporaryFile()  # noqa: SIM115
         err = out if merged else tempfile.TemporaryFile()  # noqa: SIM115
@@ -138,14 +145,20 @@ def server(*modules: str) -> Server:
 
 
 def start_ranks(
-    server: Server, program: str, *words: str, ranks: int, port: int, **more: str
+    server: Server,
+    program: str,
+    *words: str,
+    ranks: int,
+    port: int,
+    ends_early: bool = False,
+    **more: str,
 ) -> list[Process]:
     """Start a program as often as there are ranks, with the variables that torchrun sets."""
     env = {**os.environ, **more, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     env |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     return [
-        server.start(program, *words, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(ranks)
+        server.start(program, *words, env=env | place, ends_early=ends_early) for place in places
     ]
 
 
@@ -205,8 +218,20 @@ def serve(control: socket.socket) -> list[Any]:
         os._exit(0)
 
 
-def become(program: str, words: list[str], env: dict[str, str], folder: str) -> None:
+def become(
+    program: str, words: list[str], env: dict[str, str], folder: str, ends_early: bool
+) -> None:
     """Run a program in this copy."""
+    execute(program, words, env, folder)
+    if ends_early:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def execute(program: str, words: list[str], env: dict[str, str], folder: str) -> None:
+    """Execute a program as the main module."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     os.environ.clear()
     os.environ.update(env)

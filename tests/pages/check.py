@@ -3,10 +3,10 @@
 """Checks the documentation: links, anchors, code blocks, commands, names and the picture.
 
 Links must lead to files and headings, every page must be in the menu of the site, C blocks must
-compile, Python blocks must parse, and commands must name targets, files and options that exist
-(commands.py).  Names of EPIC in the tables of other-libraries.md must exist.  With a library the
-whole C programs and the commands of docs/guide/traces.md run too, as one rank, and so does the
-block of docs/guide/several-hosts.md that measures a network.
+compile, Python blocks must parse and be run by a test, and commands must name targets, files and
+options that exist (commands.py).  Names of EPIC in the tables of other-libraries.md must exist.
+With a library the whole C programs and the commands of docs/guide/traces.md run too, as one rank,
+and so does the block of docs/guide/several-hosts.md that measures a network.
 
 usage: check.py [--library LIBEPIC] CC [FLAG...]"""
 
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from commands import bad_commands, bad_runs
-from pages import ROOT, list_blocks, list_pages
+from pages import NOT_RUN, ROOT, list_blocks, list_found_blocks, list_pages, list_programs
 
 # Text around blocks that are parts of a program.  Whole programs include their own headers.
 BEFORE = {
@@ -104,7 +104,7 @@ def bad_code(compiler: list[str]) -> tuple[int, list[str]]:
 
 
 def bad_python() -> list[str]:
-    """Return Python blocks that do not parse.  The tests of the packages run them."""
+    """Return Python blocks that do not parse."""
     bad = []
     for page in list_pages():
         for block in list_blocks(page, "python"):
@@ -112,6 +112,24 @@ def bad_python() -> list[str]:
                 compile(block, str(page.relative_to(ROOT)), "exec")
             except SyntaxError as error:
                 bad.append(f"{page.relative_to(ROOT)}: {error}: {error.text}")
+    return bad
+
+
+def untested_python() -> list[str]:
+    """Return Python blocks that no test of the packages runs.  Blocks of the recipe are excerpts of
+    scripts that tests run."""
+    programs = {program.text for package in ("torch", "jax") for program in list_programs(package)}
+    named = [*list_found_blocks(), *((page, begin) for page, begin, _ in NOT_RUN)]
+    bad = []
+    for page in list_pages():
+        begins = tuple(begin for name, begin in named if name == page.stem)
+        for block in list_blocks(page, "python"):
+            if block in programs or block.startswith(begins) or page.stem == "recipe":
+                continue
+            bad.append(
+                f"{page.relative_to(ROOT)}: no test runs this block; write one, or add the block "
+                f"to NOT_RUN of tests/pages/pages.py with a reason:\n{block}"
+            )
     return bad
 
 
@@ -217,7 +235,14 @@ def has_mpi(compiler: list[str]) -> bool:
 
 def main() -> int:
     """Return 1 if something is wrong."""
-    bad = bad_links() + missing_pages() + bad_python() + bad_excerpts() + bad_names()
+    bad = (
+        bad_links()
+        + missing_pages()
+        + bad_python()
+        + untested_python()
+        + bad_excerpts()
+        + bad_names()
+    )
     drawn = subprocess.run([sys.executable, str(ROOT / "tools/picture.py"), "--check"], check=False)
     if drawn.returncode:
         bad.append("docs/step-*.svg: run tools/picture.py")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the code blocks of the documentation, for the tests that run them.
 
-A Python block that imports epic.torch or epic.jax is a whole program.  Its first line may be a
-comment with torchrun's command, which says how many processes it takes.  Other Python blocks are
-parts of a program: tests find them by their first words.
+A Python block that imports epic.torch or epic.jax is a whole program.  Other Python blocks are
+parts of a program: tests find them by their first words with find_block().  check.py fails for a
+block that is neither a program nor found by a test nor in NOT_RUN.
 """
 
+import ast
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +14,18 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# Python blocks that no test runs: the page, the first words, and the reason.
+NOT_RUN = [
+    ("frameworks", "from epic.torch.megatron import use_epic", "it needs a model of Megatron-Core; "
+     "test_megatron.py calls use_epic with one in make test-torch-adapters"),
+]  # fmt: skip
+
+
 class Program(NamedTuple):
-    """A whole program: the page, its number there, how many processes it takes, and its text."""
+    """A whole program: the page, its number there, and its text."""
 
     page: str
     number: int
-    processes: int
     text: str
 
 
@@ -34,10 +41,11 @@ def list_blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.M | re.S)
 
 
-def find_block(page: Path, begin: str) -> str:
-    """Return the Python block that begins with these words."""
-    found = [block for block in list_blocks(page, "python") if block.startswith(begin)]
-    assert len(found) == 1, f"{page}: {len(found)} blocks begin with {begin!r}"
+def find_block(page: str, begin: str) -> str:
+    """Return the Python block of a page of the guide that begins with these words."""
+    path = ROOT / f"docs/guide/{page}.md"
+    found = [block for block in list_blocks(path, "python") if block.startswith(begin)]
+    assert len(found) == 1, f"{path}: {len(found)} blocks begin with {begin!r}"
     return found[0]
 
 
@@ -47,7 +55,16 @@ def list_programs(package: str) -> list[Program]:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs/guide").glob("*.md"))]:
         for number, text in enumerate(list_blocks(page, "python")):
             if re.search(rf"^import .*\bepic\.{package}\b", text, re.M):
-                wanted = re.match(r"# torchrun --nproc-per-node (\d+) ", text)
-                processes = int(wanted[1]) if wanted else 1
-                found.append(Program(page.stem, number, processes, text))
+                found.append(Program(page.stem, number, text))
+    return found
+
+
+def list_found_blocks() -> list[tuple[str, str]]:
+    """Return the page and the first words of every block that a test finds with find_block()."""
+    found = []
+    for path in [*(ROOT / "tests/torch").glob("*.py"), *(ROOT / "tests/jax").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "find_block":
+                page, begin = (ast.literal_eval(argument) for argument in node.args)
+                found.append((page, begin))
     return found

@@ -5,6 +5,7 @@ The ranks are processes, not threads, because peft changes parameters while a la
 threads would share these changes.
 """
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 import epic.torch
 from epic.torch.families import unwrapped
 from epic.torch.state import adapters_of_experts
-from pages import ROOT, find_block
-from parts import group_of, meshes, numbers
+from pages import find_block
+from parts import SIZES, group_of, meshes, numbers
 from reference import relative
 from test_pretrained import alone, gradients_of, last_block, model_of, transformers
 
@@ -299,20 +300,28 @@ def test_bits_of_adapters() -> None:
         assert torch.equal(logits_of(model, ids), logits_of(wanted, ids))
 
 
-def test_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Check that the program of the guide runs, and that its files can be loaded."""
-    text = find_block(ROOT / "docs/guide/frameworks.md", "# LoRA on experts, router and attention")
-    monkeypatch.chdir(tmp_path)
-    ids = IDS[:2]
-    with alone() as group:
+def follow_guide(rank: int, ranks: int, folder: str) -> None:
+    """Run the program of the guide in the first ranks, and check that its files can be loaded."""
+    members = torch.distributed.new_group(list(range(ranks)))
+    if rank >= ranks:
+        return
+    ids = IDS[: rank + 1]  # the number of tokens differs between ranks
+    with contextlib.chdir(folder), epic.torch.Group(members, **SIZES) as group:
         names = {"epic": epic, "torch": torch, "model": model_of("Qwen3Moe"), "group": group}
         names["ids"] = ids
-        exec(text, names)
+        exec(find_block("frameworks", "# LoRA on experts, router and attention"), names)
         wanted = logits_of(names["model"], ids)
+        torch.distributed.barrier(members)  # rank 0 writes the files
         adapters = peft.PeftModel.from_pretrained(model_of("Qwen3Moe"), "adapter")
         assert relative(logits_of(adapters, ids), wanted) < 1e-5
         stock = transformers.AutoModelForCausalLM.from_pretrained("merged")
         assert relative(logits_of(stock, ids), wanted) < 1e-5
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_guide(world: Any, ranks: int, tmp_path: Path) -> None:
+    """Follow the guide with this number of ranks."""
+    world.run(follow_guide, ranks, str(tmp_path))
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

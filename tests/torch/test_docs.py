@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the programs of README and of the guide for PyTorch, and checks the gradients of some."""
 
-import dataclasses
 import inspect
 import re
 from pathlib import Path
@@ -15,23 +14,16 @@ import epic.torch
 import reference
 from epic.torch.module import EXPERT_WEIGHTS
 from forked import finish, start_ranks
-from pages import ROOT, Program, find_block, list_pages, list_programs
+from pages import Program, find_block, list_pages, list_programs
 from ports import free_port
 from world import torch_server
 
-GUIDE = ROOT / "docs/guide/torch.md"
-LAYER = find_block(GUIDE, "# torchrun --nproc-per-node 4 layer.py")
-DATA_PARALLEL = find_block(ROOT / "docs/guide/training.md", "# torchrun --nproc-per-node 4 ddp.py")
-TRANSFORMERS = find_block(
-    ROOT / "docs/guide/frameworks.md", "# torchrun --nproc-per-node 4 this.py"
-)
-EXPERT_PLAN = find_block(
-    ROOT / "docs/guide/frameworks.md", "# expert parallelism of transformers, on 4 ranks"
-)
+LAYER = find_block("torch", "# torchrun --nproc-per-node 4 layer.py")
+DATA_PARALLEL = find_block("training", "# torchrun --nproc-per-node 4 ddp.py")
+TRANSFORMERS = find_block("frameworks", "# torchrun --nproc-per-node 4 this.py")
+EXPERT_PLAN = find_block("frameworks", "# expert parallelism of transformers, on 4 ranks")
 # Programs whose gradients are checked have tests of their own below; test_expert_plans.py has one.
 CHECKED = (LAYER, DATA_PARALLEL, TRANSFORMERS, EXPERT_PLAN)
-# numbers of ranks of the slowest tests; make test runs the largest only
-NIGHTLY_1_2 = [*(pytest.param(n, marks=pytest.mark.night) for n in (1, 2)), 4]
 ADAPTERS = {"megatron", "titan", "transformers"}  # modules that need packages of their own
 
 
@@ -39,21 +31,23 @@ def run_program(folder: Path, text: str, processes: int) -> None:
     """Run a program with the variables that torchrun sets."""
     script = folder / "this.py"
     script.write_text(text)
-    more = ["transformers"] if "transformers" in text else []
-    running = start_ranks(torch_server(*more), str(script), ranks=processes, port=free_port())
+    server = torch_server(*(["transformers"] if "transformers" in text else []))
+    early = "group.close()" in text  # without it, the shutdown of Python closes the group
+    running = start_ranks(server, str(script), ranks=processes, port=free_port(), ends_early=early)
     finish(running, 200)
 
 
 PROGRAMS = [program for program in list_programs("torch") if program.text not in CHECKED]
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: f"{p.page}-{p.number}")
-def test_programs(program: Program, tmp_path: Path) -> None:
-    """Run every whole program of the guide, with as many processes as its first line says.
+def test_programs(program: Program, ranks: int, tmp_path: Path) -> None:
+    """Run every whole program of README and the guide. test_guide_parts.py runs other blocks.
 
     test_groups.py and test_launchers.py run programs under torchrun itself.
     """
-    run_program(tmp_path, program.text, program.processes)
+    run_program(tmp_path, program.text, ranks)
 
 
 KEEP_LAYER = """
@@ -117,7 +111,7 @@ def test_the_layer(tmp_path: Path, ranks: int) -> None:
     check_gradients(run_layer(tmp_path, LAYER, ranks, "group.close()"), ranks)
 
 
-@pytest.mark.parametrize("ranks", NIGHTLY_1_2)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_data_parallel(tmp_path: Path, ranks: int) -> None:
     """Check the gradients with DistributedDataParallel over the other mesh dimension."""
     states = run_layer(tmp_path, DATA_PARALLEL, ranks, "optimizer.step()")
@@ -138,7 +132,7 @@ torch.save({n: p.grad for n, p in model.named_parameters()}, f"{folder}/{dist.ge
 """
 
 
-@pytest.mark.parametrize("ranks", NIGHTLY_1_2)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_transformers(tmp_path: Path, ranks: int) -> None:
     """Run the program with a small model and different numbers of labels per rank. Compare its
     gradients with those of the model in one process, for the mean over all labels."""
@@ -178,44 +172,6 @@ def test_names() -> None:
         names = set(re.findall(r"epic\.torch\.([A-Za-z_0-9]+)", text))
         missing = {n for n in names - ADAPTERS if not hasattr(epic.torch, n)}
         assert missing == set(), page
-
-
-def test_the_steps() -> None:
-    """Run the blocks of the guide that call single steps, with a group of one rank."""
-    options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=8, inner=16)
-    tokens, weights = torch.ones(6, 8), torch.full((6, 2), 0.5)
-    topk_idx = torch.tensor([[0, 3], [1, 2]] * 3)
-    with epic.torch.Group(num_ranks=1, max_tokens=6, max_row_bytes=4 * 8) as group:
-        names = {
-            "epic": epic,
-            "group": group,
-            "layer": options.layer,
-            "mlp": options.experts,
-            "expert_weights": epic.torch.ExpertWeights(torch.ones(4, 8, 32), torch.ones(4, 16, 8)),
-            "topk_idx": topk_idx,
-            "tokens": tokens,
-            "weights": weights,
-            "x": torch.ones(3),
-        }
-        exec(find_block(GUIDE, "plan = "), names)
-        assert names["out"].shape == (6, 8) and names["out"][0, 0] > 0
-        assert torch.equal(names["recv"].sum(), 2 * tokens.sum())
-        assert names["total"].tolist() == [1, 1, 1]
-        names |= {"torch": torch, "w": torch.ones(4, 8, 5, requires_grad=True)}
-        names["tokens"] = tokens.clone().requires_grad_()
-        exec(find_block(GUIDE, "class Product"), names)
-        assert torch.equal(names["y"][: names["rows"].ends[-1]], torch.full((12, 5), 8.0))
-        (d_tokens,) = torch.autograd.grad(names["y"].sum(), names["tokens"])
-        assert torch.equal(d_tokens, torch.full((6, 8), 10.0))
-        exec(find_block(GUIDE, "any_overflow = "), names)
-        assert names["scale"].tolist() == [1.0]
-        names["tokens"] = tokens
-        flat = dataclasses.replace(options.layer, layout="flat")
-        names["plan"] = epic.torch.plan(group, flat, topk_idx)
-        names["y"] = torch.zeros(names["plan"].capacity, 8)
-        exec(find_block(GUIDE, "recv, weights, experts = "), names)
-        assert sorted(names["experts"][0].tolist()) == [0, 3]
-        assert not names["out"].any()
 
 
 @pytest.mark.parametrize("name", ["MoeWeights", "ExpertWeights", "MoeOut"])

@@ -14,7 +14,7 @@ import torch
 import epic.torch
 from epic.torch import loading
 from epic.torch.pretrained import Block
-from pages import ROOT, find_block
+from pages import find_block
 from parts import group_of
 from test_pretrained import (
     DEEPSEEK,
@@ -23,6 +23,7 @@ from test_pretrained import (
     SOME_MODELS,
     VARIANTS,
     alone,
+    last_block,
     model_of,
     on_two,
     transformers,
@@ -158,15 +159,24 @@ def test_tied_weights_and_training(tmp_path: Path) -> None:
     assert all(same_bits(value, written[key]) for key, value in read.items())
 
 
-def test_guide(tmp_path: Path) -> None:
-    """Check that the line of the guide runs."""
-    text = find_block(ROOT / "docs/guide/frameworks.md", "# each rank reads its own experts only")
-    model_of("Qwen3Moe").save_pretrained(tmp_path)
-    with alone() as group:
+def follow_guide(rank: int, ranks: int, folder: str) -> None:
+    """Run the line of the guide in the first ranks."""
+    members = torch.distributed.new_group(list(range(ranks)))
+    if rank >= ranks:
+        return
+    with epic.torch.Group(members, max_tokens=64, max_row_bytes=4096) as group:
         names: dict[str, Any] = {"epic": epic, "torch": torch, "AutoModelForCausalLM": AUTO}
-        names |= {"group": group, "folder": tmp_path}
-        exec(text, names)
+        names |= {"group": group, "folder": folder}
+        exec(find_block("frameworks", "# each rank reads its own experts only"), names)
         assert names["model"].dtype == torch.bfloat16
+        assert len(last_block(names["model"]).moe.w_down) == 8 // ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_guide(world: Any, ranks: int, tmp_path: Path) -> None:
+    """Check that the line of the guide runs, and that each rank has its experts."""
+    model_of("Qwen3Moe").save_pretrained(tmp_path)
+    world.run(follow_guide, ranks, str(tmp_path))
 
 
 class Reading:

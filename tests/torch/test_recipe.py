@@ -211,7 +211,7 @@ def test_the_recipe(tmp_path: Path, parts: list[Groups]) -> None:
         words = ["--folder", str(tmp_path), "--steps", str(last), "--save-every", "2"]
         words += ["--ep", str(groups[0]), "--float64", "--max-norm", str(MAX_NORM)]
         running = start_ranks(
-            recipe_server(), str(SCRIPT), *words, ranks=groups[1], port=free_port()
+            recipe_server(), str(SCRIPT), *words, ranks=groups[1], port=free_port(), ends_early=True
         )
         text = finish(running, 200)[0]
         with torch.no_grad():
