@@ -4,7 +4,8 @@
 GPU_OUT = build/gpu
 HOSTS_OUT = $(GPU_OUT)/hosts
 GPU_PYTHON ?= python3
-GPU_NEEDED = grep -qs '^CMAKE_CUDA_COMPILER:[A-Z]*=/' build/CMakeCache.txt || \
+# Ends with an error if the build of a folder has found no nvcc.
+GPU_NEEDED = grep -qs '^CMAKE_CUDA_COMPILER:[A-Z]*=/' $(1)/CMakeCache.txt || \
     { echo "there is no nvcc (NVIDIA's CUDA toolkit; its bin in PATH)" >&2; exit 1; }
 HOSTS_BUILT = grep -qs 'epic_hosts\.dir' build/CMakeFiles/TargetDirectories.txt
 HOSTS_LEFT_OUT = "left out: no libepic_hosts.so; install UCX (Debian: libucx-dev), or" \
@@ -13,16 +14,20 @@ HOSTS_LEFT_OUT = "left out: no libepic_hosts.so; install UCX (Debian: libucx-dev
 # The first step of the targets below. Users do not need to call it.
 gpu-configure: setup-build
 	@$(call CMAKE,Release,build)
-	@$(GPU_NEEDED)
+	@$(call GPU_NEEDED,build)
 
 gpu-build: gpu-configure
 	@$(call BUILD,build) --target gpu_tests gpu_benchmarks
 
-gpu-test: gpu-configure
+gpu-test: gpu-here gpu-configure
 	@$(call BUILD,build) --target gpu_tests
 	@GPU_OUT=$(GPU_OUT) tests/gpu/run.sh
 
-# Fails if another process uses the GPUs.
+# Fails if there is no GPU. Building for GPUs takes minutes, so the tests look for one first.
+gpu-here:
+	@nvidia-smi -L >/dev/null 2>&1 || { echo "there is no GPU (nvidia-smi -L lists none)" >&2; exit 1; }
+
+# Fails if there is no GPU, or if another process uses one.
 gpu-idle:
 	@bench/gpu/idle.sh
 
@@ -32,7 +37,7 @@ gpu-bench: gpu-idle gpu-configure
 
 # Runs everything that shows whether EPIC works on this machine, and how fast: tests, bindings, hosts,
 # benchmarks and one table, in parts of at most ten minutes. GPU_PARTS selects some parts.
-gpu-all: gpu-build gpu-build-hosts gpu-build-torch gpu-build-jax
+gpu-all: gpu-here gpu-build gpu-build-hosts gpu-build-torch gpu-build-jax
 	@GPU_PYTHON=$(GPU_PYTHON) tests/gpu/all.sh $(GPU_PARTS)
 
 # Includes JAX and PyTorch if GPU_PYTHON has them and gpu-build-jax and gpu-build-torch have run.
@@ -55,7 +60,7 @@ $(GPU_OUT)/%: gpu-configure
 # Targets of the backend hosts. The ranks of this machine act as hosts.
 gpu-build-hosts: gpu-configure
 	@if $(HOSTS_BUILT); then $(call BUILD,build) --target gpu_hosts; else echo $(HOSTS_LEFT_OUT); fi
-gpu-test-hosts: gpu-build-hosts
+gpu-test-hosts: gpu-here gpu-build-hosts
 	@! $(HOSTS_BUILT) || HOSTS_OUT=$(HOSTS_OUT) tests/gpu/hosts.sh
 gpu-bench-hosts: gpu-idle gpu-build-hosts
 	@! $(HOSTS_BUILT) || HOSTS_OUT=$(HOSTS_OUT) bench/gpu/hosts.sh
@@ -68,5 +73,5 @@ test-nvcc:
 	        epic_gpu_bench_checked gpu_callers && \
 	    echo "left out: machine code of the CUDA kernels (make, make gpu-build)"; fi
 
-.PHONY: gpu-configure gpu-idle gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer gpu-bench-compare gpu-build-hosts \
-    gpu-test-hosts gpu-bench-hosts test-nvcc
+.PHONY: gpu-configure gpu-here gpu-idle gpu-all gpu-build gpu-test gpu-bench gpu-bench-layer \
+    gpu-bench-compare gpu-build-hosts gpu-test-hosts gpu-bench-hosts test-nvcc

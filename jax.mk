@@ -28,8 +28,11 @@ GPU_JAX = EPIC_LIBRARY_PATH=$(abspath $(GPU_JAX_OUT)/lib) PYTHONPATH=bindings/py
 	JAX_PLATFORMS=cuda,cpu
 
 gpu-build-jax:
+	@$(GPU_PYTHON) -c 'import jax' 2>/dev/null || \
+	    { echo "$(GPU_PYTHON) cannot import jax: set GPU_PYTHON to a Python that can" >&2; exit 1; }
 	@$(call CMAKE,Release,$(GPU_JAX_OUT),-DEPIC_MPI=OFF -DEPIC_TESTS=OFF \
 	    -DEPIC_CUDA_ARCHITECTURES=90a-real)
+	@$(call GPU_NEEDED,$(GPU_JAX_OUT))
 	@$(call BUILD,$(GPU_JAX_OUT)) --target epic epic_cuda
 	@$(call CMAKE,Release,$(GPU_JAX_OUT)/jax,-S bindings/jax \
 	    -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(abspath $(GPU_JAX_OUT)/lib) \
@@ -37,7 +40,7 @@ gpu-build-jax:
 	    -DEPIC_JAX_INCLUDE="$$($(GPU_PYTHON) -c 'import jax; print(jax.ffi.include_dir())')")
 	@$(call BUILD,$(GPU_JAX_OUT)/jax)
 
-gpu-test-jax: gpu-build-jax
+gpu-test-jax: gpu-here gpu-build-jax
 	@EPIC_LIBRARY_PATH=$(abspath $(GPU_JAX_OUT)/lib) GPU_PYTHON=$(GPU_PYTHON) tests/jax/gpu/run.sh
 
 gpu-bench-jax: gpu-idle gpu-build-jax $(GPU_OUT)/gpu_moe

@@ -36,14 +36,15 @@ gpu-build-torch:
 ifeq ($(EPIC_LIBRARY_PATH),)
 	@$(call CMAKE,Release,$(GPU_TORCH_OUT),-DEPIC_MPI=OFF -DEPIC_TESTS=OFF \
 	    -DEPIC_CUDA_ARCHITECTURES=90a-real)
+	@$(call GPU_NEEDED,$(GPU_TORCH_OUT))
 	@$(call BUILD,$(GPU_TORCH_OUT)) --target epic epic_cuda epic_torch
 endif
 
-gpu-test-torch: gpu-build-torch
+gpu-test-torch: gpu-here gpu-build-torch
 	@$(GPU_TORCH) GPU_PYTHON=$(GPU_PYTHON) tests/torch/gpu/run.sh
 
 # Trains with the examples for recipe, torchtitan and transformers.
-gpu-test-torch-trainers: gpu-build-torch
+gpu-test-torch-trainers: gpu-here gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 570 $(GPU_PYTHON) -W ignore tests/torch/gpu/trainers.py
 
 gpu-bench-torch: gpu-idle gpu-build-torch

@@ -9,6 +9,7 @@ trap 'rm -rf "$folder"' EXIT
 cat >"$folder/nvidia-smi" <<'END'
 #!/bin/sh
 case $1 in
+-L) [ -z "${NO_GPU-}" ] ;;
 *compute-apps*) printf "$PIDS" ;;
 *) printf "0, 4\n1, $MIB\n" ;;
 esac
@@ -22,6 +23,8 @@ idle "" 700 || { echo "idle GPUs are refused: $(cat "$folder/out")"; exit 1; }
 grep -q "5000 MiB of GPU 1 are in use" "$folder/out" || { cat "$folder/out"; exit 1; }
 ! idle '17\n23\n' 4 || { echo "other processes are not noticed"; exit 1; }
 grep -q "use the GPUs: 17 23" "$folder/out" || { cat "$folder/out"; exit 1; }
+! NO_GPU=1 idle "" 4 || { echo "a machine without a GPU is not noticed"; exit 1; }
+grep -q "there is no GPU" "$folder/out" || { cat "$folder/out"; exit 1; }
 
 result() { # usage: result US SMS [PADDING]
     echo '{"op":"combine","hidden":2048,"top_k":10,"experts":512,"layout":"expert","type":"bf16","quantize":0,' \
