@@ -207,6 +207,44 @@ def run_with(process: int, processes: int, port: int) -> None:
     step_until_gone(lambda: run(jnp.ones(3, jnp.float32)), process, end)
 
 
+def run_shrink(process: int, processes: int, port: int) -> None:
+    """Process 3 is killed and process 1 leaves; the others place the experts on themselves."""
+    group = epic.jax.open(
+        ranks=[process], num_ranks=processes, bootstrap=epic.jax.Tcp(port=port), **SIZES
+    )
+    layer = epic.jax.Layer(4, 1)
+
+    def step(place: Any, x: Any) -> Any:
+        ids = jnp.asarray([[0], [1], [2], [3]], jnp.int32)
+        more = {"rank_of_expert": place, "num_local_experts": 4, "capacity": 64}
+        plan, rows, _ = epic.jax.plan_dispatch(group, layer, ids, x, **more)
+        return epic.jax.combine(plan, rows * 2)
+
+    program, x = jax.jit(step), jnp.arange(12, dtype=jnp.float32).reshape(4, 3)
+    jax.block_until_ready(program(jnp.arange(4, dtype=jnp.int32), x))
+    if process == 3:
+        say("gone")
+        kill()
+    try:
+        while True:
+            jax.block_until_ready(program(jnp.arange(4, dtype=jnp.int32), x))
+    except jax.errors.JaxRuntimeError as error:
+        assert "EPIC_EPEER" in str(error), error
+    (members,) = group.shrink(step=10 + process)
+    assert members == group.members[0]
+    assert members == epic.Members(1, (0, 1, 2), (3,), 10, 12), members
+    assert np.array_equal(program(jnp.asarray([2, 0, 1, 0], jnp.int32), x), 2 * x)
+    if process == 1:
+        group.leave()
+        say("left")
+        return
+    (members,) = group.shrink()
+    assert members.ranks == (0, 2) and members.gone == (1,)
+    assert np.array_equal(program(jnp.asarray([2, 0, 2, 0], jnp.int32), x), 2 * x)
+    group.close()
+    say("right")
+
+
 def run_interrupt(process: int, processes: int, port: int) -> None:
     """The last process sleeps. The others wait for it inside XLA and are interrupted."""
     group = epic.jax.open(

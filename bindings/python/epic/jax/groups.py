@@ -4,7 +4,7 @@
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,11 +13,13 @@ import jax
 
 from epic import _native, bootstrapping, endings
 from epic.bootstrapping import Bootstrap, Exchange, Tcp
-from epic.errors import EpicArgumentError, EpicError
+from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError
 from epic.jax import cuda, meshes
 from epic.jax.arrays import as_axes, check_kind
 from epic.jax.bootstrapping import JaxStore, distributed_store
 from epic.jax.library import load_handlers
+from epic.jax.members import read_all, regroup_all
+from epic.members import Members
 from epic.options import INT64_MAX, Layer, backend_for, check_int, encode_text
 from epic.store import StoreExchange
 from epic.waits import Waits, read_waits
@@ -117,6 +119,105 @@ class Group:
             )
             for member, context in find_open(self).contexts.items()
         ]
+
+    @property
+    def members(self) -> list[Members]:
+        """The members of each group that has ranks in this process, in the order of the groups.
+
+        Only a mesh can have several groups.
+        """
+        return read_all(find_open(self).contexts)
+
+    def shrink(
+        self,
+        step: int = 0,
+        *,
+        patience_ms: int = 0,
+        min_members: int = 0,
+        only: Iterable[int] | None = None,
+        authority: int = 0,
+    ) -> list[Members]:
+        """Go on in the same group after an error that broke it.  Only with "shm" and "threads".
+
+        All processes that live make this call, once for all their ranks.  First it waits for the
+        arrays that are alive.  Afterwards the group works again, with the same numbers of ranks and
+        the same sizes, so compiled programs stay valid.
+
+        Without a mesh the other ranks can go on without ranks that have died, hang or leave.  Place
+        all experts on members (rank_of_expert= or logical_of_expert=).  With a mesh a program runs
+        on all its devices.  So shrink then repairs a group whose ranks all live, for example after
+        a rank was late.
+
+        Args:
+            step: the last step that this process has finished, or any other number.
+            patience_ms: how long to wait for ranks that may live and do not make the call, in ms.
+                Then they are left out, if more than half of the members have made the call.  0:
+                timeout_ms of the group.
+            min_members: raise an error if fewer members would remain; 0: 1.
+            only: the ranks that remain, if a program outside of the group decides on them.  All of
+                them must make the call.
+            authority: the number of the decision of that program; each decision has a higher one.
+
+        Returns:
+            The members of each group that has ranks in this process.  All of them have finished
+            step `least_step`.
+
+        Raises:
+            EpicArgumentError: an argument is invalid, or a call of this process is still running.
+            EpicError: too few members made the call (EPIC_EPEER, EPIC_ETIMEOUT); call it again.  Or
+                the others have gone on without this rank (EPIC_EEVICTED); close the group.
+
+        Example:
+            >>> import epic.jax
+            >>> with epic.jax.open(max_tokens=4, max_row_bytes=64, backend="threads") as group:
+            ...     (members,) = group.shrink(step=7)
+            >>> members.ranks, members.least_step
+            ((0,), 7)
+
+        """
+        contexts = find_open(self).contexts
+        wait_for_live_arrays()
+        return regroup_all(
+            contexts,
+            self.num_ranks,
+            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+            patience_ms=check_int("patience_ms", patience_ms),
+            min_members=check_int("min_members", min_members),
+            only=None if only is None else tuple(only),
+            authority=check_int("authority", authority, most=INT64_MAX),
+        )
+
+    def leave(self, step: int = 0, *, patience_ms: int = 0) -> None:
+        """Leave the group while other processes call `shrink`, and close it in this process.
+
+        All ranks of this process leave.  The calls of the other ranks do not fail.
+
+        Args:
+            step: as for `shrink`.
+            patience_ms: as for `shrink`.
+
+        Raises:
+            EpicUnsupportedError: the group has a mesh, whose programs run on all its devices.
+            EpicArgumentError: an argument is invalid, or a call of this process is still running.
+            EpicError: too few members made the call; call it again, or close the group.
+
+        """
+        if self.mesh is not None:
+            raise EpicUnsupportedError(
+                f"group {self.name!r} has a mesh: not supported, because its programs run on all "
+                "devices of the mesh; close() the group, or open it without a mesh, with ranks= "
+                "and num_ranks="
+            )
+        contexts = find_open(self).contexts
+        wait_for_live_arrays()
+        regroup_all(
+            contexts,
+            self.num_ranks,
+            step=check_int("step", step, least=-INT64_MAX, most=INT64_MAX),
+            patience_ms=check_int("patience_ms", patience_ms),
+            leaving=True,
+        )
+        self.close()
 
     def close(self) -> None:
         """Close the group; see `epic.jax.close`."""
