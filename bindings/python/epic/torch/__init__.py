@@ -19,6 +19,7 @@ from epic.torch.module import MoE, sharded_state
 from epic.torch.moe import MoeOut, MoeWeights, moe
 from epic.torch.narrow import dequantize, swizzle_scales
 from epic.torch.ops import as_epic_error
+from epic.torch.placement import Placement
 from epic.torch.pretrained import from_block, replace_moe, sum_gradients
 from epic.torch.replay import record_routing, replay_routing
 from epic.torch.replicas import sum_replica_grads, sum_replicas
@@ -64,6 +65,7 @@ __all__ = [
     "MoeOut",
     "MoeWeights",
     "Nccl",
+    "Placement",
     "Plan",
     "Router",
     "Routing",

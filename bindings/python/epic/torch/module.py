@@ -14,6 +14,7 @@ from epic.torch.arguments import ROW_TYPES, assume_constant_result
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
 from epic.torch.moe import EXPERT_WEIGHTS, MoeWeights, moe
+from epic.torch.placement import Placement
 from epic.torch.plans import tables_of
 from epic.torch.router import bias_update
 from epic.torch.routing import Given, Routing
@@ -64,7 +65,8 @@ class MoE(nn.Module):
             loads become even without a balance loss. None: no such bias.
         logical_of_expert: Only with `options.layer.num_logical`: num_experts ids. Element e is the
             logical expert of which expert e is a replica. Replicas begin with equal weights and get
-            equal gradients.
+            equal gradients. Or a `Placement`, whose table can change. The state_dict does not
+            contain this table.
         grouped_mm: A grouped product of your own, such as `torch._grouped_mm`:
             grouped_mm(x [slots, n], w [local experts, n, m], ends [local experts] int32) ->
             [slots, m], where expert e has the rows ends[e - 1] to ends[e]. None: EPIC's product.
@@ -101,6 +103,7 @@ class MoE(nn.Module):
     bias: Tensor | None
     load: Tensor | None
     logical_of_expert: Tensor | None
+    placement: Placement | None = None
     # record_routing sets `recorded`, and replay_routing sets `replayed`, while they are active.
     recorded: list[Routing] | None = None
     replayed: Any = None
@@ -116,7 +119,7 @@ class MoE(nn.Module):
         expert_biases: bool = False,
         shared_gate: bool = False,
         bias_rate: float | None = None,
-        logical_of_expert: Sequence[int] | None = None,
+        logical_of_expert: Sequence[int] | Placement | None = None,
         grouped_mm: GroupedMm | None = None,
         tag: int = 0,
         seed: int | None = None,
@@ -162,10 +165,7 @@ class MoE(nn.Module):
         # load is not a buffer. DistributedDataParallel would overwrite a buffer with that of rank 0
         # before each forward.
         self.load = None if bias_rate is None else load
-        self.replicas = logical_of_expert
-        check_replicas(options, logical_of_expert or ())
-        whose = tables_of(options.layer, None, logical_of_expert, load)[1]
-        self.register_buffer("logical_of_expert", whose)
+        self.set_table(logical_of_expert, load)
         mark_experts(self, group)
         group.layers_made += 1
         if torch.device(device).type != "meta":
@@ -190,6 +190,23 @@ class MoE(nn.Module):
             "shared_down": (1, shared.inner, hidden) if shared else None,
             "w_shared_gate": (hidden,) if shared_gate else None,
         }
+
+    def set_table(self, given: Sequence[int] | Placement | None, like: Tensor) -> None:
+        """Set logical_of_expert.
+
+        Args:
+            given: The argument of the constructor.
+            like: A tensor on the device of the table.
+        """
+        self.replicas = None if isinstance(given, Placement) else given
+        if isinstance(given, Placement):
+            given.check_layer(self.group, self.options.layer)
+            self.placement = given
+            self.logical_of_expert = given.logical_of_expert
+            return
+        check_replicas(self.options, given or ())
+        whose = tables_of(self.options.layer, None, given, like)[1]
+        self.register_buffer("logical_of_expert", whose)
 
     def reset_parameters(self, seed: int | None = None) -> None:
         """Initialize the parameters: weights with random numbers, biases with 0.
@@ -218,7 +235,7 @@ class MoE(nn.Module):
             for buffer in (self.bias, self.load):
                 if buffer is not None:
                     buffer.zero_()
-            if self.logical_of_expert is not None:
+            if self.logical_of_expert is not None and self.replicas is not None:
                 self.logical_of_expert.copy_(torch.as_tensor(self.replicas))
 
     def draw(self, out: Tensor, name: str, seed: int) -> None:
@@ -229,13 +246,19 @@ class MoE(nn.Module):
             name: Name of the parameter.
             seed: Seed of the random numbers.
         """
-        first = self.group.rank * self.num_local_experts
-        logical = self.replicas or range(self.options.layer.num_experts)
         if name not in EXPERT_WEIGHTS:
             fill_normal(out, name, seed, 0)
             return
-        for i, expert in enumerate(out):
-            fill_normal(expert, name, seed, 1 + logical[first + i])
+        for logical, expert in zip(self.local_ids(), out, strict=True):
+            fill_normal(expert, name, seed, 1 + logical)
+
+    def local_ids(self) -> Sequence[int]:
+        """Return the id of each expert of this rank; with replicas, of its logical expert."""
+        if self.placement is not None:
+            return self.placement.local_experts
+        first = self.group.rank * self.num_local_experts
+        every = self.replicas or range(self.options.layer.num_experts)
+        return every[first : first + self.num_local_experts]
 
     def _apply(self, fn: Any, recurse: bool = True) -> "MoE":
         """Move or convert the module, but keep the bias in float32.
