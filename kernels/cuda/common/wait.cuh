@@ -418,9 +418,9 @@ static __device__ void count_wait(const OpState &op, int peer, bool is_warp, boo
     if (age) add_wait_time(op, (uint32_t)peer, age);
 }
 
-/* What a waiting warp or thread does every SPINS_PER_COUNT polls: it counts its time or, every
- * SPINS_PER_CHECK polls, checks whether it must give up, and then returns true. It is one
- * function because each loop that waits contains the call: with two calls the kernels for few
+/* Counts the time of a wait or, every SPINS_PER_CHECK polls, returns whether the wait must be
+ * given up. A waiting warp or thread calls it every SPINS_PER_COUNT polls. Both are in one
+ * function, because each loop that waits contains the call: with two calls the kernels for few
  * tokens were up to 9 % slower (docs/lab/cuda.md). */
 static __device__ __noinline__ bool wait_slow_path(const OpState &op, int peer, int phase,
                                                    uint32_t spins, bool is_warp)
