@@ -191,6 +191,12 @@ def test_gradients_in_tree_order(opened: Any) -> None:
     compare_groups(opened, "global", "float32", options=options)
 
 
+def test_gradients_in_float64(opened: Any) -> None:
+    """Rows and weights in float64."""
+    with jax.enable_x64(True):
+        compare_groups(opened, "global", "float64")
+
+
 @pytest.mark.parametrize("quantize", ["1x128", "1x32"])
 def test_quantized_rows(opened: Any, quantize: str) -> None:
     """Rows that are sent in e4m3, with forced weights: no bit differs, except that XLA adds the

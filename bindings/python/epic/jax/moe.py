@@ -100,9 +100,8 @@ class LayerStatic:
         It does in tree order, because XLA would add the devices in an order of its own.  Ranks
         without a mesh add their parts themselves.
         """
-        group, is_tree = self.group, self.options.layer.sum_order == "tree"
-        is_f64 = self.options.experts.row_type == "float64"
-        return is_tree and not is_f64 and group.num_ranks > 1 and bool(group.axes)
+        has_peers = self.group.num_ranks > 1 and bool(self.group.axes)
+        return has_peers and self.options.layer.sum_order == "tree"
 
     @property
     def flags(self) -> int:
