@@ -24,6 +24,13 @@ ON_GPUS = ("gpu", "p2p", "hosts")  # backends for GPUs; "gpu" selects p2p or hos
 ON_CPUS = ("self", "threads", "shm", "mpi")
 UINT32_MAX, INT64_MAX = (1 << 32) - 1, (1 << 63) - 1
 FLAGS = ("distinct", "drop_absent", "ungated", "interleaved")
+# Fields that must be 0 unless another field has one of these values.
+USED_WITH = {
+    "norm_min": ("normalize", ("clamped",)),
+    "jitter": ("weight_rule", ("sparsemixer",)),
+    "limit": ("activation", ("clamped_swiglu", "clamped_silu")),
+    "alpha": ("activation", ("clamped_swiglu",)),
+}
 SMALLEST = {"max_tokens": 1, "max_row_bytes": 1}
 
 
@@ -83,7 +90,7 @@ def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) ->
 def check_float(field: str, value: Any) -> float:
     """Return the value as a float after checking that it is finite."""
     found = math.nan
-    if isinstance(value, SupportsFloat):
+    if isinstance(value, SupportsFloat) and not isinstance(value, bool):
         with contextlib.suppress(TypeError):  # raised by arrays and by traced values
             found = float(value)
     if not math.isfinite(found):
@@ -175,6 +182,13 @@ class Options(Keyed):
     def check(self) -> None:
         """Check each field, then the rules of the core for all fields together."""
         self.numbers()
+        for name, (other, words) in USED_WITH.items():
+            if getattr(self, name, 0) and getattr(self, other) not in words:
+                uses = " or ".join(map(repr, words))
+                raise EpicArgumentError(
+                    f"{name} is {getattr(self, name)} and {other} is {getattr(self, other)!r}: "
+                    f"must be 0, because only {other} {uses} uses it"
+                )
         # If the library of the core is not found, the first call that uses the options checks them.
         with contextlib.suppress(ImportError):
             self.check_with_core()
@@ -298,8 +312,8 @@ class Router(Options):
         normalize: By what the weights of a token are divided. "none": they are not divided. "sum":
             their sum + eps. "clamped": the larger of their sum and norm_min.
         eps: Used only with normalize "sum".
-        norm_min: Used only with normalize "clamped".
-        jitter: Used only with weight_rule "sparsemixer"; at least 0 and below 1.
+        norm_min: For normalize "clamped"; with other values of normalize it must be 0.
+        jitter: For weight_rule "sparsemixer", at least 0 and below 1; otherwise it must be 0.
         scale: Factor of the weights (DeepSeek-V3: 2.5); 0 stands for 1.
 
     Raises:
@@ -330,11 +344,6 @@ class Router(Options):
             raise EpicArgumentError(
                 f"topk_groups is {self.topk_groups} and num_groups is {self.num_groups}: "
                 "num_groups must be at least 2, so that there are groups to choose"
-            )
-        if self.jitter and self.weight_rule != "sparsemixer":
-            raise EpicArgumentError(
-                f"jitter is {self.jitter} and weight_rule is {self.weight_rule!r}: must be 0, "
-                "because only weight_rule 'sparsemixer' uses it"
             )
         return found
 
@@ -377,8 +386,9 @@ class Experts(Options):
             the arrays of a call.
         weight_type: Dtype of the weights, like row_type. Or "e4m3", only on GPUs: each call rounds
             the weights to e4m3, and gradients are computed as if they were not rounded.
-        limit: Limit of "clamped_swiglu" (0 stands for 7) and of "clamped_silu" (0 stands for 10).
-        alpha: Factor of "clamped_swiglu"; 0 stands for 1.702.
+        limit: Limit of "clamped_swiglu" (0 stands for 7) and of "clamped_silu" (0 stands for 10);
+            with other activations it must be 0.
+        alpha: Factor of "clamped_swiglu", 0 stands for 1.702; with other activations it must be 0.
 
     Raises:
         EpicArgumentError: A field is invalid, or fields do not fit together.
