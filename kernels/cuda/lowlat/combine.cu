@@ -23,23 +23,22 @@
 /* Makes waits poll longer before they sleep, for lower latency. Must be defined before the
  * first #include, because wait.cuh reads it. */
 #define LOW_LATENCY 1
-/* Workers (warps that move rows) per CTA. With the control warp, a CTA has 16 warps, four per
+/* Workers (warps that move rows) per CTA. A CTA has 16 warps with the control warp, four per
  * scheduler of the SM, which leaves 128 registers per thread. */
 #define LOWLAT_WORKERS 15
 
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Divides the units among the workers. A unit is one piece of a token's row. For a peer's
- * token, the worker sends this rank's partial sum. For a token of this rank ("own"), it adds
- * the partial sums of all ranks. To balance the work, the first units of peers' tokens go to
- * the first workers, and the first own units to the last workers. In the functions below, `own`
- * selects own units (true) or units of peers' tokens (false). */
+/* Divides the units among the workers. A unit is one piece of a token's row: the worker sends
+ * this rank's partial sum for a peer's token, or adds the partial sums of all ranks for a token
+ * of this rank ("own"). To balance the work, the first units of peers' tokens go to the first
+ * workers, and the first own units to the last workers. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* Index of this worker. It comes from a shuffle, so that the compiler knows that all lanes
-     * have the same value. */
+    /* index of this worker; from a shuffle, so that the compiler knows that all lanes have
+     * equal values */
     const int worker;
 
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
@@ -47,7 +46,6 @@ struct CombineUnits {
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit u without its slots, which the caller must still look up. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
@@ -64,8 +62,8 @@ struct CombineUnits {
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
     /* Returns unit u with its slots: each lane gets one slot of the token on this rank and, in
-     * an own unit, the rank to which its choice goes. `end`: number of units. If u >= end,
-     * returns an empty unit. */
+     * an own unit, the rank of its choice. Returns an empty unit if u >= end, the number of
+     * units. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -75,10 +73,9 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit, before the plan's header has been checked, so the
-     * peers' token counts are not known yet. is_likely: this rank has a token with the same
-     * index as the unit's token. Then the peer probably has one too, because ranks usually have
-     * equally many. */
+    /* Returns this worker's first unit before the plan's header has been checked, so that the
+     * peers' token counts are not known yet. is_likely: the unit probably exists, because this
+     * rank has a token with the same index, and ranks usually have equally many. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -95,9 +92,9 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for each unit of this worker. `is_loaded`: the caller has
-     * already loaded the first unit, first_unit; is_first is true only for this unit. If
-     * do_unit() returns false, stops and returns false. */
+    /* Calls do_unit(unit, is_first) for each unit of this worker, until it returns false. If
+     * `is_loaded` is true, the caller has loaded the first unit, first_unit, for which is_first
+     * is true. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -118,16 +115,14 @@ struct CombineUnits {
     }
 };
 
-/* Values of Worker::loaded: which unit's rows are loaded, none, that of Worker::sent or that of
- * Worker::own. */
+/* which unit's rows are loaded: none, those of Worker::sent or those of Worker::own */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
 /* The work of one worker. Sums (QuickSums or PlainSums) loads and adds rows. To save time, the
  * worker loads its first units, and the rows of one of them, before the plan's header has been
- * checked. It sends and stores nothing before that check. */
+ * checked. It sends and stores nothing before that. */
 template <class Sums> struct Worker {
-    /* This worker's first units: of a peer's token (to send) and of a token of this rank (to
-     * add). */
+    /* this worker's first unit of a peer's token (to send), and its first own unit */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
@@ -144,14 +139,14 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* In a valid plan, the lowest lanes have the slots of the token. Otherwise the plan is
-         * invalid, and its slots must not be used as addresses. */
+        /* in a valid plan, the slots are in the lowest lanes; others must not be used as
+         * addresses */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
     }
-    /* Does all units of this worker: first sends the partial sums of peers' tokens, then adds
-     * the partial sums of this rank's tokens. Returns false if the group has failed. */
+    /* Sends the partial sums of peers' tokens, then adds those of this rank's tokens. Returns
+     * false if the group has failed. */
     __device__ __forceinline__ bool run_units(const CombineUnits &units)
     {
         const CombineState &c = units.c;
@@ -167,9 +162,8 @@ template <class Sums> struct Worker {
     }
 };
 
-/* Loads and adds rows if rows are aligned and partial sums are added in the order of ranks.
- * EXACT: a row consists of whole pieces. AT_ONCE: number of partial sums that a warp polls
- * together. */
+/* Loads and adds aligned rows, with the partial sums in the order of ranks. EXACT: a row
+ * consists of whole pieces. AT_ONCE: number of partial sums that a warp polls together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
     static constexpr int V = 1; /* 16-byte vectors per lane and piece */
@@ -192,8 +186,7 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* Adds rows if rows are not aligned or partial sums are added in tree order. Loads no rows in
- * advance. */
+/* Adds rows that are not aligned, or partial sums in tree order. Loads no rows in advance. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -215,7 +208,7 @@ template <class ROW_> struct PlainSums {
     }
 };
 
-/* Zeroes all outputs. Each of `threads` threads calls it with its own index `thread`. */
+/* Zeroes all outputs. Called by `threads` threads, each with its own index `thread`. */
 static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
@@ -302,8 +295,7 @@ typedef void (*Kernel)(p2p_combine_job);
 
 /* Properties of a job, which decide which instance of the kernel template is launched. */
 struct Kind {
-    /* plain: the job needs PlainSums. exact: a row consists of whole pieces. two_ranks: the
-     * group has at most two ranks. */
+    /* plain: needs PlainSums. exact: a row consists of whole pieces. two_ranks: at most two. */
     bool plain, exact, two_ranks;
 };
 

@@ -16,9 +16,9 @@
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
-/* Only in backend `hosts`: posts the puts of a token's row to the ranks of `peers` (bit mask)
- * that are on other hosts. Each warp that stores pieces of the row to the outbox calls this
- * after each piece. Only the call for the last piece posts: one put per rank. */
+/* Only in backend `hosts`: posts one put of a token's row to each rank of `peers` (bit mask) on
+ * another host. Each warp that stores pieces of the row to the outbox calls this after each
+ * piece; only the call for the last piece posts. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -118,9 +118,9 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Copies the plan from the tables in shared memory to the caller's memory. Control warps write
- * the header and the slabs, workers write the records. Called by all warps of the CTAs that
- * have made the plan. */
+/* Copies the plan from the tables in shared memory to the caller's memory: control warps the
+ * header and the slabs, workers the records. Called by all warps of the CTAs that made the
+ * plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -136,9 +136,9 @@ static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Only for mixed plans (lowlat/plan.cuh): for each token that has slots on this rank, receives
- * its record (the list of these slots) and copies it to the plan. Called by all warps of the
- * CTAs that have made the plan. */
+/* Only for mixed plans (lowlat/plan.cuh): receives the record (list of slots) of each token
+ * that has slots on this rank, and copies it to the plan. Called by all warps of the CTAs that
+ * made the plan. */
 static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables,
                                                         const p2p_plan_job &job,
                                                         const OpState &op,
@@ -153,8 +153,8 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                          });
 }
 
-/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan, except
- * the last one if there are several: it announces and ends the operation and, in backend
+/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan. If
+ * there are several, the last one instead announces and ends the operation and, in backend
  * `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)

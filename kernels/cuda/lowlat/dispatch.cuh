@@ -37,8 +37,8 @@
 
 /* ---------------------------------------------------------- padding and the whole plan ---- */
 
-/* If the caller needs zeros in the padding (the slots without a token at the end of each slab),
- * zeroes this rank's padding. Called by all workers of receiving CTAs. */
+/* Zeroes this rank's padding (the slots without a token at the end of each slab), if the caller
+ * needs zeros there. Called by all workers of receiving CTAs. */
 template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove &m)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -60,8 +60,8 @@ template <class Rows> __device__ __forceinline__ void pad_slabs(const LowlatMove
     }
 }
 
-/* Returns the address of the table `fate` of a plan in memory: for each choice of this rank's
- * tokens, its slot or a negative EPIC_FATE_*. */
+/* Returns the table `fate` of a plan in memory: for each choice of this rank's tokens, its slot
+ * or a negative EPIC_FATE_*. */
 __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p2p_self &self)
 {
     const device_plan_header &h = plan.header;
@@ -73,8 +73,8 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
 /* Only for mixed plans: waits for the record (list of slots) of a token of `rank`, and sets
- * `slot` to this lane's entry: a slot or -1. If `keep` is true, also stores the record in the
- * plan. Returns false if the group has failed. */
+ * `slot` to this lane's slot or -1. With `keep`, also stores the record in the plan. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -83,8 +83,8 @@ __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank
     return read_record(m, rank, token, 0, keep, word, slot, more);
 }
 
-/* Only for mixed plans: receives the weights and records of the tokens that this worker
- * handles. Returns false if the group has failed. */
+/* Only for mixed plans: receives the weights and records of this worker's tokens. Returns false
+ * if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {
@@ -101,8 +101,8 @@ __device__ __forceinline__ bool receive_mixed_words(const LowlatMove &m)
     return true;
 }
 
-/* Only for mixed plans: receives the pieces of rows that this worker handles, and stores them
- * to the receive buffer. Returns false if the group has failed. */
+/* Only for mixed plans: receives this worker's pieces of rows, and stores them to the receive
+ * buffer. Returns false if the group has failed. */
 template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const LowlatMove &m)
 {
     for (int u = m.receivers.worker_index(); u < num_units<Rows>(m);
@@ -123,9 +123,9 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan with the general planner, and then receives all rows and weights. Called
- * by all threads of the receiving CTAs. Not inlined, with m by value: a reference would force
- * the compiler to keep m in memory on all paths of the kernel. */
+/* Makes a mixed plan with the general planner, then receives all rows and weights. Called by
+ * all threads of the receiving CTAs. Not inlined, and m by value: with a reference, the
+ * compiler would keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -151,10 +151,10 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
         Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Computes the plan in tables in the shared memory of this CTA. m.is_mixed becomes true if
- * another rank has too many tokens for the tables: then the caller must make a mixed plan.
- * m.discards becomes true if the plan has an error: then received rows must not be stored.
- * Called by all threads of the receiving CTAs. Returns false if the group has failed. */
+/* Computes the plan in the tables of this CTA. Sets m.is_mixed if another rank has too many
+ * tokens for the tables: the caller must then make a mixed plan. Sets m.discards if the plan
+ * has an error: received rows must then not be stored. Called by all threads of the receiving
+ * CTAs. Returns false if the group has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -176,11 +176,11 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 
 /* ----------------------------------------------------------- the kernel and its phases ---- */
 
-/* Static shared memory of a CTA. The arrays of `tables` are in dynamic shared memory. */
+/* static shared memory of a CTA; the arrays of `tables` are in dynamic shared memory */
 struct LowlatShared {
     OpState op;
-    /* The plan that the kernel reads. With WITH_PLAN, only the alignment and the addresses of
-     * the tables that the kernel writes are set. */
+    /* the plan that the kernel reads; WITH_PLAN: only the alignment, and the tables to write,
+     * are set */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;     /* required by the base class RowMove, but never read by these kernels */
@@ -188,8 +188,8 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* The words that a warp loads first. A control warp loads `start`, the state of the group.
- * Without WITH_PLAN, the last worker of each CTA loads `header`, the plan's header. */
+/* The words that a warp loads first: a control warp the state of the group; without WITH_PLAN,
+ * the last worker of each CTA the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -208,8 +208,8 @@ template <bool WITH_PLAN> struct Opening {
     }
 };
 
-/* The first piece and the first words (weights and record) that a worker receives. It loads
- * them early, so that the first wait is short. */
+/* The first piece and the first words (weights and record) that a worker receives, loaded early
+ * so that the first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
@@ -221,17 +221,16 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
     return m.receivers.contains_this_cta() && !is_control_warp();
 }
 
-/* Returns whether this warp may still send data after phase 2 of the kernel (see
- * lowlat_dispatch_kernel() below): with a new plan, end_header(), which control warps call, can
- * report a wrong expert id to all ranks. So these warps call count_posted_warp() after phase 3,
- * because it must come after the warp's last put. All other warps call it after phase 2. */
+/* Returns whether this warp may still send data after phase 2 (see lowlat_dispatch_kernel()
+ * below): with a new plan, control warps call end_header(), which can report a wrong expert id
+ * to all ranks. Such a warp calls count_posted_warp() after phase 3, because that must follow
+ * its last put. All other warps call it after phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
-/* Returns the arguments that all functions of this kernel share. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
                                                     LowlatShared &s)
@@ -254,7 +253,7 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
 
 /* Phase 1 of a control warp: initializes op, the state of the operation. With WITH_PLAN, also
  * sends the warp's share of the expert ids, and this rank's sizes. Returns false if the group
- * has failed, for example because the net has not read the outbox in time; then this rank must
+ * has failed, for example because the net has not read the outbox in time: this rank must then
  * not send. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
@@ -275,8 +274,8 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: if the first piece that the worker will receive belongs to a token of
- * this rank, loads it from the caller's memory. */
+/* Phase 1 of a worker: loads its first piece from the caller's memory, if the piece belongs to
+ * a token of this rank. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -311,9 +310,9 @@ __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
     s.plan.header.alignment = job.plan.layer.alignment;
 }
 
-/* End of phase 1: all warps of the CTA meet at a barrier. Then one warp of the last CTA
- * (is_announcer()) announces the operation to all ranks. Returns false if may_send is false in
- * any thread; then the CTA must end. */
+/* End of phase 1: after a barrier of the CTA, one warp of the last CTA (is_announcer())
+ * announces the operation to all ranks. Returns false if may_send is false in any thread; the
+ * CTA must then end. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
                                                    bool may_send)
@@ -331,7 +330,7 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
 }
 
 /* Phase 2: workers send this rank's rows, control warps its weights. Waits for no other rank.
- * is_valid: false if the kernel reads a plan that is invalid. */
+ * is_valid: false if the kernel reads an invalid plan. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -345,8 +344,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load the words and the piece that the worker receives first, unless
- * phase 1 has loaded the piece already. */
+/* End of phase 2: starts to load the first words and, unless phase 1 has loaded it, the first
+ * piece that the worker receives. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -370,8 +369,8 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
     return ok;
 }
 
-/* Phase 4: receives rows and weights, stores them to the caller's buffers, zeroes the padding,
- * and ends the operation. `ok`: false if the group has failed. */
+/* Phase 4: receives rows and weights into the caller's buffers, zeroes the padding, and ends
+ * the operation. `ok`: false if the group has failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -400,9 +399,8 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 with a mixed plan (lowlat/plan.cuh): the control warp of the last CTA ends the
- * operation. The receiving CTAs make the plan with the general planner, and receive all
- * rows. */
+/* Phase 4 with a mixed plan: the control warp of the last CTA ends the operation, and the
+ * receiving CTAs make the plan with the general planner and receive all rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -456,8 +454,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
-/* Returns how many CTAs only send. A rank with many tokens uses separate CTAs to send and to
- * receive, because stores to peers delay all other memory accesses of the same SM. */
+/* Returns how many CTAs only send. With many tokens, separate CTAs send and receive, because
+ * stores to peers delay all other memory accesses of the same SM. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;

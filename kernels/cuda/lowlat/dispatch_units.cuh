@@ -28,20 +28,19 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments that all functions of this kernel share. If has_new_plan is set, the kernel makes
- * the plan, and finds slots in tables in shared memory. Otherwise it reads them from a plan in
- * memory. */
+/* Arguments that all functions of this kernel share. With has_new_plan, the kernel makes the
+ * plan and finds slots in tables in shared memory. Otherwise it reads a plan in memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
-    /* if the kernel makes the plan: its epic_result */
+    /* with has_new_plan: the plan's epic_result */
     uint32_t result;
     const int32_t *fates; /* if the kernel reads a plan: for each choice of this rank, its
                            * slot or a negative fate */
-    /* true: received rows are not stored, because of an error in the plan or because a receive
-     * buffer has too few rows */
+    /* true: received rows are not stored (error in the plan, or too few rows in a receive
+     * buffer) */
     bool discards;
-    /* true: the plan is mixed (lowlat/plan.cuh). Then slots come from the records (lists of
-     * slots per token) that ranks send, because the tables in shared memory cannot be used. */
+    /* true: the plan is mixed (lowlat/plan.cuh), so slots come from the records that ranks
+     * send */
     bool is_mixed;
     /* The CTAs that send rows, and the CTAs that receive rows. They may overlap. */
     CtaRange senders, receivers;
@@ -52,39 +51,35 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* A piece of the row of a token of `rank`, which a warp is receiving. The warp first loads all
- * vectors of the piece. Then it waits for the words that had not arrived. */
+/* A piece of a token of `rank` that a warp is receiving. The warp first loads all vectors of
+ * the piece. Then it waits for the words that had not arrived. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    /* in each lane, a word of the token's record, which is a slot or -1; only if the kernel
-     * reads a plan */
+    /* in each lane, a word of the token's record (a slot or -1); only without has_new_plan */
     uint64_t record_word;
-    /* in each lane, V vectors of 16 bytes of the piece; words that have not arrived are
-     * poison */
+    /* in each lane, V vectors of the piece; words that have not arrived are poison */
     uint4 q[V];
 };
 
-/* The weights and the record (list of slots) of a token of `rank`, which a warp is receiving.
- * In this file they are called the "words" of the token. */
+/* The weights and the record (list of slots) of a token of `rank` that a warp is receiving. In
+ * this file they are called the token's *words*. */
 struct PendingWords {
     int32_t token;
     int rank;
-    /* in each lane, a word of the token's record, which is a slot or -1; only if the kernel
-     * reads a plan */
+    /* in each lane, a word of the token's record (a slot or -1); only without has_new_plan */
     uint64_t record_word;
-    /* The slot of this lane's choice, if the kernel reads a plan, the token is this rank's own,
-     * and the choice goes to this rank. Otherwise -1. */
+    /* slot of this lane's choice, if the token is this rank's, the choice goes to this rank,
+     * and the kernel reads a plan; otherwise -1 */
     int32_t own_slot;
-    /* For a token of this rank: the weight of this lane's choice. For a peer's token: lane n
-     * has the weight of the token's n-th slot on this rank, or poison if the weight has not
-     * arrived. */
+    /* for a token of this rank: the weight of this lane's choice; for a peer's token: in lane
+     * n, the weight of the token's n-th slot here, or poison if it has not arrived */
     uint32_t weight;
 };
 
-/* Loads the destination of choice k of a token of this rank: the caller's expert id if the
- * kernel makes the plan, otherwise the rank from the plan's table rank_of. It does so before
- * the plan's header has been checked. If the plan is invalid, the result must not be used. */
+/* Loads where choice k of a token of this rank goes: the caller's expert id (has_new_plan), or
+ * the rank in the plan's table rank_of. The plan's header has not been checked yet: if the plan
+ * is invalid, the result must not be used. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -96,10 +91,9 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends one worker's share of the pieces of this rank's tokens. Piece `piece` of a token is
- * unit token * own_pieces + piece. Before the first barrier of the CTA, the sender only loads
- * its first piece and finds the peers that need it, because the control warp initializes the
- * operation at the same time. */
+/* Sends one worker's share of the pieces of this rank's tokens. Unit token * own_pieces + piece
+ * is one piece. Before the first barrier of the CTA, while the control warp initializes the
+ * operation, the sender only loads its first piece and finds the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
     int unit, end;
@@ -108,8 +102,8 @@ template <class Rows> struct PieceSender {
     uint32_t peers;
     uint4 q[V];
 
-    /* Starts to load this worker's first piece. In addition, each lane loads one choice of the
-     * piece's token; from these, find_peers() computes which peers need the piece. */
+    /* Starts to load this worker's first piece. Each lane also loads one choice of the piece's
+     * token, from which find_peers() computes which peers need the piece. */
     __device__ __forceinline__ explicit PieceSender(const LowlatMove &move)
         : m(move), unit(move.senders.worker_index()),
           end(m.job.num_tokens * Rows::own_pieces(move))
@@ -136,8 +130,7 @@ template <class Rows> struct PieceSender {
             if (q != self.rank && __any_sync(ALL_LANES, choice_goes_to(m, word, q)))
                 peers |= 1u << q;
     }
-    /* Sends all pieces of this worker. Starts to load the next piece before it sends the
-     * current one, so that the load and the stores overlap. */
+    /* Sends all pieces of this worker. Loads the next piece while it sends the current one. */
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
@@ -158,13 +151,13 @@ template <class Rows> struct PieceSender {
     }
 };
 
-/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs sends the
- * weights of some tokens, several tokens at a time, with one choice per lane. read_ahead()
- * loads the first weights, and send_weights() sends all. */
+/* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs handles some
+ * tokens, several at a time, with one choice per lane. read_ahead() loads the first weights,
+ * and send_weights() sends all. */
 struct WeightSender {
     const LowlatMove &m;
-    /* choice_bits: log2 of the number of lanes that share one token. first_token: the first of
-     * the tokens that the warp handles now. */
+    /* choice_bits: log2 of the number of lanes per token. first_token: first token that the
+     * warp handles now. */
     int32_t top_k, choice_bits, first_token;
     uint64_t word; /* where this lane's choice goes (read_choice_ahead()) */
     uint32_t weight;
@@ -190,7 +183,6 @@ struct WeightSender {
         choice_bits = bits_of(choices);
         first_token = (int32_t)((int)blockIdx.x - m.receivers.first) << (5 - choice_bits);
     }
-    /* Token of this lane, of which it sends one weight. */
     __device__ __forceinline__ int32_t lane_token() const
     {
         return first_token + (lane_id() >> choice_bits);
@@ -199,7 +191,6 @@ struct WeightSender {
     {
         return lane_id() & ((1 << choice_bits) - 1);
     }
-    /* Returns whether this lane has a weight to send. */
     __device__ __forceinline__ bool has_choice() const
     {
         return first_token < m.job.num_tokens && lane_token() < m.job.num_tokens &&
@@ -212,7 +203,7 @@ struct WeightSender {
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
     /* Sends the weights of the current tokens. Each peer gets the weights of those choices that
-     * go to it, in ascending k and without gaps. */
+     * go to it, by ascending k and without gaps. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -223,10 +214,9 @@ struct WeightSender {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
             const bool goes = has_choice() && choice_goes_to(m, word, rank);
             const uint32_t sent_choices = __ballot_sync(ALL_LANES, goes) & token_lanes;
-            /* In backend `hosts` all lanes must call post_put_weights(), because it has a
-             * barrier of the warp. */
+            /* in backend `hosts`, all lanes must reach the barrier in post_put_weights() */
             if (!HOSTS && !goes) continue;
-            /* `source`: this rank, as the peer numbers its sources (see above). */
+            /* this rank, as the peer numbers its sources (see above) */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -237,10 +227,9 @@ struct WeightSender {
         }
     }
     /* Only in backend `hosts`: posts one put per token that sends the token's weights to
-     * `rank`. `floats`: address of the weights in the outbox. `count`: how many weights of this
-     * lane's token go to `rank`. A put copies words of 8 bytes, so if `count` is odd, poison is
-     * appended. Called by all lanes of the warp; the lane of the token's first choice posts the
-     * put. */
+     * `rank`. `floats`: address of the weights in the outbox. `count`: how many of them go to
+     * `rank`; if it is odd, poison is appended, because a put copies words of 8 bytes. Called
+     * by all lanes of the warp; the lane of the token's first choice posts the put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -250,8 +239,7 @@ struct WeightSender {
         __syncwarp();
         if (speaks) post_put(m.op, rank, floats, (uint32_t)(count + 1) / 2 * 8);
     }
-    /* Sends the weights of all tokens of this warp. Called after the plan has been found
-     * valid. */
+    /* Sends the weights of all tokens of this warp. The plan must be valid. */
     __device__ __forceinline__ void send_weights()
     {
         if (!m.job.weights || !m.receivers.contains_this_cta()) return;
@@ -266,7 +254,7 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece for received unit u. A unit is one piece. The units of this
+/* Sets p.rank, p.token and p.piece for received unit u, which is one piece. The units of this
  * rank's tokens come first, then those of token 0 of each peer, token 1 of each peer, and so
  * on. */
 template <class Rows>
@@ -299,9 +287,9 @@ __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* Loads this lane's word of the record of a token of `rank` (its slots on this rank) from the
- * plan in memory, before the plan's header has been checked. If the plan is invalid, the result
- * must not be used. */
+/* Loads this lane's word of the record of a token of `rank` (its slots here) from the plan in
+ * memory. The plan's header has not been checked yet: if the plan is invalid, the result must
+ * not be used. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -312,10 +300,9 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
                            lane_id());
 }
 
-/* Loads a piece of a peer's token from staging, before the warp waits for it. Words that have
- * not arrived are poison. If this rank has no token with this index, the peer probably has none
- * either, because ranks usually have equally many tokens. Then sets the vectors to poison
- * without a load. */
+/* Loads a piece of a peer's token from staging; words that have not arrived are poison. If this
+ * rank has no token with this index, the peer probably has none either, because ranks usually
+ * have equally many tokens. The vectors then become poison without a load. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -330,8 +317,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to received unit u (locate_unit()), and loads its piece: from the caller's rows if the
- * token is this rank's own, else from staging. Does nothing if there is no such unit. */
+/* Sets p to received unit u, and loads its piece: from the caller's rows if the token is this
+ * rank's, otherwise from staging. Does nothing if there is no such unit. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -343,8 +330,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of the token of unit u. Does nothing if there is no such
- * unit, or if the kernel makes the plan, because then its tables have the slots. */
+/* Loads this lane's word of the record of unit u's token. Does nothing without such a unit or
+ * with has_new_plan. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -382,11 +369,10 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Waits for the weights of a token, and stores them to slot_weights of its slots on this rank.
- * For a peer's token, then stores poison to staging, ready for the next use. `slot`: this
- * lane's slot, or -1. `n`: how many slots the token has here before `slot`, which is also the
- * index of the slot's weight among those that the peer has sent. Returns false if the group has
- * failed. */
+/* Waits for the weights of a token, and stores them to slot_weights of its slots here. For a
+ * peer's token, stores poison to staging afterwards. `slot`: this lane's slot, or -1. `n`: how
+ * many slots the token has here before `slot`, which is also the index of the weight in
+ * staging. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -408,9 +394,8 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns the slot that this lane handles for a token of `rank`, or -1. If the kernel makes the
- * plan, lane k looks up the slot of the token's choice k in the tables. Otherwise the slot is
- * `word`, which the lane has loaded from the token's record. */
+/* Returns this lane's slot for a token of `rank`, or -1. With has_new_plan, lane k looks up
+ * choice k in the tables. Otherwise the slot is `word`, loaded from the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -418,8 +403,8 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
-/* Waits for a piece and stores it to the token's slots on this rank. A token without a slot
- * here has no piece to wait for. Returns false if the group has failed. */
+/* Waits for a piece, if the token has a slot here, and stores it to the token's slots. Returns
+ * false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -434,9 +419,8 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker. The caller has loaded the first one, `first`. Starts to
- * load the next piece before it waits for the current one, so that the loads overlap. Returns
- * false if the group has failed. */
+/* Receives all pieces of this worker. The caller has loaded the first one. Loads the next piece
+ * while it waits for the current one. Returns false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -451,9 +435,8 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the index of the first token whose words (weights and record) this worker receives.
- * The last worker gets the first token, because the first workers have more pieces to
- * receive. */
+/* Returns the first token whose words this worker receives. The last worker gets the first
+ * token, because the first workers have more pieces to receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
@@ -465,9 +448,9 @@ __device__ __forceinline__ int num_words(const LowlatMove &m)
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
-/* Receives the words of this worker's tokens: stores their weights and, if the kernel makes the
- * plan, their records. `w`: the words of the first token, which the caller has loaded. Returns
- * false if the group has failed. */
+/* Receives the words of this worker's tokens: stores their weights and, with has_new_plan,
+ * their records. The caller has loaded the words `w` of the first token. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

@@ -29,7 +29,7 @@
 #include "cuda/plan/view.cuh"
 
 #ifndef LOWLAT_WORKERS
-/* Workers (warps that move rows) per CTA. With the control warp, a CTA has 17 warps, which
+/* Workers (warps that move rows) per CTA. A CTA has 17 warps with the control warp, which
  * leaves 96 registers per thread. */
 #define LOWLAT_WORKERS 16
 #endif
@@ -41,8 +41,8 @@ __device__ __forceinline__ bool is_control_warp()
 }
 
 /* A range of CTAs, [first, first + ctas), that share numbered units of work: worker u %
- * num_workers() does unit u. Workers with consecutive indices are in different CTAs, so that a
- * small number of units is spread over many SMs. */
+ * num_workers() does unit u. Workers with consecutive indices are in different CTAs, so that
+ * few units are spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -74,9 +74,9 @@ struct CtaRange {
     }
 };
 
-/* Prefetches the kernel's parameters: each warp loads one line of 64 bytes. The kernel calls
- * this first, so that the loads of all lines overlap. Otherwise each first use of a line would
- * wait for memory. */
+/* Prefetches the kernel's parameters, one line of 64 bytes per warp. Called first in a kernel,
+ * so that the loads of all lines overlap. Otherwise each first use of a line would wait for
+ * memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;
@@ -85,7 +85,6 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
-/* Returns how many bits are needed for the values 0 to n - 1. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
@@ -94,24 +93,24 @@ __device__ __forceinline__ int bits_of(int n)
 /* The words that the control warp loads first when a kernel starts. */
 struct StartState {
     uint32_t epoch; /* epoch of the last operation that this rank has finished */
-    /* In lane 0: 1 if another operation of this rank is still running, which is an error
-     * (mark_running()). */
+    /* in lane 0: 1 if another operation of this rank is still running, an error
+     * (mark_running()) */
     uint32_t overlaps;
-    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts` this is a copy in
-     * device memory, which is set only after a kernel of this rank has read the failure from
-     * the net inbox. */
+    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, a copy in device
+     * memory of the word in the net inbox, set by a kernel of this rank that has read that
+     * word. */
     uint64_t broken;
     /* Only in backend `hosts`. epochs: how many operations this rank has finished. freed: for
-     * how many of them the net has finished reading the outbox, so that the half may be written
+     * how many of them the net no longer reads the outbox, so that its half may be written
      * again. */
     uint64_t epochs, freed;
-    /* Only in backend `hosts` and in the last CTA: the failure of the group, read from the net
-     * inbox. If it is set, finish_lowlat() does not count the operation as done. */
+    /* Only in the last CTA of backend `hosts`: the word in the net inbox. If it is set,
+     * finish_lowlat() does not count the operation as done. */
     uint64_t net_broken;
 };
 
-/* Reads the words of StartState. Called by all warps at the start of a kernel; warps other than
- * the control warp get zeros. */
+/* Reads the words of StartState at the start of a kernel. Only control warps read; others get
+ * zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};
@@ -127,9 +126,9 @@ __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
     return start;
 }
 
-/* Only in backend `hosts`: waits until this rank may write to its outbox, which is when the net
- * has read all data of the last operation that used the same half. Called by the control warp.
- * Returns false if the group has failed. */
+/* Only in backend `hosts`: waits until the net has read all data of the last operation that
+ * used the same half of the outbox. Called by the control warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const StartState &start)
 {
     if (!HOSTS) return true;
@@ -137,11 +136,10 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, is_free || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends this rank's sizes, which are a part of its announcement, to every rank. `tokens`:
- * number of its tokens. `capacity`: number of slots of its receive buffer; 0: no limit. `rows`:
- * number of rows of its receive buffer. Called by all warps; the control warp of the last CTA
- * sends. Does nothing in backend `hosts`, where announce_start() sends the whole announcement
- * with one put. */
+/* Sends this rank's sizes, a part of its announcement, to every rank: its tokens, the slots
+ * (`capacity`; 0: no limit) and the rows of its receive buffer. Called by all warps; the
+ * control warp of the last CTA sends. Does nothing in backend `hosts`, where announce_start()
+ * sends the whole announcement with one put. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -152,18 +150,18 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation. This is worker 0 of the last CTA. In
- * backend `hosts`, if the kernel makes a plan (`plans`), it is the control warp of the last CTA
- * instead. The announcing warp must execute a system fence before announce_start(). It does
- * this at the start of the kernel, because a fence takes long. */
+/* Returns whether this warp announces the operation: worker 0 of the last CTA or, in backend
+ * `hosts` if the kernel makes a plan (`plans`), the control warp of that CTA. The announcing
+ * warp must execute a system fence before announce_start(). It does this at the start of the
+ * kernel, because a fence takes long. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
 }
 
-/* Sends the operation's signature, the last word of the announcement, to every rank. Called by
- * the announcing warp, after its system fence. Without the fence, a peer could read the
- * signature before it can see the poison that this rank stored in earlier operations. */
+/* Sends the signature, the last word of the announcement, to every rank. Called by the
+ * announcing warp after its system fence. Without the fence, a peer could read the signature
+ * before it can see the poison that this rank stored in earlier operations. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
     if (lane_id() >= self.num_ranks) return;
@@ -195,8 +193,8 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
     __syncwarp();
 }
 
-/* Stores in op, for each peer, where the peer's rows arrive in this rank's staging, and where
- * this rank stores rows for the peer. Called by the control warp. */
+/* Stores in op where each peer's rows arrive in this rank's staging, and where this rank stores
+ * rows for the peer. Called by the control warp. */
 __device__ __forceinline__ void find_lowlat_boxes(OpState &op, const p2p_self &self)
 {
     if (lane_id() < self.num_ranks) find_boxes(self, op, lane_id());
@@ -227,7 +225,7 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started. The last CTA may advance the epoch only after all CTAs have read
+/* Counts this CTA as started: the last CTA may advance the epoch only after all CTAs have read
  * it. (In backend `hosts`, count_posted_warp() counts warps instead.) Also reports an error if
  * another operation of this rank is still running. Called by all threads after the first
  * barrier; a thread of the control warp does the work, because the workers have rows to
@@ -267,7 +265,7 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
         return __all_sync(ALL_LANES, load_relaxed(&control->done) ==
                                          gridDim.x * (HOSTS ? blockDim.x / WARP : 1)) != 0;
     };
-    /* The group had failed before this kernel started: do not count the operation as done. */
+    /* the group had failed before this kernel started */
     if (HOSTS && start.net_broken) {
         op.aborted_wait = WAIT_ABORTED(-1, P2P_PHASE_ARRIVE);
         return;
@@ -282,9 +280,9 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether the receive buffer of every rank has at least as many rows as the plan has
- * slots on that rank. Also returns true if the group has failed; the caller's other waits
- * report the failure. Called by the control warp. */
+/* Returns whether the receive buffer of every rank has a row for each of its slots in the plan.
+ * Also returns true if the group has failed; the caller's other waits report that. Called by
+ * the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -307,8 +305,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Called by all threads of all CTAs if the receive buffer of any rank has too few rows. Returns
- * true in the CTA that calls it last. This CTA also reports the rank to the host. */
+/* Called by all threads of all CTAs if a receive buffer has too few rows. Returns true in the
+ * CTA that calls it last, which also reports the rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))

@@ -29,13 +29,13 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() is called later, because it would
- * wait for the load. */
+/* An expert id as loaded from the caller's array. encode_id() is called later, because it waits
+ * for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
 
-/* Loads the expert id of choice k of a token of this rank. The id is -1 if k is past the last
+/* Loads the expert id of choice k of a token of this rank, or -1 if k is past the last
  * choice. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
@@ -67,8 +67,8 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
 }
 
 /* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * `hosts`, the words of consecutive tokens are adjacent, so that one put sends the ids of
- * several tokens. */
+ * `hosts`, the words of consecutive tokens are adjacent, so that one put sends several
+ * tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -79,14 +79,13 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
            (HOSTS ? token * 2 * id_lanes_of(job.layer) : 0);
 }
 
-/* Sends the expert ids of this rank's tokens to all peers. Each control warp sends the ids of
- * some tokens, several tokens at a time, with one word (two ids) per lane. The constructor
- * starts to load the first ids when the kernel starts. make_words() encodes them. send_ids()
- * sends all ids, after op (the state of the operation) has been initialized. */
+/* Sends the expert ids of this rank's tokens to all peers. Each control warp handles some
+ * tokens, several at a time, with one word (two ids) per lane. The constructor starts to load
+ * the first ids when the kernel starts. make_words() encodes them. send_ids() sends all ids,
+ * after op has been initialized. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* token_words: number of words per token. word_bits: number of bits of the index of a word
-     * in its token. */
+    /* number of words per token, and number of bits of the index of a word in its token */
     const int token_words, word_bits;
     int32_t token; /* the token whose word this lane sends next */
     const int32_t token_step;
@@ -95,7 +94,7 @@ struct IdSender {
     uint32_t id_pair;
 
     /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
-     * if the kernel makes no plan, and so sends no ids. */
+     * if the kernel makes no plan. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
@@ -122,7 +121,7 @@ struct IdSender {
     {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
-    /* Sends the ids of all tokens of this warp to all peers by puts (backend `hosts`). All
+    /* Only in backend `hosts`: sends the ids of this warp's tokens to all peers by puts. All
      * lanes stay together in the loop, because one put sends the words of all lanes. */
     __device__ __forceinline__ void put_ids(const OpState &op)
     {
@@ -140,8 +139,7 @@ struct IdSender {
             }
         }
     }
-    /* Sends the ids of all tokens of this warp to all peers. In p2p, each lane stores its words
-     * to the heaps of the peers. */
+    /* Sends the ids of all tokens of this warp to all peers. */
     __device__ __forceinline__ void send_ids(const OpState &op)
     {
         if (HOSTS) return put_ids(op);
@@ -160,9 +158,9 @@ struct IdSender {
     }
 };
 
-/* Marks choice k of a token of `rank` in the tables. e: encoded expert id. If it is invalid,
- * bad_choice becomes the index of the choice, unless an earlier choice was invalid. Returns
- * true if another choice of the token has the same expert. */
+/* Marks choice k of a token of `rank`, with the encoded expert id e, in the tables. If e is
+ * invalid, bad_choice becomes the index of the choice, unless an earlier choice was invalid.
+ * Returns true if another choice of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -193,7 +191,7 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
 }
 
 /* Waits for the expert ids of all ranks, and stores them in the tables. A lane handles tokens
- * of one rank, four ids of a token at a time. Called by the workers of the CTA. The last warps
+ * of one rank, four ids of a token at a time. Called by the workers of the CTA; the last warps
  * get the first tokens, because the first warps may still be sending rows. Returns false if the
  * group has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
@@ -234,8 +232,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                 const uint64_t tokens = num_tokens < 0 ? load_relaxed(announced) : 0;
                 if (num_tokens < 0 && is_stamped(op, tokens))
                     num_tokens = (int32_t)(uint32_t)tokens;
-                /* A rank with more than max_tokens tokens uses the general planner and sends no
-                 * ids. */
+                /* a rank with more tokens uses the general planner and sends no ids */
                 if (num_tokens > tables.max_tokens) num_tokens = 0;
                 ids[0] = (uint32_t)a;
                 ids[1] = (uint32_t)b;
@@ -251,8 +248,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     return true;
 }
 
-/* Waits for the sizes (tokens, capacity, rows) that all ranks announce, and stores them in the
- * tables. Called by the control warp. Returns false if the group has failed. */
+/* Waits for the sizes (tokens, capacity, rows) of all ranks, and stores them in the tables.
+ * Called by the control warp. Returns false if the group has failed. */
 static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, const OpState &op)
 {
     int32_t tokens, capacity, rows;
@@ -266,15 +263,14 @@ static __device__ bool gather_sizes(LowlatPlan &tables, const p2p_self &self, co
     return true;
 }
 
-/* Computes the tables after all ids have arrived: counts the choices of each expert, then
- * computes the first slot of each expert's slab. Thread e handles expert e. Called by all
- * threads of the CTA; contains two barriers. */
+/* Counts the choices of each expert, then computes the first slot of each expert's slab. Thread
+ * e handles expert e. Called by all threads of the CTA when all ids have arrived; contains two
+ * barriers. */
 static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job)
 {
     const int experts = tables.num_experts, ranks = job.self.num_ranks;
     const int e = (int)threadIdx.x, warp = e / WARP;
-    /* Warps whose threads have no expert skip the work, so that they do not delay the other
-     * warps. */
+    /* warps without experts skip the work, so that they do not delay the others */
     const bool has_experts = warp * WARP < experts;
     int32_t rows = 0, upto = 0;
     if (e < experts) {
@@ -323,9 +319,9 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Checks whether the plan can be used. All expert ids must be valid. No rank may need more
- * slots than its capacity or, if the operation also moves rows (`moves`), more slots than its
- * receive buffer has rows. The result is equal on all ranks. Called by one warp. */
+/* Checks whether the plan can be used: all expert ids must be valid, and no rank may need more
+ * slots than its capacity or, if the operation also moves rows (`moves`), than its receive
+ * buffer has rows. The result is equal on all ranks. Called by one warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        bool moves)
 {
@@ -344,10 +340,9 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
             !any_bad && !any_over};
 }
 
-/* Finds duplicates: choices whose expert the token has already chosen. They are an error in
- * layers with EPIC_DISTINCT. bad_choice of each rank becomes the index of its first duplicate,
- * by atomicMin, so that the order of threads does not matter. Called by all threads of the
- * CTA. */
+/* Finds duplicates (choices whose expert the token has already chosen), an error with
+ * EPIC_DISTINCT. bad_choice of each rank becomes the index of its first duplicate, by
+ * atomicMin, so that the order of threads does not matter. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * P2P_LOWLAT_LANE_IDS;
@@ -387,9 +382,9 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 }
 
 /* Copies the expert ids of ranks on other hosts from the net inbox to the heap, as they arrive.
- * A lane copies two words at a time, and waits only for tokens that exist according to the
- * rank's announcement. `warp`: index of the calling warp among the `warps` warps that share the
- * work. Returns false if the group has failed. */
+ * A lane copies two words at a time, and waits only for tokens that the rank has announced.
+ * `warp`: index of the calling warp among the `warps` warps that share the work. Returns false
+ * if the group has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -425,10 +420,10 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Only in backend `hosts`: polls the net inbox, and copies the announcements and ids that
- * arrive to the heap. Called by all threads of the last CTA, which receives no rows. If the
- * grid has only one CTA, only its control warp polls, because the workers have rows to move.
- * Returns false if the group has failed. */
+/* Only in backend `hosts`: copies the announcements and ids that arrive from the net inbox to
+ * the heap. Called by all threads of the last CTA, which receives no rows. If it is the only
+ * CTA, only its control warp polls, because the workers have rows to move. Returns false if the
+ * group has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     if (!HOSTS) return true;
@@ -445,8 +440,8 @@ enum LowlatPlanState {
     LOWLAT_PLAN_MIXED
 };
 
-/* Computes the plan in the tables of this CTA: waits for the ids and sizes of all ranks, then
- * fills in the tables. Called by all threads of the CTA. */
+/* Waits for the ids and sizes of all ranks, then computes the tables of this CTA. Called by all
+ * threads of the CTA. */
 static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                    const OpState &op)
 {
@@ -461,10 +456,9 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes a mixed plan: calls the general planner (plan/planner.cuh), because another rank has
- * more tokens than fit in the tables. The first job.planners CTAs run make_plan(). Called by
- * all threads of every CTA that has called make_lowlat_plan(). Returns false if the group has
- * failed. */
+/* Makes a mixed plan with the general planner, because another rank has more tokens than fit in
+ * the tables. The first job.planners CTAs run make_plan(). Called by all threads of every CTA
+ * that has called make_lowlat_plan(). Returns false if the group has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -485,9 +479,8 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the other fields of the plan's header. Then writes the header and the caller's
- * outputs, and reports invalid ids and overflows. Called by the control warp that called
- * begin_header(), after the ids have arrived. */
+/* Fills in the other fields, writes the header and the caller's outputs, and reports invalid
+ * ids and overflows. Called by the same control warp, after the ids have arrived. */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {
@@ -510,9 +503,8 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes the first slot of each local expert's slab, and its padding, to the plan. Writes how
- * many tokens and rows each local expert has to the caller's arrays. Called by one control warp
- * of the grid. */
+/* Writes each local expert's first slot and padding to the plan, and its numbers of tokens and
+ * rows to the caller's arrays. Called by one control warp of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -533,9 +525,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the tables of slabs of the plan. Called by all control warps. The
- * control warp of the first planning CTA writes the header. The control warp of the second one,
- * or of the first one if it is the only one, writes the tables. */
+/* Writes the header and the tables of slabs of the plan. Called by all control warps: the one
+ * of the first planning CTA writes the header, and that of the second (or only) one the
+ * tables. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -27,22 +27,20 @@
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_IDS * 2 + 16)
 
-/* Whether a plan can be used (check_plan()). */
 struct PlanCheck {
     uint32_t result; /* an epic_result */
-    /* true: the plan is valid, but the receive buffer of a rank has too few rows for it */
+    /* the plan is valid, but a receive buffer has too few rows for it */
     bool short_of_rows;
 };
 
-/* The tables of a plan (see above). The struct is in static shared memory; the arrays behind
- * its pointers are in dynamic shared memory. */
+/* The tables of a plan (see above). The struct is in static shared memory, its arrays in
+ * dynamic shared memory. */
 struct LowlatPlan {
     /* The state of the general planner, of which only load, group_slab_start, capacity, demand,
      * needed_slots, bad_ranks and header are used here. */
     Planner p;
-    /* [token blocks of all ranks][num_experts], see above */
+    /* mask, earlier_choices: [token blocks of all ranks][num_experts] */
     uint32_t *mask;
-    /* [token blocks of all ranks][num_experts], see above */
     uint16_t *earlier_choices;
     /* [num_ranks][max_tokens][id_lanes * P2P_LOWLAT_LANE_IDS]: encoded expert ids of all choices */
     uint16_t *ids;
@@ -52,12 +50,11 @@ struct LowlatPlan {
      * is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already chosen the
      * expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* for each warp, the total number of slots of the experts that it handles in
-     * compute_slabs() */
+    /* for each warp, how many slots its experts in compute_slabs() have together */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* slots of all ranks together */
-    /* max_tokens: number of tokens per rank for which the tables have space. num_groups: number
-     * of token blocks per rank. */
+    /* number of tokens per rank for which the tables have space, and of token blocks per
+     * rank */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, P2P_LOWLAT_LANE_IDS ids each. */
@@ -71,9 +68,9 @@ struct LowlatPlan {
     {
         return (rank * max_tokens + token) * id_lanes * P2P_LOWLAT_LANE_IDS;
     }
-    /* Returns the slot of choice k of a token of `rank`. The choice's expert is e, and the
-     * first expert of the rank that owns e is `first`. The slots of an expert are in the order
-     * of rank, token and k. */
+    /* Returns the slot of choice k of a token of `rank`. The choice's expert is e, and `first`
+     * is the first expert of the rank that owns e. The slots of an expert are in the order of
+     * rank, token and k. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -86,8 +83,8 @@ struct LowlatPlan {
                count_before(rank, token * id_lanes * P2P_LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
     /* Returns how often `expert` occurs among all choices of the ranks below `rank` and the
-     * first `choices` choices of `rank`. Compares all ids one by one, which is slow, so it is
-     * called only if some token chose an expert twice. */
+     * first `choices` choices of `rank`. Compares all ids, which is slow: only if a token chose
+     * an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -98,14 +95,13 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* Returns the encoded id of choice k of a token of `rank`; LOWLAT_NO_ID if k is past the
-     * last choice. */
+    /* Returns the encoded id of choice k of a token, or LOWLAT_NO_ID if k is past the last
+     * choice. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* Returns the slot of choice k of a token of `rank` if the choice's expert is on this rank,
-     * else -1. */
+    /* Returns the slot of choice k of a token of `rank` if it is on this rank, otherwise -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -120,10 +116,10 @@ struct LowlatPlan {
         return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
     /* Writes the record of a token of `rank` (its slots on this rank) to the plan. For this
-     * rank's own token, also writes for each choice its fate (its slot, or the reason why it
-     * has none) and its rank. `slot`: in lane k, the result of slot_here() for choice k.
-     * `here`: bit mask of the lanes that have a slot. `result`: if it is an error, no slot is
-     * written. Called by one warp. */
+     * rank's own token, also writes the fate (slot, or reason why there is none) and the rank
+     * of each choice. `slot`: in lane k, slot_here() for choice k. `here`: bit mask of the
+     * lanes that have a slot. `result`: if it is an error, no slot is written. Called by one
+     * warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -154,8 +150,8 @@ __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 }
 
 /* Returns the size in bytes of the dynamic shared memory for the tables. If a rank can have too
- * many tokens for them, plan/planner.cuh uses the same memory in that case, so the result is
- * the larger of both sizes. */
+ * many tokens for them, plan/planner.cuh may use the memory instead, so the result suffices for
+ * both. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
@@ -167,8 +163,8 @@ static inline int lowlat_plan_bytes(const p2p_plan_job &job)
     return bytes > other ? bytes : other;
 }
 
-/* Sets up empty tables. `memory`: lowlat_plan_bytes() bytes of dynamic shared memory. Called by
- * all threads of the CTA, before its first barrier. */
+/* Sets up empty tables in lowlat_plan_bytes() bytes of dynamic shared memory. Called by all
+ * threads of the CTA, before its first barrier. */
 static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, uint8_t *memory)
 {
     const int experts = (int)job.layer.num_experts, ranks = job.self.num_ranks;

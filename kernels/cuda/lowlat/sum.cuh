@@ -17,10 +17,10 @@
 #include "cuda/combine/plain.cuh"
 #include "cuda/lowlat/lowlat.cuh"
 
-/* A warp loads at most this many rows of a token together, so that the loads overlap. */
+/* maximum number of rows of a token that a warp loads together, so that the loads overlap */
 #define LOWLAT_LOADED_ROWS 8
 
-/* The rows that the warp has loaded to add them: this lane's 16-byte vector of each row. */
+/* rows that the warp has loaded to add them: this lane's 16-byte vector of each row */
 struct SlotRows {
     uint4 q[LOWLAT_LOADED_ROWS];
     float weight; /* the weight of one slot: lane n has the weight of row n */
@@ -31,17 +31,15 @@ __device__ __forceinline__ int32_t vector_of(const Unit &u)
     return u.piece * WARP + lane_id();
 }
 
-/* Returns whether this lane's vector is inside the row: the last piece of a row may be
- * shorter. */
+/* Returns whether this lane's vector is inside the row; the last piece may be shorter. */
 template <bool EXACT>
 __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
 {
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads up to LOWLAT_LOADED_ROWS of the token's rows on this rank, from row `from` on. The
- * token has `count` rows here, and lane n has the slot of row n in u.slot. Each lane loads its
- * own vector of each row. */
+/* Loads up to LOWLAT_LOADED_ROWS of the token's `count` rows on this rank, from row `from` on.
+ * Lane n has the slot of row n in u.slot. Each lane loads its own vector of each row. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -57,7 +55,7 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
 }
 
 /* Adds weight * row to acc for each loaded row. `from`: index of the first loaded row. `count`:
- * number of rows that the token has here, loaded or not. */
+ * number of rows of the token here, loaded or not. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -74,21 +72,20 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
 }
 
 /* Returns whether the slots of the unit's token are in the lowest lanes, as in every valid
- * plan. A plan that has not been checked yet may contain anything. */
+ * plan. An unchecked plan may contain anything. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
     return (lanes & (lanes + 1)) == 0;
 }
 
-/* Returns how many slots the unit's token has on this rank. */
 __device__ __forceinline__ int num_slots_of(const Unit &u)
 {
     return __popc(__ballot_sync(ALL_LANES, u.slot >= 0));
 }
 
-/* Loads the weights of all rows of the unit's token on this rank, and the first
- * LOWLAT_LOADED_ROWS of these rows. */
+/* Loads the weights of all rows of the unit's token on this rank, and its first
+ * LOWLAT_LOADED_ROWS rows. */
 template <bool EXACT>
 __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u)
@@ -97,8 +94,8 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* Returns this rank's partial sum for the unit: weight * row, added over its `count` slots in
- * the order of the token's choices. The caller has loaded the first LOWLAT_LOADED_ROWS rows. */
+/* Returns this rank's partial sum for the unit: weight * row, added over its `count` slots by
+ * ascending k. The caller has loaded the first LOWLAT_LOADED_ROWS rows. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -115,8 +112,8 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
 }
 
 /* Stores this rank's partial sum for one piece of a peer's token to the peer's staging. In
- * dispatch_backward (the job has slot_floats), the first piece also sends the gradients of the
- * weights of the token's slots. The caller has loaded `rows`. */
+ * dispatch_backward (with slot_floats), the first piece also sends the gradients of the slots'
+ * weights. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -127,7 +124,7 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* `source`: this rank, as the peer numbers its sources (lowlat/dispatch_units.cuh). */
+    /* this rank, as the peer numbers its sources (lowlat/dispatch_units.cuh) */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
@@ -185,9 +182,9 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
 }
 
 /* Stores the sum of all ranks' partial sums for one piece of a token of this rank to the
- * output. In dispatch_backward, if the caller wants choice_floats, the first piece also
- * receives the gradients of the weights of the token's choices. The caller has loaded `rows`.
- * Returns false if the group has failed. */
+ * output. In dispatch_backward (with choice_floats), the first piece also receives the
+ * gradients of the choices' weights. The caller has loaded `rows`. Returns false if the group
+ * has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
