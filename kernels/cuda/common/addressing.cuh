@@ -18,41 +18,37 @@
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/ranks.cuh"
 
-/* The part of OpState that only the backend `hosts` has. A relay is a rank that forwards rows
- * to other ranks of its host (net/relay.cuh). */
+/* The part of OpState for the backend `hosts`. A relay is a rank that forwards rows to other
+ * ranks of its host (net/relay.cuh). */
 struct OpStateNet {
-    /* start of the net inbox: memory of this rank into which the net copies words from ranks on
-     * other hosts */
+    /* the net inbox: memory of this rank into which the net copies words from ranks on other
+     * hosts */
     const uint8_t *host_inbox;
-    /* size in bytes of the net inbox if it is in host memory, otherwise 0 (for
-     * is_host_memory()) */
+    /* its size in bytes if it is in host memory, otherwise 0 (is_host_memory()) */
     int64_t host_inbox_bytes;
     /* host_box[q]: the part of the net inbox into which the rows of rank q arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
     /* relay[q]: the rank that stores the rows of rank q into this rank's memory: q itself or,
-     * with relays, the rank of this host that forwards them */
+     * with relays, a rank of this host */
     uint8_t relay[DEVICE_MAX_RANKS];
 };
 
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap;
-    /* Device time in ns at which the waits of this CTA give up. Whenever a wait of this rank
-     * succeeds, the deadline moves to a later time. */
+    /* device time in ns at which the waits of this CTA give up; each wait that succeeds
+     * postpones it */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    /* The sizes that this rank announces to all ranks. rows: rows of the receive buffer, or 0
-     * if the operation has none. */
+    /* the sizes that this rank announces; rows: rows of the receive buffer, 0: there is none */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
-    /* 1 if an earlier operation of this rank was still running when this one began (an error),
-     * else 0 */
+    /* 1 if an earlier operation of this rank was still running when this one began (an
+     * error) */
     uint32_t overlaps;
-    /* 0, or the wait that a thread of this CTA has given up: for which rank and in which phase
-     * (WAIT_ABORTED() in wait.cuh) */
+    /* 0, or the wait that a thread of this CTA has given up (WAIT_ABORTED() in wait.cuh) */
     mutable uint32_t aborted_wait;
-    /* inbox[q]: the part of this rank's staging (net/staging.cuh) into which the rows of rank q
-     * arrive */
+    /* inbox[q]: where in this rank's staging (net/staging.cuh) the rows of rank q arrive */
     uint8_t *inbox[DEVICE_MAX_RANKS];
     /* outbox[q]: where this rank stores rows for rank q: the staging of q or, if q is on
      * another host, memory of this rank from which the net sends them */
@@ -60,8 +56,8 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
 
-/* Returns true in the last CTA of the grid, which announces the operation to the peers. In
- * low-latency kernels it also ends the operation. */
+/* Returns true in the last CTA of the grid, which announces the operation and, in low-latency
+ * kernels, also ends it. */
 __device__ __forceinline__ bool is_last_cta()
 {
     return blockIdx.x == gridDim.x - 1;
@@ -80,16 +76,15 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Returns which half of an array in the heap the running epoch uses: 0 if the epoch is even, 1
- * if it is odd. Only for arrays whose shape in heap.h begins with [2]. */
+/* Returns which half of an array the running epoch uses: 0 if the epoch is even, 1 if it is
+ * odd. Only for arrays whose shape in heap.h begins with [2]. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
 }
 
-/* Some functions below have a version with the argument `self`, which is faster, because `self`
- * is a parameter of the kernel and therefore in constant memory. The other version reads
- * op.self. */
+/* The versions with the argument `self` are faster, because `self` is a parameter of the kernel
+ * and therefore in constant memory. The others read op.self. */
 
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
@@ -101,14 +96,14 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
     return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-/* Returns the stamped word {epoch, value}: the running epoch in the high 32 bits, `value` in
- * the low ones. */
+/* Returns the stamped word {epoch, value}: the epoch in the high 32 bits, `value` in the low
+ * ones. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
 }
 
-/* Returns true if a stamped word was written in the running epoch, so that it is valid now. */
+/* Returns true if a stamped word was written in the running epoch. */
 __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
 {
     return (uint32_t)(word >> 32) == op.epoch;
@@ -148,8 +143,8 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
     return HOSTS ? self.net->inbox : NULL;
 }
 
-/* Returns the start of the memory in which words from rank q arrive: this rank's heap if q is
- * on this host, otherwise the net inbox. Both have the same layout. */
+/* Returns the memory in which words from rank q arrive: this rank's heap if q is on this host,
+ * otherwise the net inbox. Both have the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
     return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
@@ -160,16 +155,16 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
     return is_remote(*op.self, q) ? net_inbox(*op.self) : op.heap;
 }
 
-/* Returns the start of the memory in which the status words of rank q (waits, broken, gone)
- * arrive. In the backend `hosts` the net delivers them, even from ranks on this host. */
+/* Returns the memory in which the status words of rank q (waits, broken, gone) arrive. In the
+ * backend `hosts` the net delivers them, even from ranks on this host. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
-/* Returns where the calling CTA should poll the words of rank q, as a distance from this rank's
- * heap in 8-byte words. It is 0, except in CTA 0 of the backend `hosts` if q is on another
- * host: that CTA polls the net inbox and copies the words to the heap (cache_counts()). */
+/* Returns where the calling CTA polls the words of rank q, as a distance from this rank's heap
+ * in 8-byte words. It is 0, except in CTA 0 of the backend `hosts` if q is on another host:
+ * that CTA polls the net inbox and copies the words to the heap (cache_counts()). */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
@@ -182,8 +177,8 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns the start of the memory in which the rows of rank q arrive. With relays, a rank of
- * this host forwards the rows of other hosts, so they arrive in this rank's heap. */
+/* Returns the memory in which the rows of rank q arrive: with relays always this rank's heap,
+ * because a rank of this host forwards the rows of other hosts. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -192,16 +187,15 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* Returns the rank to report as the culprit if a wait for the rows of rank q fails: q, or the
- * relay that forwards q's rows to this rank. */
+/* Returns the culprit if a wait for the rows of rank q fails: q, or the relay that forwards
+ * them. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
     return HOSTS ? op.net->relay[q] : q;
 }
 
-/* Returns true if the address `at` is in a net inbox in host memory (backend `hosts`). Callers
- * poll such an address rarely, because each poll takes microseconds and slows down the transfer
- * of rows. */
+/* Returns true if `at` is in a net inbox in host memory. Callers poll such an address rarely,
+ * because each poll takes microseconds and slows down the transfer of rows. */
 __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at)
 {
     if (!HOSTS) return false;
@@ -217,7 +211,6 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
     op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
-/* Returns the address of the announcement of `rank` in the heap at `heap`. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -232,10 +225,10 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
 }
 
 /* Arrays in a heap have one part for each rank that writes. Returns the index of the part that
- * rank `by` writes in the heap of rank `to`. In `p2p` it is `by`. In the backend `hosts` it is
- * (by - to - 1) modulo num_ranks. There a word has the same offset in the writer's outbox as at
- * its destination, and the outbox is shared by all destinations. With these indices, words for
- * different destinations do not overwrite each other in the outbox. */
+ * rank `by` writes in the heap of rank `to`: in `p2p`, `by`. In the backend `hosts`, a word has
+ * the same offset in the writer's outbox as at its destination, and all destinations share the
+ * outbox. So that words for different destinations do not overwrite each other there, the index
+ * is (by - to - 1) modulo num_ranks. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
@@ -243,35 +236,34 @@ __device__ __forceinline__ int source_number(const p2p_self &self, int to, int b
 
 /* Returns the distance in 8-byte words from part self.rank of the array `records` to the part
  * that this rank must write in the heap of q (source_number()). So callers compute an address
- * once for all ranks q. In p2p the distance is 0. */
+ * once for all ranks q. It is 0 in p2p. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.at.choices;
 }
 
-/* Returns how many floats the array `floats` of a heap has for each token: top_k, rounded up to
- * an even number in the backend `hosts`, because the net copies words of 8 bytes. */
+/* Returns how many floats the array `floats` has for each token: top_k, rounded up to an even
+ * number in the backend `hosts`, because the net copies words of 8 bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
 }
 
-/* Returns the offset in a heap of the array `wants`, from which a relay reads which ranks need
- * a row (net/relay.cuh). Returns 0 in p2p. */
+/* Returns the offset in a heap of the array `wants` (net/relay.cuh), or 0 in p2p. */
 __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
 {
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns how many tokens this rank sends before it waits for one to arrive (EPIC_NET_WINDOW).
- * 0: no minimum. */
+/* Returns how many tokens this rank sends before it waits for one (EPIC_NET_WINDOW); 0: no
+ * minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
     return HOSTS ? self.net->window_tokens : 0;
 }
 
-/* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
- * other hosts: one for every other host with relays, otherwise none. */
+/* Returns in how many roles (kinds of work, common/rows.cuh) warps forward rows from other
+ * hosts: one for every other host with relays, otherwise none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
     return ranks_per_host(self) ? self.num_ranks / ranks_per_host(self) - 1 : 0;

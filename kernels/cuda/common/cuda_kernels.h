@@ -82,8 +82,8 @@ typedef struct p2p_status {
     uint32_t reporter; /* rank that found the failure */
     /* the ranks at fault: a bit mask or, with many ranks, up to three ranks (pack_ranks()) */
     uint32_t culprits;
-    /* If ranks called different operations: the signatures (p2p_self) of the reporter's call
-     * and of a peer's call. */
+    /* if ranks called different operations: the signatures (p2p_self) of the reporter and of a
+     * peer */
     uint32_t own_signature, peer_signature;
     /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t dead[DEVICE_RANK_WORDS];
@@ -102,8 +102,8 @@ typedef struct p2p_status {
  * found that the process had been suspended (stops). Because they are in one word, a kernel
  * that sees a new beat also sees all stops before that beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* The maximum number of times in a row that the deadlines of the rank's waits are postponed
- * because the process was suspended. A wait of the rank that succeeds sets the count to 0. */
+/* Maximum number of consecutive times that the deadlines of a rank's waits are postponed
+ * because the process was suspended. A wait that succeeds sets the count to 0. */
 #define P2P_POSTPONE_LIMIT 4
 
 /* The reason why a rank waited when an operation failed. */
@@ -145,8 +145,7 @@ typedef enum p2p_phase {
     ((int)((entry) >> (33 + P2P_ENTRY_WORDS_BITS) & (MANY_RANKS ? 1023 : 31)))
 #define P2P_ENTRY_WORDS(entry) ((uint32_t)((entry) >> 33 & ((1u << P2P_ENTRY_WORDS_BITS) - 1)))
 #define P2P_ENTRY_WORD(entry) ((entry)&0x1ffffffffull)
-/* value of `word` in an entry that marks the end of an epoch; a heap has fewer words than
- * this */
+/* value of `word` that marks the end of an epoch; a heap has fewer words than this */
 #define P2P_EPOCH_ENDS 0x1ffffffffull
 
 /* The ring through which kernels request puts, and its counters. All are in host memory. */
@@ -166,8 +165,8 @@ typedef struct p2p_ring_words {
     uint64_t waits;
 } p2p_ring_words;
 
-/* Width in bits of the count of choices in words that also contain a rank and a flag. A count
- * must be able to hold all choices of one rank. */
+/* Number of bits for the count of choices in words that also contain a rank and a flag. They
+ * must suffice for all choices of one rank. */
 #define P2P_COUNT_BITS (MANY_RANKS ? 23 : 26)
 
 /* The part of p2p_self that only the backend `hosts` has. */
@@ -199,8 +198,8 @@ typedef struct p2p_self {
     uint32_t operation; /* enum epic_operation */
     /* a hash of the arguments of the call that must be equal on all ranks */
     uint32_t signature;
-    /* If element 0 is not 0, the call accepts only plans for a layer with one of these
-     * hashes. */
+    /* if element 0 is not 0, the call accepts only plans for a layer with one of these
+     * hashes */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
@@ -212,15 +211,15 @@ typedef struct p2p_plan_job {
     device_plan_layout at; /* offsets of the arrays in the plans of this layer */
     uint8_t *plan;         /* output of the operation plan; input if `planners` is 0 */
     const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice; negative: no expert */
-    /* [num_experts]: rank that owns each expert; NULL: rank r owns the experts [r * block, (r +
-     * 1) * block) */
+    /* [num_experts]: rank of each expert; NULL: rank r owns the experts [r * block, (r + 1) *
+     * block) */
     const int32_t *rank_of_expert;
     /* [num_experts]: logical expert of each expert; used only if layer.num_logical is not 0 */
     const int32_t *logical_of_expert;
     /* Outputs with the shapes of epic_plan_args (epic.h). NULL: the caller does not need this
      * output. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
-    /* in device memory: how many slots the rank may use; below 1 counts as 1; NULL: no such
+    /* in device memory: how many slots the rank may use (below 1 counts as 1); NULL: no such
      * limit */
     const int32_t *capacity_limit;
     int32_t num_tokens;
@@ -234,8 +233,7 @@ typedef struct p2p_plan_job {
     /* the low-latency planner is used up to this many tokens per rank */
     int32_t max_lowlat_tokens;
     int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
-    /* 1: topk_idx has logical experts, for which plan/resolve.cuh chooses replicas before
-     * choices are counted */
+    /* 1: topk_idx has logical experts, for which plan/resolve.cuh chooses replicas */
     int32_t resolves;
 } p2p_plan_job;
 
@@ -295,32 +293,31 @@ typedef struct p2p_dispatch_job {
     int32_t num_early_tokens;
     /* low-latency kernels only: CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* Not for low-latency kernels; set by the launcher. In one step a warp sends one token and
-     * receives one. If receiving is more than `lag` tokens behind, one of every 2^catch_up
-     * steps receives two (dispatch/dispatch.cuh). */
+    /* In one step a warp sends one token and receives one. If receiving is more than `lag`
+     * tokens behind, one of every 2^catch_up steps receives two (dispatch/dispatch.cuh). Set by
+     * the launcher; not for low-latency kernels. */
     int32_t catch_up;
     /* Set by the launcher (common/rows.cuh, which also defines piece and unit). */
     int32_t lag;         /* how many tokens receiving stays behind sending */
     int32_t span;        /* pieces of a row that a unit moves */
     int32_t total_warps; /* warps of all CTAs that move rows */
-    /* The next fields, except token_bytes, are only for packed rows (dispatch/packed.cuh). A
-     * packed row is a row together with its scales. scale_bytes is 0 if rows have no scales. */
-    /* [num_tokens, scale_bytes]: the caller's scales of the rows; NULL if dispatch quantizes
-     * rows and computes the scales */
+    /* From here to scales_in_words, except token_bytes: only for packed rows, which are rows
+     * together with their scales (dispatch/packed.cuh). scale_bytes is 0 if rows have no
+     * scales. */
+    /* [num_tokens, scale_bytes]: the caller's scales; NULL if dispatch quantizes rows */
     const uint8_t *scales;
     uint8_t *recv_scales; /* output [recv_rows, scale_bytes] */
     int64_t scale_bytes;
     /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
-    /* type: epic_type of the elements of `tokens`. quantize: how dispatch quantizes rows (an
-     * epic_quantize); 0 if it does not quantize. */
+    /* epic_type of the elements of `tokens`; how dispatch quantizes rows (an epic_quantize, 0:
+     * not) */
     uint32_t type, quantize;
     /* scales_aligned: 1 if the scales of every row begin at a multiple of 16 bytes, and
      * scale_bytes is a multiple of 16. scales_in_words: the same for recv_scales, with
      * multiples of 4. */
     int32_t scales_aligned, scales_in_words;
-    /* The next fields are only for bulk stores (dispatch/bulk.cuh). The launcher sets the last
-     * two. */
+    /* only for bulk stores (dispatch/bulk.cuh); the launcher sets the last two */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
     int32_t warps; /* warps of a CTA that move rows */
     /* packed rows that fit in the shared memory of each warp */
@@ -367,8 +364,8 @@ typedef struct p2p_combine_job {
     int32_t top_k, tree, flat;
     /* offsets in bytes of the arrays rank_of and records in the plan */
     int64_t rank_of_at, records_at;
-    /* leaves (blocks of experts) of the sum tree on each rank; 0: the kernel for several leaves
-     * must not be used */
+    /* leaves (blocks of experts) of the sum tree on each rank; 0: do not use the kernel for
+     * leaves */
     int32_t leaves;
     /* Only for the kernel that stores into windows (combine/windows.cu): num_remote_ctas and
      * windows are as in p2p_dispatch_job. out_place: window and offset of `out`
@@ -406,8 +403,8 @@ typedef struct p2p_combine_backward_job {
     /* bytes of a row of d_rows_scales, and of d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
-    /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector with one
-     * store */
+    /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector at
+     * once */
     int32_t quantized_whole;
     /* 1: the scales of every row begin at a multiple of 4 bytes and have a multiple of 4
      * bytes */
@@ -449,24 +446,20 @@ cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t s
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
                                        cudaStream_t stream);
-/* Returns 1 if the kernel that uses bulk stores (dispatch/bulk.cu) supports the job. Otherwise
- * callers use the other kernels of dispatch. */
+/* Returns 1 if the kernel with bulk stores (dispatch/bulk.cu) supports the job. */
 int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
-/* Launches the kernel that stores rows into windows. The job must have windows, and aligned
- * rows without scales. */
+/* For jobs with windows and aligned rows without scales. */
 cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
-/* Launches the kernel that stores results into windows. The job must have windows, aligned
- * rows, and one choice per token. */
+/* For jobs with windows, aligned rows and one choice per token. */
 cudaError_t p2p_launch_combine_windows(const p2p_combine_job *job, int num_sms,
                                        cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
-/* Launches the kernel that stores gradients into windows. The job must have windows and aligned
- * rows. It must have no weights, and must not quantize. */
+/* For jobs with windows and aligned rows, without weights and quantization. */
 cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_lowlat_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);

@@ -64,9 +64,8 @@
 
 /* Offsets of the arrays of a heap that only the backend `hosts` has. */
 typedef struct p2p_net_arrays {
-    /* For each token of each rank: which ranks of this host need its row. A relay, which
-     * forwards rows from other hosts, waits for these words (net/relay.cuh). Stamped words
-     * [2][num_ranks][max_tokens]. */
+    /* For each token of each rank: which ranks of this host need its row, for the relay that
+     * forwards it (net/relay.cuh). Stamped words [2][num_ranks][max_tokens]. */
     int64_t wants;
     /* For each destination rank and token: how many pieces of the row warps have stored to the
      * outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
@@ -84,14 +83,12 @@ typedef struct p2p_heap {
     /* For each rank: P2P_GONE() if it has closed its context, else 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
-    /* For each rank, for which ranks it waits: a bit mask or, with many ranks, up to three
-     * ranks (pack_ranks() in ranks.cuh). A rank writes its word only in the last quarter of its
-     * time limit. Stamped words [MAX_RANKS]. */
+    /* For each rank, for which ranks it waits, as in p2p_status.culprits. A rank writes its
+     * word only in the last quarter of its time limit. Stamped words [MAX_RANKS]. */
     int64_t waits;
     /* The error text that a peer passed to epic_abort(). char [512]. */
     int64_t abort_text;
-    /* Counters and flags through which the CTAs of this rank's kernels coordinate. A struct
-     * p2p_control, which only this rank writes. */
+    /* A struct p2p_control. Only this rank writes it. */
     int64_t control;
     /* For each rank with wrong input: its first wrong value. Stamped words
      * [2][MAX_RANKS][P2P_FAULT_WORDS]. */
@@ -164,36 +161,33 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
        P2P_FAULT_WORDS = 4
 };
 
-/* The word `gone`, with which a rank reports that it has closed its context. `epoch`: that of
- * its last operation. */
+/* The word `gone` of a rank that has closed its context after the operation `epoch`. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* The part of the control memory that only the backend `hosts` has. "The ring" is p2p_ring, in
- * host memory, through which kernels request puts from the proxy thread. */
+/* The control memory for the backend `hosts`. "The ring" is p2p_ring, in host memory, through
+ * which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
     uint64_t posted_entries; /* entries that kernels have appended to the ring since open */
-    /* Kernels may append entries up to this entry number without a look at the proxy thread's
-     * progress. */
+    /* kernels may append entries below this index without reading the proxy thread's
+     * progress */
     uint64_t ring_room;
     /* operations for which an end marker has been appended to the ring */
     uint64_t ended_epochs;
-    /* From here on: copies of words whose original is in host memory or in the net inbox, where
-     * polls are slow. One warp at a time reads the original, and all others read the copy. */
+    /* From here on: copies of words that are in host memory or in the net inbox, where polls
+     * are slow. One warp at a time reads the original, and all others read the copy. */
     uint64_t broken;
-    /* operations whose data the net has read completely, so that their half of the outbox may
+    /* for how many operations the net has read all data, so that their half of the outbox may
      * be written again */
     uint64_t freed;
-    /* Times, in units of 1024 ns, at which this rank last read the originals of `freed`, of the
-     * announcements, of the failure, and of ring_room. */
+    /* times, in units of 1024 ns, at which this rank last read the originals */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* For each source rank, about how far its rows have arrived: index of a 16-byte vector in
-     * its part of the staging. Stamped words. */
+    /* for each source rank, about how far its rows have arrived: index of a 16-byte vector in
+     * its part of the staging; stamped words */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
-    /* copies of the announcements of all ranks (stamped words); the first index is the parity
-     * of the epoch */
+    /* announcements of all ranks (stamped words); the first index is the parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
 } p2p_net_control;
 
@@ -210,12 +204,12 @@ typedef struct p2p_wait_time {
 typedef struct p2p_waits {
     uint64_t num_operations[P2P_OPERATIONS]; /* operations of each kind that have begun */
     p2p_wait_time times[P2P_OPERATIONS][DEVICE_MAX_RANKS];
-    /* For each rank, the device time up to which waits for it are counted: low 32 bits of a
-     * time in units of 1024 ns. */
+    /* for each rank: the device time up to which waits for it are counted, low 32 bits of a
+     * time in units of 1024 ns */
     uint32_t counted_at[DEVICE_MAX_RANKS];
-    /* From the lowest bits on: the rank for which a wait was counted last (8 bits); the rank
-     * for which a wait was counted before that in the same epoch, or the first rank again if
-     * there is none (8 bits); and the low 16 bits of the epoch. */
+    /* The ranks of the last two counted waits, and their epoch. Bits 0 to 7: rank of the last
+     * one. Bits 8 to 15: rank of the one before in the same epoch, or the last rank again if
+     * there is none. Bits 16 to 31: low bits of the epoch. */
     uint32_t latest;
 } p2p_waits;
 
@@ -227,15 +221,15 @@ typedef struct p2p_control {
      * instead: how many CTAs have started (p2p), or how many warps have posted all their puts
      * (hosts). It is 0 when the operation ends. */
     uint32_t done;
-    /* The epoch of the next round. The last CTA that finishes a round sets it, and the others
-     * wait for it. */
+    /* epoch of the next round; the last CTA that finishes a round sets it, and the others wait
+     * for it */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
      * reports, so that all fields describe the same failure. */
     uint32_t claim;
-    /* Low-latency kernels only: how many CTAs have stored their last result. The last CTA sets
-     * it to 0. */
+    /* low-latency kernels only: how many CTAs have stored their last result; the last CTA sets
+     * it to 0 */
     uint32_t ended;
     uint32_t running;
     /* device time in ns at which a wait of this rank last succeeded */
@@ -248,15 +242,15 @@ typedef struct p2p_control {
      * may be suspended, for example by SIGSTOP. So the wait fails only after the next beat,
      * which shows that the process runs (P2P_AWAKE). */
     uint64_t due;
-    /* The latest device time in ns after which beats (P2P_AWAKE) have shown that the process
-     * ran. A wait whose deadline is earlier fails. */
+    /* latest device time in ns after which beats (P2P_AWAKE) have shown that the process ran; a
+     * wait with an earlier deadline fails */
     uint64_t overdue;
     uint32_t due_beat; /* the beats in p2p_status.awake when `due` was set */
     /* How many stops this rank has seen. A stop is a period in which the process was suspended;
      * p2p_status.awake counts them. After a new stop, the rank restarts its time limit. */
     uint32_t host_stops;
-    /* How often in a row the time limit was restarted because of stops. A wait of this rank
-     * that succeeds sets it to 0. */
+    /* how often in a row the time limit was restarted; a wait of this rank that succeeds sets
+     * it to 0 */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -307,8 +301,8 @@ typedef struct p2p_window_area {
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];
-    /* stored[][q] is the stamped word {epoch, 1} after rank q has stored all its rows of the
-     * epoch into the windows of this rank. */
+    /* stored[][q]: the stamped word {epoch, 1} after rank q has stored all its rows of the
+     * epoch into windows of this rank */
     uint64_t stored[2][DEVICE_MAX_RANKS];
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
@@ -417,8 +411,7 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns the offset at which the poison begins: when a context opens, a heap consists of zeros
- * followed by poison (0xffffffff). */
+/* Returns where poison begins: a new heap consists of zeros followed by poison (0xffffffff). */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

@@ -36,9 +36,8 @@
 #include "cuda/common/wait.cuh"
 
 /* Returns how many tokens a kernel must send before it receives the first one: the larger of
- * `lag` and the net's window (EPIC_NET_WINDOW, in tokens, at most num_tokens). With a large
- * lag, the net always has data to send, and the proxy thread can send adjacent rows in one
- * put. */
+ * `lag` and the net's window (EPIC_NET_WINDOW, at most num_tokens). With a large lag, the net
+ * always has data to send, and the proxy thread can send adjacent rows in one put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -54,15 +53,15 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* An older, smaller value that is stored last does no harm: a thread then reads `taken`
-     * once more than necessary. */
+    /* several threads may store; an older, smaller value only causes one more read of
+     * `taken` */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring at `entries`, and waits while the ring is full. `room`: an
- * earlier value of control->ring_room; entries below it have space. Appends nothing if the
- * group fails during the wait. Called by one thread. */
+/* Appends an entry to the ring at `entries`, and waits while the ring is full, unless the group
+ * fails. `room`: an earlier value of control->ring_room; entries below it have space. Called by
+ * one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -74,9 +73,9 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
-/* Appends an entry to the ring, after a system fence, so that a thread that reads the entry
- * sees all stores that this thread has made or observed. Loads ring_room before the fence, so
- * that the load overlaps with the fence. Called by one thread. */
+/* Appends an entry to the ring, after a system fence: a thread that reads the entry sees all
+ * stores that this thread has made or observed. Loads ring_room before the fence, so that the
+ * load overlaps with the fence. Called by one thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
@@ -85,9 +84,9 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Sends words to rank q: the `bytes` bytes (a multiple of 8) that this rank has stored at
- * `from` in heap[q]. Does nothing if q is on this host, because heap[q] is then the memory of
- * q. Called by one thread. */
+/* Sends to rank q `bytes` bytes (a multiple of 8) that this rank has stored at `from` in
+ * heap[q]. Does nothing if q is on this host: heap[q] is then the memory of q. Called by one
+ * thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -97,7 +96,7 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* Like post_put(), for bytes that the lanes of a warp have stored together. Called by the whole
+/* post_put() for bytes that the lanes of a warp have stored together. Called by the whole
  * warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
@@ -108,7 +107,7 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
 }
 
 /* Called by each warp that has stored a piece of a token's row for rank q. Only the call for
- * the last of the `pieces` pieces posts: one put for the whole row, `bytes` bytes at `whole`.
+ * the last of the `pieces` pieces posts a put, for the whole row: `bytes` bytes at `whole`.
  * Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
@@ -127,9 +126,9 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     post_put(op, q, whole, bytes);
 }
 
-/* Sends `count` floats at `floats` (weights of one token, or their gradients), which the warp
- * has stored, to rank q. The net copies words of 8 bytes, so if count is odd, poison is
- * appended. Called by a whole warp. */
+/* Sends to rank q `count` floats at `floats` that the warp has stored (weights of one token, or
+ * their gradients). If count is odd, poison is appended, because the net copies words of 8
+ * bytes. Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -139,7 +138,7 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
 }
 
 /* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane with
- * has_record sends the first `words` words (at least one) of its own record. Called by a whole
+ * has_record sends the first `words` words (at least one) of its record. Called by a whole
  * warp. */
 __device__ __forceinline__ void
 post_put_records(const OpState &op, int q, const uint64_t *record, bool has_record, int words)
@@ -161,7 +160,7 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may write to its half of the outbox: the net must have read all
+/* Waits until the next epoch may write to its half of the outbox: until the net has read all
  * data of the epoch two before it. Called by one thread. Returns false if the group has
  * failed. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
@@ -177,9 +176,8 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` from host memory to control memory, where reads are fast. Called
- * near the end of an operation, so that the next one finds a recent value. Called by one
- * warp. */
+/* Copies the counter `freed` from host memory to control memory, where reads are fast, near the
+ * end of an operation, so that the next one finds a recent value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -189,9 +187,8 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* Waits until this CTA may store into the outbox in this epoch (wait_outbox_free()). Called by
- * all threads of a CTA before their first store for a peer. Returns false if the group has
- * failed. */
+/* wait_outbox_free() for a whole CTA. Called by all its threads before their first store for a
+ * peer. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -212,11 +209,11 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`, from a copy in control
- * memory, because polls of a net inbox in host memory are slow. If the copy is from an older
- * epoch, a warp with a permit (poll_permit()) reads the word in the inbox, at `from`, and
- * updates the copy. The returned word is from an older epoch if the announcement has not
- * arrived. Called by a whole warp, with a different rank in each lane. */
+/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`; if it is from an older
+ * epoch, the announcement has not arrived. Polls of an inbox in host memory are slow, so all
+ * warps read a copy in control memory. If the copy is old, a warp with a permit (poll_permit())
+ * reads the word in the inbox, at `from`, and updates the copy. Called by a whole warp, with a
+ * different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -233,9 +230,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return word;
 }
 
-/* Returns true if all words of an announcement have arrived. A kernel must wait for all of
- * them, even if it uses only the first, because a late word could overwrite a word of a later
- * operation (rule 1 at the top of this file). */
+/* Returns true if all words of an announcement have arrived. A kernel must wait for all of them
+ * even if it uses only the first (rule 1 at the top of this file). */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {

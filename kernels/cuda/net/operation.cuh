@@ -22,17 +22,17 @@
 
 #include "cuda/net/net.cuh"
 
-/* Marks in control memory that an operation of this rank is running. Returns 1 if the mark was
- * already set: the caller has started two operations at once, on streams that are not ordered.
- * One thread of each CTA calls it before it reads the epoch. Only CTA 0 sets and checks the
+/* Marks in control memory that an operation of this rank is running. Returns 1 if another one
+ * was already running: the caller has started two operations on streams that are not ordered.
+ * Called by one thread of each CTA before it reads the epoch. Only CTA 0 sets and checks the
  * mark, because the other operation may have ended when a late CTA starts. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Reports a failure of the group if another operation of this rank was running when this one
- * began (mark_running()). Called by one thread of each CTA. */
+/* Reports a failure of the group if mark_running() has found another operation of this rank.
+ * Called by one thread of each CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
     const p2p_self &self = *op.self;
@@ -43,18 +43,17 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* Stores the epoch of the finished operation, so that the next operation gets the next epoch.
- * Called by one thread, when no CTA will read the epoch any more. */
+/* Stores the epoch of the finished operation. Called by one thread, when no CTA will read the
+ * epoch any more. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* This store must be the last one: an operation that reads 0 here (mark_running()) must
-     * also see the new epoch. */
+    /* must be the last store: an operation that reads 0 (mark_running()) must see the new
+     * epoch */
     store_relaxed(&control->running, 0u);
 }
 
-/* Stores the sizes of this rank as words of the announcement at `to`. */
 __device__ __forceinline__ void store_announced_sizes(const OpState &op, uint64_t *to)
 {
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)op.tokens));
@@ -80,22 +79,20 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
 }
 
 /* Only in backend `hosts`: sets op.net->host_box[q], where rows of rank q arrive in the net
- * inbox, and op.net->relay[q], the rank that stores them. `offset`: offset of host_box[q] in
- * the net inbox. */
+ * inbox (at `offset`), and op.net->relay[q], the rank that stores them. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
     op.net->host_box[q] = net_inbox(self) + offset;
     op.net->relay[q] = (uint8_t)q;
     if (row_inbox_base(self, q) == inbox_base(self, q)) return;
-    /* With relays: the rank of this host that receives the rows of rank q and forwards them to
-     * this rank. */
+    /* with relays: the rank of this host that forwards the rows of rank q to this rank */
     const int relay = self.rank - self.rank % ranks_per_host(self) + q % ranks_per_host(self);
     if (relay != self.rank) op.net->relay[q] = (uint8_t)relay;
 }
 
-/* Sets, for the running epoch, op.inbox[q], where rows of rank q arrive in this rank's staging,
- * and op.outbox[q], where this rank stores rows for rank q. */
+/* Sets where rows of rank q arrive in this rank's staging in this epoch (op.inbox[q]), and
+ * where this rank stores rows for rank q (op.outbox[q]). */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -109,22 +106,23 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken`, which is not 0 if the group has already failed. In backend `hosts`
- * it is a copy in control memory; read_net_broken() reads the original. Called at the start of
- * a kernel. */
+/* Returns the word `broken`, which is not 0 if the group had failed before this kernel. In
+ * backend `hosts` reads a copy in control memory, because the net writes the word to the net
+ * inbox, where reads may be slow. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken
                               : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
 }
 
-/* Only in backend `hosts`: returns the word `broken` in the net inbox. */
+/* Only in backend `hosts`: returns the word `broken` in the net inbox, where the net writes
+ * it. */
 __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 {
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
-/* Begins an operation: sets all fields of `op`. The last CTA announces the operation to all
+/* Begins an operation: sets all fields of `op`, and the last CTA announces the operation to all
  * ranks. Called by all threads of all CTAs. `mark`: a part of the signature, which must be
  * equal on all ranks, such as the id of a plan. `tokens`, `capacity`, `rows`: the sizes to
  * announce (OpState). Returns false if the group has failed, or if this launch only loads the
@@ -134,8 +132,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 {
     if (self.operation == EPIC_OP_NONE) return false;
     uint64_t broken = read_broken(self);
-    /* One thread of the grid reads `broken` in the net inbox, because reads of host memory are
-     * slow. */
+    /* only one thread of the grid reads the net inbox, because reads of host memory are slow */
     if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
     if (threadIdx.x == 0) {
         op.tokens = tokens;
@@ -169,7 +166,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     return true;
 }
 
-/* Does the work of wait_announcements_unfenced() for the ranks `first` to first + 31. */
+/* wait_announcements_unfenced() for the ranks `first` to first + 31 */
 __device__ __forceinline__ bool
 wait_group_announcements(const p2p_self &self, const OpState &op, int first, bool are_copied)
 {
@@ -179,8 +176,8 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* The word is from this epoch or an older one, because this half of the array is used
-         * again only two operations later, and no peer is so far ahead. */
+        /* The word is from this epoch or an older one: this half of the array is used again
+         * only two operations later, and no peer is so far ahead. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
@@ -188,12 +185,11 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
     });
 }
 
-/* Waits until every rank has announced this operation. If a rank has announced another
- * operation (another signature), the wait fails (find_failure()). There is no fence: later
- * stores of this kernel may become visible before the announcements were read. `are_copied`: a
- * low-latency kernel has copied the peers' announcements to this rank's heap, so they are read
- * there. Called by one warp; each lane reads one announcement at a time. Returns false if the
- * group has failed. */
+/* Waits until every rank has announced this operation. Fails if a rank has announced another
+ * one (another signature, find_failure()). There is no fence: later stores of this kernel may
+ * become visible before the announcements were read. `are_copied`: a low-latency kernel has
+ * copied the announcements to this rank's heap, so they are read there. Called by one warp;
+ * each lane reads one announcement at a time. Returns false if the group has failed. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -202,9 +198,8 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     return wait_group_announcements(
         self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
 }
-/* Waits for the announcements, then executes a system fence, so that later loads and stores
- * happen after the announcements were read. One fence costs less than acquire loads in the
- * polls. */
+/* Waits for the announcements, then executes a system fence: later loads and stores happen
+ * after the announcements were read. One fence costs less than acquire loads in the polls. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
@@ -218,9 +213,9 @@ static __device__ bool wait_announcements(const OpState &op)
     return wait_announcements(*op.self, op);
 }
 
-/* Waits until word `which` (P2P_ANNOUNCED_*) of the announcements of the ranks `first` to first
- * + 31 has arrived. Sets `value` to the word of rank first + lane_id(), or to 0 if there is no
- * such rank. Called by one warp. Returns false if the group has failed. */
+/* Waits for word `which` (P2P_ANNOUNCED_*) of the announcements of the ranks `first` to first +
+ * 31. Sets `value` to the word of rank first + lane_id(), or to 0 without such a rank. Called
+ * by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, const OpState &op,
                                                         int first, int which, int32_t &value)
 {
@@ -236,7 +231,7 @@ __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, co
     return ok;
 }
 
-/* Like read_group_announcement(), for all ranks of the group. */
+/* read_group_announcement() for all ranks of the group */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, RankNumbers &values)
 {
@@ -255,10 +250,10 @@ static __device__ bool read_announcement(const OpState &op, int which, RankNumbe
     return read_announcement(*op.self, op, which, values);
 }
 
-/* Ends an operation. Called by all threads of all CTAs. CTA `waiting_cta` waits until all ranks
- * have announced the operation. Returns true in the CTA that finishes last, which may then do
- * final work, for example report errors. `read`: the final work reads what peers have
- * announced, so a fence follows the wait. */
+/* Ends an operation. CTA `waiting_cta` waits until all ranks have announced it. Returns true in
+ * the CTA that finishes last, which may then do final work, such as reporting errors. `read`:
+ * the final work reads what peers have announced, so a fence follows the wait. Called by all
+ * threads of all CTAs. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -280,15 +275,15 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Ends the operation of most kernels: CTA 0 waits until all ranks have announced, and the CTA
- * that finishes last may read their announcements. */
+/* Ends the operation of most kernels: CTA 0 waits for all announcements, and the CTA that
+ * finishes last may read them. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it to all ranks, and stores it in
- * control->round, for which the other CTAs of this rank wait. Called by one warp. */
+/* Begins the next round: advances the epoch, announces it, and stores it in control->round, for
+ * which the other CTAs of this rank wait. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -302,9 +297,9 @@ static __device__ void begin_round(OpState &op)
 }
 
 /* Ends a round and begins the next one. An operation has several rounds, each with its own
- * epoch, if its rows do not all fit into the staging at once. Called by all threads of all
- * CTAs. The CTA that calls it last does the work, and the other CTAs wait for it. Returns false
- * if the group has failed. */
+ * epoch, if its rows do not all fit into the staging. Called by all threads of all CTAs; the
+ * CTA that calls it last does the work, and the others wait for it. Returns false if the group
+ * has failed. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

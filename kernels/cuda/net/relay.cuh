@@ -33,15 +33,14 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`: the rank that has the same index
- * there. */
+/* Returns the mate of rank `like` on the host of rank `on`. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns the address, for the running epoch, at which rows of rank `by` arrive in the heap (or
- * net inbox) of rank `to`. `heap`: start of that heap. */
+/* Returns where rows of rank `by` arrive in the heap (or net inbox) `heap` of rank `to` in this
+ * epoch. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -50,7 +49,7 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
 }
 
 /* Returns the address, in the heap of rank `to` at `heap`, of the word *wants* of rank `by` for
- * one token. */
+ * a token. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -60,8 +59,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits until rank `from` has stored its word *wants* at `at`, and reads its value into
- * `wants`. Called by one warp. Returns false if the group has failed. */
+/* Waits for the word *wants* of rank `from` at `at`, and sets `wants` to its value. Called by
+ * one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -75,8 +74,8 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a row that the ranks in
- * `ranks` must receive: the ranks of this host among them, and this rank's mate on every other
- * host that has one of them. */
+ * `ranks` need: those of this host, and this rank's mate on every other host that has one of
+ * them. */
 __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
     RankMask mates = no_ranks();
@@ -90,9 +89,9 @@ __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMa
     return mates;
 }
 
-/* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
- * `peers`: bit mask of all ranks that need the token. Called by one warp; each lane sends to
- * one host at a time. */
+/* Sends the word *wants* for one token of this rank to its mate on every other host. `peers`:
+ * bit mask of all ranks that need the token. Called by one warp; each lane sends to one host at
+ * a time. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, const RankMask &peers)
 {
@@ -108,9 +107,8 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token that the ranks in
- * `peers` need. With relays, this rank's mate on every other host receives the token for all
- * peers there. `first`: the call is for the token's first piece, so it also sends *wants* to
- * the mates (send_wants()). */
+ * `peers` need. With relays, the mate on another host receives the token for all peers there.
+ * `first`: the call is for the token's first piece, so it also sends *wants* to the mates. */
 __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, RankMask peers)
 {

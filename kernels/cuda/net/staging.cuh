@@ -29,7 +29,7 @@
 #define ESCAPE_SENT 0x80000000u
 
 /* Returns the address of a token's row in staging. `box`: op.inbox[] or op.outbox[] of a rank.
- * `token`: index of the token in the round. `vectors`: 16-byte vectors per row. */
+ * `token`: index in the round. `vectors`: 16-byte vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
@@ -44,9 +44,8 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.escape_words;
 }
 
-/* Returns the address, in the heap at `heap`, of the floats (weights of choices, or their
- * gradients) of one sender. `source`: the sender, as the owner of the heap numbers its
- * sources. */
+/* Returns the address, in the heap at `heap`, of the floats (weights or their gradients) of one
+ * sender. `source`: the sender, as the owner of the heap numbers its sources. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -54,10 +53,10 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.choices;
 }
 
-/* Returns true if a word of the vector is poison or its stand-in (0x7fff7fff). Sender and
- * receiver decide with this function whether a piece has escape words. It ignores sign bits, so
- * that one comparison tests for both words. It is also true for a few other NaNs, which is
- * harmless, because their bits in the escape words are 0. */
+/* Returns true if a word of the vector is poison or the stand-in. Sender and receiver decide
+ * with this function whether a piece has escape words. It ignores sign bits, so that one
+ * comparison tests for both words. It is also true for a few other NaNs, which does no harm:
+ * their bits in the escape words are 0. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
@@ -75,9 +74,9 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the words of a piece that equal poison before it is sent, because the receiver would
- * take them for words that have not arrived. Returns this lane's escape word, which the caller
- * must send together with the piece, or 0 if the piece needs none. Called by a whole warp. */
+/* Replaces the words of a piece that equal poison, which the receiver would take for words that
+ * have not arrived. Returns this lane's escape word, to be sent with the piece, or 0 if the
+ * piece needs none. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -95,9 +94,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
     return mask;
 }
 
-/* Restores the words of a received piece that the sender has replaced, because they equaled
- * poison. If the piece has escape words, at `escape`, first waits for them, and sets them to 0.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Restores the words of a received piece that hide_poison() has replaced. If the piece has
+ * escape words, at `escape`, first waits for them, and sets them to 0. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -122,8 +121,7 @@ __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4
     return ok;
 }
 
-/* Returns true if a word of the piece is poison, so that the piece has not fully arrived.
- * Called by a whole warp. */
+/* Returns true if a word of the piece has not arrived. Called by a whole warp. */
 template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V])
 {
     bool missing = false;
@@ -134,19 +132,17 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 
 #ifndef POLL_WINDOW_BYTES
 /* A warp that waits for a piece in host memory polls it at every spin (pass of its wait loop)
- * only if the piece is at most this many bytes after the farthest piece that has arrived from
- * the rank. */
+ * only if it is at most this many bytes after the farthest piece that has arrived from the
+ * rank. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-/* Otherwise the warp polls the piece once in this many spins. */
+/* otherwise it polls once in this many spins */
 #define SPINS_PER_FAR_POLL 32u
-/* If all rows of a rank together have at most this many bytes, warps poll all pieces in host
- * memory at every spin. */
+/* if all rows of a rank have at most this many bytes, warps poll all pieces at every spin */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
-/* Returns true if a piece is likely to arrive next from `peer`: it is at most POLL_WINDOW_BYTES
- * after the farthest piece that has arrived. `last`: address of its last vector. Called by a
- * whole warp. */
+/* Returns true if a piece from `peer` is likely to arrive next (POLL_WINDOW_BYTES). `last`:
+ * address of its last vector. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t received = load_relaxed(&control_of(op)->net->received_vectors[peer]);
@@ -156,8 +152,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
 }
 
 /* Records in control memory how far rows of rank `peer` have arrived. `last`: address of the
- * last vector of a piece that has arrived. Two warps may overwrite each other's value, which
- * the next arrival corrects. */
+ * last vector of an arrived piece. If two warps overwrite each other's value, the next arrival
+ * corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->net->received_vectors[peer];
@@ -168,9 +164,9 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
 }
 
 /* Waits for a piece that arrives in host memory, where polls are slow. Polls only its last
- * vector, at `last`: when this vector has arrived, most of the piece has. A thousand warps may
- * wait at the same time, so only those whose piece is likely to arrive next (may_arrive_next())
- * poll at every spin. Called by a whole warp. Returns false if the group has failed. */
+ * vector, at `last`: when this has arrived, most of the piece has. A thousand warps may wait at
+ * the same time, so only those whose piece may_arrive_next() poll at every spin. Called by a
+ * whole warp. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -186,16 +182,16 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all waiting warps may poll host memory at every spin, because all rows of
- * this rank together have few bytes. Only for low-latency kernels. */
+/* Returns true if all waiting warps may poll host memory at every spin (MAX_POLLED_BYTES). Only
+ * for low-latency kernels. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
 /* Waits for the last vector of a piece, at `last`, if it is in host memory. Otherwise returns
- * true at once, and the caller polls the piece in device memory. Called by a whole warp.
- * Returns false if the group has failed. */
+ * true at once, and the caller polls the piece. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
@@ -221,8 +217,7 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        /* the caller has no copy, because rows that arrive in host memory do not go through its
-         * ring */
+        /* no copy: rows that arrive in host memory do not go through the ring */
         copied = false;
     }
     staged += begin;
@@ -244,8 +239,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison to a piece in staging after the caller has read it. A receiver polls this
- * memory again two epochs later, and must not find the old words. */
+/* Stores poison to a piece in staging after the caller has read it, because a receiver polls
+ * this memory again two epochs later. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -258,7 +253,7 @@ __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32
 }
 
 /* Stores a piece, vectors [first, first + V * 32) of the row's `vectors` vectors, to a peer's
- * staging. No word of q may be poison (see hide_poison()). */
+ * staging. No word of q may be poison (hide_poison()). */
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
@@ -270,8 +265,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Returns the position of the n-th bit (from 0) of `bits` that is 1, or 0 if there is no such
- * bit. n may differ between lanes. */
+/* Returns the position of the n-th (from 0) 1 bit of `bits`, or 0 if there is none. n may
+ * differ between lanes. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int index = 0;
@@ -280,8 +275,7 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return index;
 }
 
-/* Zeroes rows [first, end) of an array. Each of `threads` threads calls it with its own index
- * `thread`. */
+/* Zeroes rows [first, end). Each of `threads` threads calls it with its own index `thread`. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -294,7 +288,7 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* Zeroes elements [first, end) of x, like zero_rows(). Does nothing if x is NULL. */
+/* zero_rows() for elements [first, end) of x. Does nothing if x is NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {
