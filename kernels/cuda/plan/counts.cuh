@@ -40,10 +40,10 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts one choice per lane: adds 1 to the element of `tally` (this warp's counters) for the
- * expert of each lane's choice. Returns how many choices of that expert the warp counted
- * before, in lower lanes or earlier calls (warp_position). same_id: bit mask of the lanes with
- * the same expert. Called by all lanes; a lane without a choice passes expert -1. */
+/* Counts one choice per lane in `tally` (this warp's counters). Returns warp_position: how many
+ * choices of the same expert the warp had counted before, in lower lanes or earlier calls.
+ * same_id: bit mask of the lanes with the same expert. Called by all lanes; without a choice
+ * with expert -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -62,12 +62,12 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return count_group(tally, expert, same_id);
 }
 
-/* Layout FLAT: counts the rows that some tokens need on each rank. A token needs one row on
- * each rank that owns one of its experts. If this lane's choice is its token's first one on its
- * rank, returns warp_row: how many rows on that rank the warp had counted before. Otherwise
- * returns -1. `tally`: this warp's counters of ranks. `owner`: the rank of the expert of this
- * lane's choice, or -1. A token with more than 32 choices needs two calls, with chunk = 0 and
- * 1; the first call passes the ranks of its choices to the second call in `seen`. */
+/* Layout FLAT: counts the rows that some tokens need on each rank, one on each rank that owns
+ * one of the token's experts. If this lane's choice is its token's first one on its rank,
+ * returns warp_row: how many rows on that rank the warp had counted before. Otherwise returns
+ * -1. `tally`: this warp's counters of ranks. `owner`: the rank of this lane's choice, or -1. A
+ * token with more than 32 choices needs two calls, with chunk 0 and 1; the first one passes the
+ * ranks of its choices to the second one in `seen`. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, RankMask &seen)
 {
@@ -93,11 +93,11 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
 }
 
 /* If a warp has at most this many groups of tokens (TokenLanes), each lane keeps its choices in
- * registers, and does not have to load them again to compute their slots. */
+ * registers, so that it need not load them again to compute their slots. */
 #define COUNTED_BATCHES 4
 
-/* The choices that this lane has counted, one per group of tokens: the id, and the
- * warp_position. Used only if choices_fit_registers() is true. */
+/* The choices that this lane has counted, one per group of tokens: id and warp_position. Used
+ * only if choices_fit_registers() is true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
@@ -152,9 +152,8 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Returns the id of a choice, or -1 if the id is negative (no expert) or too large. If it is
- * too large, p.bad_choice becomes the index of the choice, unless an earlier choice was
- * wrong. */
+/* Returns the id of a choice, or -1 if it is negative (no expert) or too large. If it is too
+ * large, p.bad_choice becomes the index of the choice, unless an earlier choice was wrong. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
@@ -162,8 +161,8 @@ __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t 
 }
 
 /* Returns the array in which resolve_replicas() stores the expert (replica) of each of this
- * rank's choices. It uses the part of the plan in which the records of this rank's own tokens
- * are stored later. */
+ * rank's choices. It is the part of the plan that later contains the records of this rank's own
+ * tokens. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -172,8 +171,8 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts a choice: the id of the expert or, if replicas are
- * chosen only after counting, of the logical expert. */
+/* Returns the id by which the planner counts a choice: that of the expert or, if replicas are
+ * chosen only after counting, that of the logical expert. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -188,11 +187,10 @@ template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p
                                                                     : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp's tokens, and checks their ids. Stores a count for each
- * choice (warp_position or warp_row) in `counts`, which is the memory of the plan's array
- * `fate` (table at the top of this file). If FEATURES is 0 and choices_fit_registers() is true,
- * stores the counts only in `counted`, in registers. Otherwise callers must not use
- * `counted`. */
+/* Counts the choices of this warp's tokens, and checks their ids. Stores warp_position or
+ * warp_row of each choice in `counts`, the memory of the plan's array `fate` (table at the top
+ * of this file). If FEATURES is 0 and choices_fit_registers() is true, stores them only in
+ * `counted`, in registers. */
 template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -234,11 +232,11 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word that a rank sends to all ranks (array `counts`). It has the sum of one tally over all
- * warps of the sender. It also has the rank that owns the tally's expert in the sender's table
- * rank_of_expert, so that the receiver can compare it with its own table. RECORD_LAST in the
- * word of tally 0 means that the sender's data is wrong. RECORD_LAST in all words means that
- * its rank_of_expert is invalid. */
+/* A word of the array `counts`, which a rank sends to all ranks: one tally, summed over all
+ * warps of the sender, and the rank that owns the tally's expert according to the sender's
+ * rank_of_expert, with which the receiver compares its own table. RECORD_LAST in the word of
+ * tally 0 means that the sender's data is wrong; in all words, that its rank_of_expert is
+ * invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
@@ -249,8 +247,8 @@ __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Makes the group fail with EPIC_EMISMATCH, because the table rank_of_expert or
- * logical_of_expert of rank q differs from this rank's table. */
+/* Makes the group fail with EPIC_EMISMATCH, because rank_of_expert or logical_of_expert of rank
+ * q differs from this rank's table. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -261,8 +259,8 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
 }
 
 /* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
- * rank. In p.tally, the tally of each warp is replaced by the sum over the lower warps. Called
- * by all threads of the CTA. */
+ * rank. Replaces each warp's tally in p.tally by the sum over the lower warps. Called by all
+ * threads of the CTA. */
 template <int FEATURES>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -275,7 +273,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
                       stamp_word(op, p.bad_choice));
     const int warps = p.num_warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        /* Do all loads before the first store, so that the loads overlap. */
+        /* first all loads, so that they overlap */
         int32_t counts[PLAN_MOST_WARPS], sum = 0;
 #pragma unroll
         for (int w = 0; w < PLAN_MOST_WARPS; w++)
@@ -300,11 +298,10 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* Returns the wrong value at `index` of an array of the caller. On entry, `kind` (a p2p_fault)
- * selects the array: P2P_FAULT_PLACEMENT is rank_of_expert, P2P_FAULT_REPLICA is
- * logical_of_expert, and P2P_FAULT_EXPERT is topk_idx. On return `kind` is the exact fault, for
- * example a duplicate id. If a logical expert has no replica, `index` becomes the id of this
- * expert. Called by one thread. */
+/* Returns the wrong value at `index` of an array of the caller. `kind` (a p2p_fault) selects
+ * the array: P2P_FAULT_PLACEMENT rank_of_expert, P2P_FAULT_REPLICA logical_of_expert,
+ * P2P_FAULT_EXPERT topk_idx. On return it is the exact fault, for example a duplicate id. If a
+ * logical expert has no replica, `index` becomes its id. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -322,8 +319,8 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends the first wrong value in the arrays of this rank's caller (kind of the fault, index and
- * value) to all ranks, so that every rank reports the same error. Called by one thread. */
+/* Sends the first wrong value in this rank's data (kind of the fault, index and value) to all
+ * ranks, so that every rank reports the same error. Called by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -339,10 +336,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value in this rank's data, and sends it to all ranks. This is the first
- * wrong entry of rank_of_expert or logical_of_expert or, if the tables are valid, the lowest of
- * the wrong choices that the planner CTAs of this rank have found. Called by one thread of CTA
- * 0. Returns false if the group has failed. */
+/* Finds the first wrong value in this rank's data, and sends it to all ranks: the first wrong
+ * entry of rank_of_expert or logical_of_expert or, if the tables are valid, the lowest wrong
+ * choice that a planner CTA has found. Called by one thread of CTA 0. Returns false if the
+ * group has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -367,9 +364,8 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Only in backend `hosts`: CTA 0 copies the counts of ranks on other hosts from the net inbox
- * to the heap, where the other CTAs wait for them. Only one CTA polls the net inbox, because it
- * may be in host memory, where polls are slow. */
+/* Only in backend `hosts`: CTA 0 copies the counts of ranks on other hosts from the net inbox,
+ * where polls may be slow, to the heap, where the other CTAs wait for them. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -379,8 +375,8 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
             store_relaxed(counts + (first + i) * DEVICE_MAX_TALLIES, words[i]);
 }
 
-/* Waits until all planner CTAs of this rank have published their tally e. words[c] becomes the
- * word of CTA c, or a word with count 0 if there is no CTA c. Returns false if the group has
+/* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word
+ * of CTA c, or a word with count 0 without such a CTA. Returns false if the group has
  * failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
@@ -398,10 +394,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() (below) for tally e: adds this tally of all planner
- * CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0 also sends
- * the sum over all CTAs to every rank. `counts`: offset of the array for the counts in a heap,
- * in 8-byte words. Returns false if the group has failed. */
+/* Does steps 1 and 2 of exchange_counts() (below) for tally e: adds it over all planner CTAs of
+ * this rank, and sets p.before_cta[e] to the sum over the lower ones. CTA 0 also sends the
+ * total to every rank. `counts`: offset of the array `counts` in a heap, in 8-byte words.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -428,10 +424,10 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to the ranks on
- * other hosts, after all its threads have stored them. `counts`: as in publish_count().
- * `tallies`: how many counters. `ok`: false if this thread has found a failure. Called by all
- * threads. Returns false if a thread of CTA 0 has found that the group has failed. */
+/* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to other hosts,
+ * after all its threads have stored them. `counts`: as in publish_count(). `tallies`: number of
+ * tallies. `ok`: false if this thread has found a failure. Called by all threads. Returns false
+ * if a thread of CTA 0 has found that the group has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -446,13 +442,13 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
 
 /* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally.
  * `from`: address of rank 0's count in this rank's heap. words[i] becomes the word of rank
- * first + i, or a word with count 0 if that rank does not exist. Returns false if the group has
+ * first + i, or a word with count 0 without such a rank. Returns false if the group has
  * failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
     const int ranks = op.self->num_ranks;
-    /* a rank whose count has not arrived, or -1; the error names this rank if the wait fails */
+    /* a rank whose count has not arrived, or -1; named in the error if the wait fails */
     int missing = -1;
     return wait_thread(op, missing, P2P_PHASE_COUNTS, [&] {
         missing = -1;
@@ -469,16 +465,14 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally e: waits for the counts of all ranks, and adds
- * them to p.load and p.before_cta. `counts`: as in publish_count(). Returns false if the group
- * has failed. */
+/* Does step 3 of exchange_counts() for tally e: adds the counts of all ranks to p.load and
+ * p.before_cta. `counts`: as in publish_count(). Returns false if the group has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* load: sum of the counts of all ranks. low: sum of the counts of lower ranks. bad: the
-     * ranks that have found an error in their own data. others: the ranks whose rank_of_expert
-     * differs from this rank's. */
+    /* counts of all ranks, and of lower ranks; ranks with an error in their own data; ranks
+     * with another rank_of_expert */
     uint32_t load = 0, low = 0;
     RankMask bad = no_ranks(), others = no_ranks();
     bool ok = true;

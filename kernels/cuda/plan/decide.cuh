@@ -18,8 +18,8 @@ struct ExpertRange {
     int begin, count;
 };
 
-/* Returns a range of expert ids that contains all experts of `rank`: its block of experts or,
- * if the caller passed rank_of_expert, all ids. */
+/* Returns a range of expert ids that contains all experts of `rank`: its block or, if the
+ * caller passed rank_of_expert, all ids. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
@@ -36,8 +36,8 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(), the size in bytes of the dynamic shared memory
- * that layers with PLAN_DROPS_OR_REPLICAS need in addition to planner_bytes_of(). */
+/* Upper bound of replica_bytes() + by_k_bytes(), the dynamic shared memory that only layers
+ * with PLAN_DROPS_OR_REPLICAS need, in bytes. */
 #define PLAN_DROPS_OR_REPLICAS_BYTES \
     (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
@@ -57,7 +57,7 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
 }
 
 /* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices and,
- * if `capped` is true, at most expert_capacity. Called by one warp. */
+ * if `capped`, at most expert_capacity. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -72,8 +72,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* __reduce_add_sync() adds only 32-bit words. So the 64-bit sums of the lanes are added 20
-     * bits at a time, which cannot overflow. */
+    /* __reduce_add_sync() adds only 32-bit words, so the 64-bit sums are added 20 bits at a
+     * time, which cannot overflow. */
     const uint32_t low_bits = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & low_bits) << 20;
@@ -113,10 +113,9 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Sets p.slab_start: for each expert of `rank`, the first slot of its slab. Layout FLAT has no
- * slabs, so there it sets p.local_expert. For this rank's own experts, CTA 0 also writes the
- * tables slab_begin and padding of the plan. Returns how many slots the rank needs. Called by
- * one warp. */
+/* Sets p.slab_start (with layout FLAT, which has no slabs, p.local_expert) for each expert of
+ * `rank`. For this rank's own experts, CTA 0 also writes the tables slab_begin and padding of
+ * the plan. Returns how many slots the rank needs. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -166,8 +165,8 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
     return slots;
 }
 
-/* Sets the fields of the plan's header that do not depend on the counts of choices. Called by
- * one thread, before the counts of all ranks have arrived. */
+/* Sets the fields of the plan's header that do not depend on the counts. Called by one thread,
+ * before the counts have arrived. */
 static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     device_plan_header &h = p.header;
@@ -207,19 +206,18 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns true if no rank can need more than 2^31 - 1 slots, whichever experts the tokens
- * choose. Then place_slabs() can use 32-bit sums, and decide_plan() does not have to call
- * count_slots() first. */
+/* Returns true if no rank can need more than 2^31 - 1 slots, whatever the tokens choose. Then
+ * place_slabs() can use 32-bit sums, and decide_plan() need not call count_slots() first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Waits for the token counts and the capacities that all ranks announce. CTA 0 also fills in
- * the header. Called by all warps of the CTA: the last warp waits for token counts, the one
- * before it for capacities, and the third-last one fills in the header. Returns false if the
- * group has failed. */
+/* Waits for the token counts and capacities that all ranks announce, and in CTA 0 fills in the
+ * header. Called by all warps of the CTA: the last warp waits for token counts, the one before
+ * it for capacities, and the one before that fills in the header. Returns false if the group
+ * has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -238,8 +236,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
- * (header.result). All planner CTAs of all ranks have the same counts, so they get the same
- * results. Called by all threads. Returns false if the group has failed. */
+ * (header.result). All planner CTAs of all ranks have the same counts, and so decide the same.
+ * Called by all threads. Returns false if the group has failed. */
 template <int FEATURES>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -248,7 +246,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     const int warp = threadIdx.x / WARP, warps = blockDim.x / WARP, ranks = job.self.num_ranks;
     device_plan_header &h = p.header;
     bool ok = true;
-    /* Wrong data takes precedence over an overflow of slots. */
+    /* wrong data takes precedence over an overflow of slots */
     if (threadIdx.x == 0 && has_any(p.bad_ranks)) h.result = EPIC_EINVAL;
     if (FLAT && DROPS_OR_REPLICAS && layer_drops(job)) {
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
@@ -287,9 +285,9 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* Waits until each rank with wrong data has sent its fault words. Only backend `hosts` needs
- * this, because there a word that arrives late could overwrite a word of a later operation.
- * Called by one thread of CTA 0. Returns false if the group has failed. */
+/* Only in backend `hosts`: waits for the fault words of each rank with wrong data, because a
+ * late word could overwrite a word of a later operation. Called by one thread of CTA 0. Returns
+ * false if the group has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -304,8 +302,8 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
 }
 
 /* Reports the first wrong value of the lowest rank with wrong data to the host process. That
- * rank has sent its value to all ranks, so all host processes report the same error. Called by
- * one thread of CTA 0. */
+ * rank has sent the value to all ranks, so all report the same error. Called by one thread of
+ * CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -333,8 +331,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports to the host process that the lowest rank with too few slots overflows. Called by one
- * thread of CTA 0. */
+/* Reports to the host process the lowest rank that has too few slots. Called by one thread of
+ * CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {

@@ -15,8 +15,8 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address in `heap` of the row word of a token. `source`: index of the part of the
- * heap's arrays that the token's rank writes (source_number()). */
+/* Returns the address in `heap` of the row word of a token. `source`: the token's rank, as
+ * source_number(). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -24,8 +24,7 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns the address in this rank's memory at which rank `source` stores the row word of its
- * token. */
+/* Returns where rank `source` stores the row word of its token in this rank's memory. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -33,15 +32,15 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns true if `value` is the index of a row, and not RECORD_ABSENT (the token has no row
- * here) or RECORD_DISCARD (the plan is invalid). */
+/* Returns true if `value` is the index of a row, not RECORD_ABSENT (the token has no row here)
+ * or RECORD_DISCARD (the plan is invalid). */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;
 }
 
-/* Returns the array `locals` of a FLAT plan: the local experts of each token on this rank,
- * [num_ranks, max_tokens, top_k]. record_index() gives the index of a token's first element. */
+/* Returns the local experts of each token on this rank, [num_ranks, max_tokens, top_k], in a
+ * FLAT plan. record_index() gives the index of a token's first element. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

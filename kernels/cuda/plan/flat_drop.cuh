@@ -37,8 +37,8 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Returns 0 if the expert keeps choice k of a token, otherwise the reason why it drops the
- * choice (EPIC_FATE_*). */
+/* Returns 0 if the expert keeps choice k of a token, otherwise why it drops it
+ * (EPIC_FATE_*). */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -50,8 +50,8 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
 }
 
 /* Counts the rows that this warp's tokens need on each rank if each expert keeps only
- * p.keep_limit choices. `warp_positions` (input) and `warp_rows` (output) have an element for
- * each choice of this rank, [num_tokens, top_k]; plan/counts.cuh explains them. */
+ * p.keep_limit choices. Reads `warp_positions` and writes `warp_rows`, which have an element
+ * for each choice of this rank (plan/counts.cuh). */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -81,8 +81,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the address in `heap` of the words that `rank` sends in repetition `search` of the
- * bisection: for each destination rank, how many rows the tokens of `rank` need there. */
+/* Returns the words in `heap` that `rank` sends in repetition `search` of the bisection: for
+ * each destination rank, how many rows its tokens need there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -92,15 +92,15 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                p2p_search_words(self.num_ranks);
 }
 
-/* Width in bits of the count of rows in the words of search_words(). The higher bits contain
- * the index of the repetition. A rank has at most 2^20 tokens (p2p_group_device()). */
+/* Number of bits of the row count in these words; the higher bits contain the index of the
+ * repetition. A rank has at most 2^20 tokens (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
-/* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
- * exchanges the counts with all ranks. Sets p.needed_rows (rows on each rank for the tokens of
- * all ranks) and p.rows_before_cta (rows on each rank for the tokens of lower ranks). `search`:
- * index of this repetition of the bisection. Called by all threads of the CTA; thread d handles
- * the rows of rank d. Returns false if the group has failed. */
+/* Counts the rows that this rank's tokens need on each rank with p.keep_limit, and exchanges
+ * the counts with all ranks. Sets p.needed_rows (for the tokens of all ranks) and
+ * p.rows_before_cta (for the tokens of lower ranks). `search`: index of this repetition. Called
+ * by all threads of the CTA; thread d handles the rows of rank d. Returns false if the group
+ * has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -145,11 +145,11 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* For each rank, finds by bisection the largest p.keep_limit with which its rows do not exceed
- * its capacity. All ranks bisect together, because each repetition needs the counts of all
- * ranks. The last repetition counts with the final limits, so that p.needed_rows and
- * p.rows_before_cta belong to them. Called by all threads of the CTA; thread d handles the
- * limit of rank d. Returns false if the group has failed. */
+/* For each rank, finds by bisection the largest p.keep_limit with which its rows fit into its
+ * capacity. All ranks bisect together, because each repetition needs the counts of all ranks.
+ * The last repetition counts with the final limits, so that p.needed_rows and p.rows_before_cta
+ * belong to them. Called by all threads of the CTA; thread d handles rank d. Returns false if
+ * the group has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {

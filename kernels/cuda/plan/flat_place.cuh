@@ -21,21 +21,18 @@
 struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     /* token * top_k + k; -1: the lane has no choice */
     int64_t choice;
-    /* the rank that owns the expert of the choice; -1: the choice has no expert or is
-     * dropped */
+    /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
     int32_t owner;
     int32_t local; /* index of the expert among the experts of that rank */
     /* The index of the token's row on that rank. At first only the lane with the token's first
-     * choice on the rank has it, and the other lanes have -1. send_row_words() sets it in all
-     * of them. */
+     * choice there has it, and other lanes have -1. send_row_words() sets it in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason (EPIC_FATE_*) */
 };
 
-/* Returns where a choice goes. in_fate and in_rank_of are the counts that are in the plan's
- * arrays `fate` and `rank_of` until now (table in plan/counts.cuh). If the layer drops no
- * choices, in_fate is warp_row. Otherwise in_fate is warp_position, and in_rank_of is
- * warp_row. */
+/* Returns where a choice goes. in_fate and in_rank_of are its counts in the plan's arrays
+ * `fate` and `rank_of` (table in plan/counts.cuh): warp_row in in_fate if the layer drops no
+ * choices, otherwise warp_position in in_fate and warp_row in in_rank_of. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -58,11 +55,10 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 }
 
 /* Sends the row words and records of the tokens in this warp's lanes to every rank. `token`:
- * this lane's token, if `in` is true. The lanes of a token share its choices: c[0] is where
- * this lane's choice goes. c[1] is the lane's second choice, if tokens have more than 32
- * choices. On return, each lane has the row of its choices in c. `bad`: the plan is invalid, so
- * RECORD_DISCARD is sent instead of a row, and receivers discard the rows. Called by one
- * warp. */
+ * this lane's token, if `in` is true. The lanes of a token share its choices: c[0] is this
+ * lane's choice, and c[1] its second one if tokens have more than 32. On return, each c has the
+ * row of its choice. `bad`: the plan is invalid, so RECORD_DISCARD is sent instead of rows, and
+ * receivers discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -111,9 +107,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Layout FLAT: stores the fate and the rank of each of this warp's choices in the plan, and
- * sends row words and records to all ranks. The fate of a kept choice is the row of its
- * token. */
+/* Layout FLAT: stores the fate (the token's row) and the rank of each of this warp's choices in
+ * the plan, and sends row words and records to all ranks. */
 template <int FEATURES>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -131,8 +126,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* One iteration handles two groups of tokens: i / 2 is the group. i % 2 is the chunk: 0
-         * for the first 32 choices of a token, and 1 for its later choices. */
+        /* i / 2 is the group of tokens. i % 2 is the chunk: 0 for a token's first 32 choices, 1
+         * for the others. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -21,18 +21,17 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the size in bytes of the dynamic shared memory for the two arrays that only EPIC_BY_K
- * uses: kept_before, and the load of each expert, summed over k. They follow the tables for
- * replicas. */
+/* Returns the size in bytes of the shared memory that only EPIC_BY_K needs: kept_before, and
+ * the load of each expert, summed over k. It follows the tables for replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Sets p.lower_k_count, and points p.load at the loads of the experts, summed over all k. On
- * entry, p.load has a count for each pair of k and expert. lower_k_count replaces these counts
- * in the same memory. Called by all threads of the CTA, after exchange_counts(). */
+/* Points p.load at the loads of the experts, summed over k, and sets p.lower_k_count. On entry,
+ * p.load has a count for each pair of k and expert, whose memory lower_k_count reuses. Called
+ * by all threads of the CTA, after exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -55,9 +54,9 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the keep position of choice k of a token: its index among all choices of its expert,
- * in the order (k, rank, token) with EPIC_BY_K, else (rank, token, k). `warp_position`: how
- * many choices the warp had counted in this tally before. `tallies`: tallies per warp. */
+/* Returns the keep position of choice k of a token: without EPIC_BY_K its index in the order
+ * (rank, token, k). `warp_position`: how many choices the warp had counted in this tally
+ * before. `tallies`: tallies per warp. */
 __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
                                                     int tallies, int expert, int k,
                                                     int32_t warp_position)
@@ -68,10 +67,9 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: of the choices of tokens before the warp's first
- * token, how many the expert keeps. Counts the choices for each k separately, and adds the
- * counts. keep(expert): returns how many choices the expert keeps in all. Called by all threads
- * of the CTA. */
+/* Sets p.kept_before for each warp and expert: how many choices of tokens before the warp's
+ * first token the expert keeps. Counts each k separately, and adds the counts. keep(expert):
+ * returns how many choices the expert keeps in all. Called by all threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

@@ -25,11 +25,10 @@
 
 #define BLOCK 512
 
-/* Layout FLAT: waits for the row words that rank `source` sends for some of its tokens, from
- * first_token on, and stores the rows in the plan: the row becomes entry 0 of the token's
- * record, and the other entries become -1. num_tokens: how many tokens rank `source` has in
- * all. Called by one warp, which handles as many tokens as fit in its lanes. Returns false if
- * the group has failed. */
+/* Layout FLAT: waits for the row words that rank `source` sends for some of its num_tokens
+ * tokens, from first_token on, and stores them in the plan: the row becomes entry 0 of the
+ * token's record, and the other entries become -1. Called by one warp, which handles as many
+ * tokens as fit in its lanes. Returns false if the group has failed. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {
@@ -64,8 +63,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<FEATURES>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* The first CTA that copies records. Planner CTAs take longer, so they copy none if at
-     * least half of all CTAs are not planner CTAs. */
+    /* Planner CTAs take longer, so they copy no records if at least half of all CTAs are
+     * others. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     RankNumbers tokens_of = {};
     ok = ok && ((int)blockIdx.x < first_cta ||

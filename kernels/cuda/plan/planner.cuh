@@ -29,7 +29,7 @@
 
 /* The destination of the choice that this lane handles. */
 struct PlacedChoice {
-    /* the rank to which `slot` (a slot, or RECORD_DISCARD if the plan is invalid) is sent; -1:
+    /* rank to which `slot` (a slot, or RECORD_DISCARD if the plan is invalid) is sent; -1:
      * none */
     int32_t rank;
     uint32_t slot;
@@ -37,8 +37,8 @@ struct PlacedChoice {
 
 /* Returns the slot of choice k of a token, on the rank of its expert, or the reason why there
  * is none (EPIC_FATE_*). Sets e to the expert: for a logical expert `id`, the replica that gets
- * the choice. A lane without a choice passes id -1. `warp_position`: how many choices with this
- * id the warp counted before. Only for valid plans. Called by all lanes. */
+ * the choice. `warp_position`: how many choices with this id the warp counted before. Only for
+ * valid plans. Called by all lanes; without a choice with id -1. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -51,8 +51,8 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
     }
-    /* The keep position decides whether the expert keeps the choice, and the slot position
-     * decides the slot (plan/keep_by_k.cuh). They differ only with EPIC_BY_K. */
+    /* The keep position decides whether the expert keeps the choice, the slot position which
+     * slot it gets. They differ only with EPIC_BY_K (plan/keep_by_k.cuh). */
     int32_t keep_position = e < 0 ? 0 : keep_position_of(p, job, tallies, e, k, warp_position);
     if (e >= 0 && job.layer.num_logical && !job.resolves)
         e = choose_replica(p, e, keep_position);
@@ -69,8 +69,8 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
 }
 
 /* Stores the slot (or the reason why there is none) and the rank of a choice in the plan.
- * Returns to which rank the slot must be sent. `id`: the id by which the choice was counted
- * (planned_id()). Called by all lanes; a lane without a choice passes choice -1. */
+ * Returns to which rank the slot must be sent. `id`: planned_id() of the choice. Called by all
+ * lanes; without a choice with choice -1. */
 template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -94,11 +94,10 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends the records of the tokens in this warp's lanes to every rank. A record has the token's
- * slots on that rank by ascending k, one stamped word per slot, or RECORD_ABSENT. `token`: this
- * lane's token, if `in` is true. The lanes of a token share its choices: c[0] is where this
- * lane's choice goes. c[1] is the lane's second choice, if tokens have more than 32 choices.
- * Called by one warp. */
+/* Sends the records of the tokens in this warp's lanes to every rank: the token's slots there
+ * by ascending k, one stamped word per slot, or RECORD_ABSENT. `token`: this lane's token, if
+ * `in` is true. The lanes of a token share its choices: c[0] is this lane's choice, and c[1]
+ * its second one if tokens have more than 32. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -155,8 +154,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Computes the slots of the choices of this warp's tokens, stores them in the plan, and sends
- * them to the ranks of the experts. The warp_position of each choice is in `counted` or, if
+/* Computes the slots of this warp's choices, stores them in the plan, and sends them to the
+ * ranks of the experts. The warp_position of each choice is in `counted` or, if
  * choices_fit_registers() is false, in the plan's array `fate`. */
 template <int FEATURES>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
@@ -166,7 +165,7 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     int32_t *fate = (int32_t *)(job.plan + at.fate);
-    /* `fate` contains the warp positions until slots replace them. */
+    /* `fate` contains the warp positions until slots replace them */
     const int32_t *warp_positions = fate;
     int32_t *rank_of = (int32_t *)(job.plan + at.rank_of);
     const int top_k = job.layer.top_k;
@@ -176,8 +175,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* One iteration handles two groups of tokens: i / 2 is the group. i % 2 is the chunk: 0
-         * for the first 32 choices of a token, and 1 for its later choices. */
+        /* i / 2 is the group of tokens. i % 2 is the chunk: 0 for a token's first 32 choices, 1
+         * for the others. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
@@ -205,8 +204,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Only in backend `hosts`: posts the puts that send this CTA's records and, with layout FLAT,
- * its row words to ranks on other hosts. One large put per rank and array is faster than one
- * put per token. Called by all threads; thread q posts the puts for rank q. */
+ * row words to other hosts. One large put per rank and array is faster than one put per token.
+ * Called by all threads; thread q posts the puts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {

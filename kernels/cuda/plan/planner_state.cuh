@@ -25,13 +25,12 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Value of bad_choice, bad_owner and bad_replica (struct Planner) if nothing is wrong. */
+/* value of bad_choice, bad_owner and bad_replica if nothing is wrong */
 #define NO_INDEX 0xffffffffu
-/* A thread loads the counts of this many ranks together, so that the loads overlap. */
+/* how many ranks' counts a thread loads together, so that the loads overlap */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* maximum number of warps per CTA that count choices */
-/* Maximum number of tallies of all warps of a CTA together. They are in shared memory, 4 bytes
- * each. */
+/* maximum number of tallies of all warps of a CTA together, 4 bytes each in shared memory */
 #define PLAN_TALLY_WORDS 16384
 
 enum { /* Bits of the template argument FEATURES: features that the layer uses. */
@@ -40,49 +39,46 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
        PLAN_DROPS_OR_REPLICAS = 2 /* the layer has replicas or drops choices */
 };
 
-/* The planner's state, in the shared memory of each planner CTA. begin_planner() points the
- * pointers at arrays in dynamic shared memory. */
+/* The planner's state, in the shared memory of each planner CTA. Its pointers refer to arrays
+ * in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: for each tally, the choices (or rows) of all tokens before those of this
-     * CTA: of all CTAs of lower ranks and the lower CTAs of this rank. Before choices are
-     * counted, resolve_replicas() uses this memory for its counts of logical experts. */
+    /* [num_tallies]: each tally for all tokens before those of this CTA: on lower ranks, and in
+     * lower CTAs of this rank. Until choices are counted, resolve_replicas() uses this
+     * memory. */
     int32_t *before_cta;
-    /* [num_tallies]: for each tally, the sum over all warps of all ranks. With EPIC_BY_K,
+    /* [num_tallies]: each tally, summed over all warps of all ranks. With EPIC_BY_K,
      * prepare_by_k() later points it to the choices of each expert, [num_experts], summed over
      * k. */
     int32_t *load;
-    /* Only with FLAT: the last num_ranks elements of before_cta and of load, which count rows
-     * on each rank: the rows for the tokens before those of this CTA, and the rows for all
-     * tokens. */
+    /* Only with FLAT: the last num_ranks elements of before_cta and of load: the rows on each
+     * rank for the tokens before those of this CTA, and for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: the planner and the layout decide which member is used */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: index of the expert among the experts of its rank */
         int32_t *local_expert;
-        /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks: the
+        /* plans of lowlat/plan.cuh: like slab_start, with slots numbered over all ranks: the
          * first slot of rank 1 follows the last slot of rank 0 */
         int32_t *group_slab_start;
     };
-    /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces each tally
-     * by its sum over the lower warps of this CTA. */
+    /* [num_warps][num_tallies]: the tallies of each warp; after publish_tallies(), their sums
+     * over the lower warps of this CTA */
     int32_t *tally;
-    /* [num_tallies]: the rank to which each tally belongs: the owner of the expert, or the rank
-     * whose rows are counted */
+    /* [num_tallies]: the owner of the tally's expert, or the rank whose rows it counts */
     uint8_t *owner;
     /* memory after these arrays; only layers with PLAN_DROPS_OR_REPLICAS use it */
     uint8_t *extra_memory;
-    /* For each rank, how many choices each of its experts may keep so that its slots suffice;
-     * 2^31 - 1: no limit. */
+    /* for each rank, how many choices each of its experts may keep; 2^31 - 1: no limit */
     int32_t keep_limit[DEVICE_MAX_RANKS];
     /* for each rank, the slots that it would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
     /* for each rank, the slots of its receive buffer; 0: no limit */
     int32_t capacity[DEVICE_MAX_RANKS];
     /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
-     * limit limit_fits[q], the rows of rank q do not exceed its capacity. With limit_fails[q],
-     * they do. */
+     * limit limit_fits[q], the rows of rank q fit into its capacity. With limit_fails[q], they
+     * do not. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
     /* for each rank, the slots that it needs after expert_capacity has dropped choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
@@ -101,17 +97,16 @@ struct Planner {
     /* layers with replicas: hash of the caller's table logical_of_expert */
     uint32_t table_hash;
     /* Layers with replicas: the lowest expert with an invalid entry in logical_of_expert or, if
-     * there is none, num_experts plus the lowest logical expert without a replica; NO_INDEX if
-     * nothing is wrong. */
+     * there is none, num_experts plus the lowest logical expert without a replica, or
+     * NO_INDEX. */
     uint32_t bad_replica;
     RankMask bad_ranks; /* the ranks whose choices or tables are wrong */
-    /* num_warps: warps of a CTA that count choices. tokens_per_cta, tokens_per_warp: tokens of
-     * this rank per planner CTA and per warp. */
+    /* warps of a CTA that count choices; tokens of this rank per planner CTA and per warp */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns how many tallies of choices a warp has: one per expert or, with EPIC_BY_K, one per
- * expert and k. */
+/* Returns how many tallies of choices a warp has: one per expert, or with EPIC_BY_K per expert
+ * and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
@@ -136,29 +131,27 @@ template <int FEATURES> __device__ __forceinline__ int tallies_of(const p2p_plan
     return choice_tallies<FEATURES>(job) + (FEATURES & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies. With many
- * tallies fewer warps count, because all tallies must fit in shared memory. */
+/* Returns how many warps of a CTA count choices if each has `tallies` tallies: fewer with many
+ * tallies, because all must fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* Never 2: a warp may then have twice as many tallies, and the arrays of Planner
-                * would need too much shared memory. */
+               /* never 2: with twice as many tallies per warp, the arrays of Planner would need
+                * too much memory */
                : most;
 }
 
-/* Returns the size in bytes of the dynamic shared memory that the arrays of Planner need if
- * each warp has `tallies` tallies. */
+/* Returns the size in bytes of the arrays of Planner if each warp has `tallies` tallies. */
 __host__ __device__ inline int planner_bytes(int tallies)
 {
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the largest result of planner_bytes() for any layer, which the host allows the
- * kernels when it loads them. Tries every count of tallies, because planner_bytes() may be
- * smaller with more tallies. */
+/* Returns the maximum of planner_bytes() for all layers, which the host allows the kernels.
+ * Tries every count of tallies, because planner_bytes() may be smaller with more tallies. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -167,8 +160,8 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Returns the size in bytes of the dynamic shared memory that the planner needs for this job,
- * without the arrays that only layers with PLAN_DROPS_OR_REPLICAS have. */
+/* Returns the size in bytes of the dynamic shared memory for this job, except the arrays that
+ * only layers with PLAN_DROPS_OR_REPLICAS have. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
     return planner_bytes(num_tallies(job, job.layer.layout == EPIC_FLAT));
@@ -179,11 +172,9 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * of token 1. With more than 32 choices, the warp handles one token at a time, in two *chunks*:
  * choices 0 to 31 (chunk 0), then choices 32 and up (chunk 1). */
 struct TokenLanes {
-    /* tokens_at_once: tokens of a group. num_chunks: 1, or 2 if tokens have more than 32
-     * choices. */
+    /* number of tokens in a group, and of chunks (2 if tokens have more than 32 choices) */
     int tokens_at_once, num_chunks;
-    /* token: index of this lane's token in the group. k: this lane's choice of the token (in
-     * chunk 1: 32 + k). */
+    /* index of this lane's token in the group, and k of its choice (in chunk 1: 32 + k) */
     int token, k;
     /* false: this lane has no choice, because 32 is not a multiple of top_k */
     bool has_choice;
@@ -232,8 +223,7 @@ __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
 }
 
-/* Returns the expert id of choice i = token * top_k + k of this rank, from the caller's
- * topk_idx. */
+/* Returns the expert id of choice i = token * top_k + k from the caller's topk_idx. */
 __device__ __forceinline__ int64_t read_id(const p2p_plan_job &job, int64_t i)
 {
     return job.has_int64_ids ? __ldg((const long long *)job.topk_idx + i)
@@ -244,8 +234,8 @@ struct TokenRange { /* The tokens [begin, end) of this rank whose choices a warp
     int32_t begin, end;
 };
 
-/* Sets how many tokens each planner CTA, and each of its `warps` warps that count choices,
- * handles. Called by one thread. */
+/* Sets how many tokens each planner CTA, and each of its `warps` counting warps, handles.
+ * Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;
@@ -265,8 +255,8 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
     return range;
 }
 
-/* Sets up the planner: points the pointers at arrays in `memory`, zeros the tallies, and stores
- * the owner of every expert. `memory`: planner_bytes_of() bytes of shared memory. Called by all
+/* Sets up the planner: points the pointers at arrays in `memory` (planner_bytes_of() bytes of
+ * shared memory), zeros the tallies, and stores the owner of every expert. Called by all
  * threads of the CTA. */
 template <int FEATURES>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)

@@ -22,8 +22,7 @@
 
 #include "cuda/plan/counts.cuh"
 
-/* Returns the size in bytes of the tables above, in dynamic shared memory. They follow the
- * arrays that every planner has. */
+/* Returns the size in bytes of these tables, which follow the arrays that every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -34,8 +33,8 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Computes p.first_replica: the prefix sums of the replica counts of the logical experts, which
- * are in p.logical_load until choices are counted. Called by one warp. */
+/* Computes p.first_replica: the prefix sums of the replica counts, which are in p.logical_load
+ * until choices are counted. Called by one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -96,17 +95,16 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns a hash of this rank's table logical_of_expert, or 0 if the table is invalid. Ranks
- * compare these words, which follow the counts in the heap. */
+/* Returns a hash of logical_of_expert, or 0 if the table is invalid, for compare_tables(). */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
-/* Checks that all ranks have the same table logical_of_expert. CTA 0 sends a hash of this
- * rank's table to all ranks, and each planner CTA compares the hashes of all ranks with its own
- * hash. If two tables differ, makes the group fail. Called by one thread of each planner CTA.
- * Returns false if the group has failed. */
+/* Checks that all ranks have the same table logical_of_expert; otherwise makes the group fail.
+ * CTA 0 sends a hash of the table to all ranks, in words that follow the counts in the heap,
+ * and each planner CTA compares the hashes with its own. Called by one thread of each planner
+ * CTA. Returns false if the group has failed. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -151,8 +149,8 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns how many choices an expert may keep within expert_capacity, or 2^31 - 1 without a
- * limit. The replicas of a logical expert share its expert_capacity. */
+/* Returns how many choices an expert may keep within expert_capacity, which the replicas of a
+ * logical expert share; 2^31 - 1: no limit. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -165,7 +163,7 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
 }
 
 /* Returns the replica that gets the nth choice of a logical expert, counted over all ranks. nth
- * then becomes the position of the choice among the choices of that replica. */
+ * becomes the index of the choice among the choices of that replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

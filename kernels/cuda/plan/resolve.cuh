@@ -23,8 +23,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the address, in the heap at `heap`, of the words in which `rank` stores how many
- * choices of each logical expert it has. */
+/* Returns the address in `heap` at which `rank` stores how many choices of each logical expert
+ * it has. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -32,9 +32,9 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends `own`, this rank's choices of one logical expert, to all ranks, and waits for the
- * counts of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
- * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
+/* Sends `own`, this rank's count of choices of one logical expert, to all ranks, and waits for
+ * their counts. Sets p.before_cta[logical] to the sum over the lower ranks, and
+ * p.logical_load[logical] to that over all ranks. Called by one thread. Returns false if the
  * group has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)

@@ -8,10 +8,9 @@
 
 #include "cuda/plan/planner.cuh"
 
-/* Waits for the records of some tokens of rank `source`, from first_token on, and copies them
- * to `records` in the plan, one word per lane. num_tokens: how many tokens rank `source` has in
- * all. Called by one warp, which handles as many tokens as fit in its lanes. Returns false if
- * the group has failed. */
+/* Waits for the records of some of the num_tokens tokens of rank `source`, from first_token on,
+ * and copies them to `records` in the plan, one word per lane. Called by one warp, which
+ * handles as many tokens as fit in its lanes. Returns false if the group has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -33,13 +32,12 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             last_words =
                 __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST)) &
                 lanes.token_lanes;
-            /* In backend `hosts` with top_k up to 32, the sender sends all top_k words of a
-             * record. Wait for all of them, because a late word could overwrite a word of a
-             * later operation. */
+            /* In backend `hosts` with top_k up to 32, records have all top_k words. Wait for
+             * all of them, because a late word could overwrite a word of a later operation. */
             const bool is_whole = lanes.num_chunks == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* Otherwise the sender sends no words after the one with RECORD_LAST. */
+            /* otherwise no words follow the one with RECORD_LAST */
             const bool needed = reads && !(last_words & lanes_below());
             /* the word with RECORD_LAST (the end of the record) has not arrived */
             const bool is_open = !last_words && lanes.num_chunks == 1;
@@ -57,10 +55,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first, tokens), which copies records, for each group of tokens that this
- * warp handles. source: rank of the tokens. first: first token of the group. tokens: how many
- * tokens rank `source` has in all. `warp`: index of the calling warp among the `warps` warps
- * that share the work. If keep() returns false, stops and returns false. */
+/* Calls keep(source, first, tokens) for each group of tokens that this warp handles, to copy
+ * their records. source: rank of the tokens. first: first token of the group. tokens: number of
+ * tokens of the rank. `warp`: index of the calling warp among the `warps` warps that share the
+ * work. If keep() returns false, stops and returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
                                                      const RankNumbers &tokens_of, int warp,

@@ -12,9 +12,8 @@
 
 #include "cuda/net/operation.cuh"
 
-/* Returns how many slots of its receive buffer this rank may use in the operation; 0: no limit.
- * This is job.capacity or, if it is smaller, the caller's limit in device memory
- * (capacity_limit). */
+/* Returns how many slots of its receive buffer this rank may use; 0: no limit. This is
+ * job.capacity or, if it is lower, the caller's limit in device memory (capacity_limit). */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
     if (job.capacity_limit == NULL) return job.capacity;
@@ -25,12 +24,11 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 /* Flag in the last word of a record. In a word of `counts` (plan/counts.cuh), it means that the
  * sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Value of a word of a record: no choice of the token goes to the receiving rank. In backend
- * `hosts`, unused words of a record also have this value. */
+/* a word of a record: no choice goes to the receiving rank; in backend `hosts` also unused
+ * words */
 #define RECORD_ABSENT 0x7fffffffu
-/* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
- * has no slot. The row may already be on its way, so the receiving rank receives and discards
- * it. */
+/* A word of a record if the plan is invalid: a choice goes to the receiving rank, but has no
+ * slot. The rank receives and discards the row, which may already be on its way. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 __device__ __forceinline__ uint32_t lanes_below()
@@ -48,27 +46,25 @@ struct PlanView {
     device_plan_header header;
     /* the plan's arrays, which src/rules/device_layout.h describes */
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits]: for each local expert, the range of padding slots at the end of its
-     * slab. Entries after the last local expert are {0, 0}. */
+    /* [1 << slab_bits]: for each local expert, the padding slots at the end of its slab;
+     * entries after the last local expert are {0, 0} */
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
     int32_t most_tokens; /* maximum number of tokens of a rank */
-    /* 1: the plan is intact, was made by this rank, and fits the layer and the tokens of this
-     * call */
+    /* 1: the plan is intact, is this rank's, and fits the layer and the tokens of this call */
     uint32_t is_valid;
 };
 
-/* Returns the index, in the plan's array of records, of the first element of the record of a
- * token of `rank` (its slots on this rank). */
+/* Returns the index of the record of a token of `rank` in the plan's array of records. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header. Lane n passes the words n, n + 32, and so on, of the
- * header. Called by one warp. */
+/* Returns the checksum of a header. Lane n passes the words n, n + 32, and so on. Called by one
+ * warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -81,8 +77,8 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Returns whether the plan was made for the layer of the current call. A call without a layer
- * (hash 0) accepts any plan. */
+/* Returns whether the plan was made for the layer of this call, or the call has no layer (hash
+ * 0). */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -90,7 +86,7 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Returns whether the header's fields are in range and fit this rank. A plan is the caller's
+/* Returns whether the header's fields are in range and fit this rank: a plan is the caller's
  * memory and can contain any bytes. Called by one warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
@@ -123,9 +119,8 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why this call cannot use the plan. is_intact: the checksum and the fields
- * are valid, so the plan was made for another layer or another number of tokens. Called by one
- * thread. */
+/* Reports to the host why this call cannot use the plan. is_intact: only the layer or the
+ * number of tokens is another one. Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
                                                     int32_t num_tokens)
@@ -143,12 +138,12 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* Value of num_tokens for operations without tokens, for example the sum of gradients over
- * replicas (allreduce/replicas.cu). They accept plans with any number of tokens. */
+/* Value of num_tokens for operations without tokens, such as allreduce/replicas.cu, which
+ * accept plans with any number of tokens. */
 #define ANY_TOKENS (-1)
 
-/* Loads the header of the plan at `plan`. Lane n gets the words n, n + 32, and so on. If the
- * plan's memory is smaller than a header, all words become 0. Called by one warp. */
+/* Loads the header of the plan at `plan`: lane n the words n, n + 32, and so on. All words are
+ * 0 if the plan's memory is smaller than a header. Called by one warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -163,8 +158,8 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
 }
 
 /* Copies a header that load_header() has loaded into the view, checks it, and sets the other
- * members. If `reports` is true, reports a bad plan to the host. Called by one warp; a barrier
- * must follow before other warps read the view. */
+ * members. With `reports`, reports a bad plan to the host. Called by one warp; a barrier must
+ * follow before other warps read the view. */
 static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens, bool reports = true)
@@ -195,10 +190,9 @@ static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_
     }
 }
 
-/* Reads the plan at `plan` into the view, and checks it. If the plan is damaged, or was made
- * for another layer or another number of tokens, sets is_valid to 0, id to 0 and result to
- * EPIC_EINVAL. If `reports` is true, also reports the error to the host. Called by all threads
- * of a CTA. */
+/* Reads the plan at `plan` into the view. If the plan is damaged, or was made for another layer
+ * or number of tokens, sets is_valid and id to 0, and result to EPIC_EINVAL. With `reports`,
+ * also reports that to the host. Called by all threads of a CTA. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens, bool reports = true)
 {
@@ -210,10 +204,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Waits until all ranks have announced their rows. Then returns whether the receive buffer of
- * every rank has at least as many rows as the plan has slots there. If `reports` is true, also
- * reports the first rank with too few rows to the host. Also returns true if the group has
- * failed, which is reported elsewhere. Any thread may call it. */
+/* Waits until all ranks have announced their rows. Returns whether every rank's receive buffer
+ * has a row for each of its slots in the plan. With `reports`, reports the first rank with too
+ * few rows to the host. Also returns true if the group has failed, which is reported elsewhere.
+ * Any thread may call it. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -243,8 +237,8 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* Returns the address of the record that rank `source` sends about its token, in this rank's
- * heap or net inbox. A record has top_k words. `self` is *op.self, which is slower to load. */
+/* Returns where the record of rank `source` about its token, top_k words, is in this rank's
+ * heap or net inbox. `self` is *op.self, which is slower to load. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -255,11 +249,11 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for words 32 * chunk to 32 * chunk + 31 of a record of a token of `source`, one per
- * lane. `word`: this lane's word, which the caller has loaded early; it is loaded again if it
- * had not arrived. `slot` becomes the slot (FLAT: local expert) in this lane's word,
- * RECORD_DISCARD, or -1 if the record has no word for this lane. `more` becomes true if the
- * record may have later words. Called by one warp. Returns false if the group has failed. */
+/* Waits for the 32 words of chunk `chunk` of a record of a token of `source`, one per lane.
+ * `word`: this lane's word, which the caller has loaded early; it is loaded again if it had not
+ * arrived. `slot` becomes the slot (FLAT: local expert) in it, RECORD_DISCARD, or -1 if the
+ * record has no word for this lane. `more` becomes true if the record may have later words.
+ * Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -273,7 +267,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* See store_records() (plan/store_records.cuh). */
+        /* see store_records() */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
