@@ -35,8 +35,8 @@ template <class ROW> static constexpr int block_for(bool quantize)
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
 }
 
-/* The kernel of combine_backward. ROW: element type. EXACT: rows are aligned to 16 bytes and
- * consist of whole pieces. QUANTIZE: d_rows are e4m3 with scales. */
+/* The kernel. EXACT: rows are aligned to 16 bytes and consist of whole pieces. QUANTIZE: d_rows
+ * are e4m3 with scales. */
 template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -89,14 +89,12 @@ static Kernel kernel_of(uint32_t type, bool exact, bool quantize)
                               : kernel_for<F32>(exact, quantize);
 }
 
-/* Threads per CTA of the kernel that kernel_of() returns. */
 static int block_of(uint32_t type, bool quantize)
 {
     return type == EPIC_F32 ? block_for<F32>(quantize) : block_for<Bf16>(quantize);
 }
 
-/* Returns the size in bytes of a CTA's dynamic shared memory: WARP_BYTES of GradientStream for
- * each of its warps. */
+/* Returns the size of a CTA's dynamic shared memory: WARP_BYTES of GradientStream per warp. */
 static int memory_bytes(uint32_t type, bool quantize)
 {
     const int warp_bytes = type == EPIC_F32 ? GradientStream<F32, true, false>::WARP_BYTES
@@ -127,8 +125,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
     /* Choose the lag. If it is shorter than the number of tokens that all warps process at a
-     * time, warps often wait for the slowest of them. There is also a minimum, because some
-     * warps are faster than others. Measured: docs/lab/cuda.md. */
+     * time, warps often wait for the slowest of them. The minimum is there because some warps
+     * are faster than others. Measured: docs/lab/cuda.md. */
     const int at_a_time = copy.total_warps / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

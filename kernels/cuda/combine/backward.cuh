@@ -17,8 +17,8 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the address in `parts` of the blocks of one dot product: for the n-th choice on this
- * rank of a token of `rank`. */
+/* Returns the blocks in `parts` of the dot product for the n-th choice on this rank of a
+ * token. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns the n-th slot of a token of `rank` on this rank, from the plan. Returns -1 if there
- * is no such slot, or if the token belongs to an earlier round. */
+/* Returns the n-th slot of a token of `rank` on this rank, or -1 if there is no such slot, or
+ * if the token belongs to an earlier round. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -57,8 +57,8 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* Returns a bit mask of the peers that need the token's row, because choices go to them.
- * `choice`: the rank of this lane's choice, or -1. Called by a whole warp. */
+/* Returns a bit mask of the peers to which choices of the token go. `choice`: the rank of this
+ * lane's choice, or -1. Called by a whole warp. */
 __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choice)
 {
     RankMask touched = ranks_of_lanes(choice);
@@ -66,9 +66,8 @@ __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choi
     return touched;
 }
 
-/* Stores a piece of d_out to the staging of each peer in the bit mask `peers`. For a peer on
- * another host, stores it to the outbox, and the caller must post a put with post_put_pieces().
- * Called by a whole warp. */
+/* Stores a piece of d_out to the staging of each peer in `peers` or, for a peer on another
+ * host, to the outbox; then the caller must call post_put_pieces(). Called by a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, RankMask peers, uint4 (&x)[V])
@@ -98,10 +97,10 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's vectors of a piece of d_out for a token of `rank`: from the caller's array
- * for this rank's own token. For a peer's token, waits until the piece has arrived in staging,
- * and then stores poison there, so that the staging can be used again. Called by a whole warp.
- * Returns false if the group has failed. */
+/* Reads this lane's vectors of a piece of d_out for a token of `rank`. This rank's tokens are
+ * in the caller's array. For a peer's token, waits until the piece has arrived in staging, and
+ * stores poison there for the next use. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -119,20 +118,18 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
     return true;
 }
 
-/* Finishes the dot products (gradients of weights) of a token of every rank. Each dot product
- * has one part for each block of 1024 elements of the row. The warp that received the block has
- * stored the part in `parts`. For each slot of these tokens, one lane waits for the parts, adds
- * them in ascending order, and stores the sum to d_slot_weights. It overwrites each part with
- * poison, so that the memory can be used again. Called by a whole warp. Returns false if the
- * group has failed. */
+/* Finishes the dot products (gradients of weights) of a token of every rank. A dot product has
+ * one part for each block of 1024 elements, which the warp that received the block has stored
+ * in `parts`. For each slot of these tokens, one lane waits for the parts, adds them in
+ * ascending order, stores the sum to d_slot_weights, and overwrites the parts with poison for
+ * the next use. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
-        /* Compute rank = i / top_k by subtraction, because a division would wait for earlier
-         * stores. */
+        /* rank = i / top_k by subtraction, because a division would wait for earlier stores */
         for (; n >= m.top_k; n -= m.top_k) rank++;
         const int32_t slot = i < entries ? clamp_slot(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
@@ -140,7 +137,7 @@ __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t tok
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
             /* Poll only the last of eight words (blocks), and read all eight when it has
-             * arrived. Polling all of them would take memory bandwidth that the rows need. */
+             * arrived. Polling all would take memory bandwidth that the rows need. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -178,9 +175,9 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
             job.scale_bytes, job.quantized_whole != 0, job.scales_in_words != 0};
 }
 
-/* Quantizes weight * x, and stores it as piece `number` of the row of a slot. Elements are
- * quantized in blocks, and each lane computes the scale of one block. `largest`: bits of the
- * largest absolute value of x in this lane's block (find_largest()). Called by a whole warp. */
+/* Quantizes weight * x, and stores it as piece `number` of the row of a slot. Each lane
+ * computes the scale of one block. `largest`: bits of the largest absolute value of x in this
+ * lane's block (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -200,8 +197,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Zeroes d_rows, their scales and d_slot_weights from slot `first` to the end. Each of
- * `threads` threads calls it with its own index `thread`. */
+/* Zeroes d_rows, their scales and d_slot_weights from slot `first` on. Each of `threads`
+ * threads calls it with its own index `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -215,8 +212,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Zeroes one piece of a padding slot in d_rows and, for piece 0, the slot's d_slot_weights.
- * Called by a whole warp. */
+/* Zeroes one piece of a padding slot in d_rows and, for piece 0, its d_slot_weights. Called by
+ * a whole warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -229,8 +226,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Zeroes all padding slots, unless do_extra_work() has already done so (pads_with_tokens()).
- * Called by all CTAs. */
+/* Zeroes all padding slots that do_extra_work() has not zeroed (pads_with_tokens()). Called by
+ * all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -241,9 +238,9 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
 }
 
 /* Does the extra work of a unit that has received span `span` of a token of this rank. Every
- * unit zeroes some of the padding slots. One unit of each token also finishes the dot products
- * of token `token` - lag of every rank. `end`: the round ends before this token. Returns false
- * if the group has failed. */
+ * unit zeroes some padding slots. One unit of each token also finishes the dot products of
+ * token `token` - lag of every rank. `end`: the round ends before this token. Returns false if
+ * the group has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
@@ -251,7 +248,7 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
     /* A hash of the token chooses the span whose unit finishes the dot products, so that all
-     * warps get equally much of this work. */
+     * warps get an equal share of this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -266,9 +263,8 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 }
 
 /* Returns the role of a unit. 0: send a token of this rank. n > 0: receive a token of source n
- * (rank_of_role()). -n (only with relays): forward rows that came from another host to ranks of
- * this host; the index of the other host is this host's index plus n, modulo the number of
- * hosts. */
+ * (rank_of_role()). -n (only with relays): forward rows from the host with the index (this
+ * host's index + n) modulo the number of hosts to ranks of this host. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -282,8 +278,8 @@ __device__ __forceinline__ bool is_forward_role(int role)
 }
 
 /* Loads the word of the plan that a unit needs first, while the warp works on the preceding
- * unit, because the load takes long. If the unit sends a token, lane k loads the rank to which
- * choice k goes. If it receives one, lane n loads the token's n-th slot on this rank. */
+ * unit. If the unit sends a token: in lane k, the rank to which choice k goes. If it receives
+ * one: in lane n, the token's n-th slot on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;
@@ -295,8 +291,8 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends its token `sent`, which the
- * ranks in `peers` need. With relays these are, on each other host, only the mate of this rank
- * (the rank with the same index there), which forwards the token. In p2p, returns `peers`. */
+ * ranks in `peers` need: in p2p `peers`; with relays, only the mate of this rank on each other
+ * host, which forwards the token (net/relay.cuh). */
 __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, RankMask peers)
 {
@@ -306,9 +302,8 @@ __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const U
 }
 
 /* With relays: forwards pieces [first, first + count) of a token's row, which this rank has
- * received from its mate on another host, to those ranks of its host that need them. The index
- * of the other host is this host's index plus `hosts`, modulo the number of hosts. Called by a
- * whole warp. Returns false if the group has failed. */
+ * received from its mate on another host, to those ranks of its host that need them. `hosts`: n
+ * of role_of(). Called by a whole warp. Returns false if the group has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

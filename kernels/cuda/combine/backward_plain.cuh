@@ -10,8 +10,8 @@
 
 /* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
  * the piece of d_rows and computes one block of the dot product. `source`: the token's rank,
- * counted from the rank after this one, modulo num_ranks. `slot`: this lane's slot, or -1.
- * Called by a whole warp. Returns false if the group has failed. */
+ * counted from the next higher rank, modulo num_ranks. `slot`: this lane's slot, or -1. Called
+ * by a whole warp. Returns false if the group has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -106,8 +106,8 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* Runs all rounds of combine_backward. Not inlined: the main loop of backward_stream.cuh, in
- * the same kernel, would otherwise spill registers. Returns false if the group has failed. */
+/* Runs all rounds. Not inlined, because the main loop of backward_stream.cuh, in the same
+ * kernel, would otherwise spill registers. Returns false if the group has failed. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

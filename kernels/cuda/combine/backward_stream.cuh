@@ -26,15 +26,14 @@ struct __align__(8) Slot
 
 struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
     int32_t token; /* the token that is sent or received */
-    /* In a unit that receives a token: how many slots the token has on this rank. In a unit
-     * that sends one: bit mask of the peers that need it or, with many ranks, 1. 0: nothing to
-     * do. */
+    /* If the unit receives a token: how many slots the token has here. If it sends one: bit
+     * mask of the peers that need it or, with many ranks, 1. 0: nothing to do. */
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
     int16_t role, span; /* role: what the unit does (role_of()). span: which part of the row */
-    /* first: index of the unit's first piece in the row. count: how many pieces. A unit without
-     * work uses one buffer of the ring, which stays empty. */
+    /* index in the row of the unit's first piece, and number of pieces; a unit without work
+     * uses one buffer of the ring, which stays empty */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
@@ -63,9 +62,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: for how many dot products `sums` has space. When it is full, the sums of the lanes
-     * are added. PITCH: distance in floats between two rows of `sums`, with 4 unused floats
-     * against bank conflicts. */
+    /* DOTS: how many dot products `sums` holds; when it is full, the sums of the lanes are
+     * added. PITCH: distance in floats between two rows of `sums`, 4 more than a warp against
+     * bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -79,15 +78,15 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* Address of this lane's bytes of the current piece in row 0 of the caller's `rows`. For
-     * row i, add row_offset(i). */
+    /* this lane's address in the current piece of row 0 of the caller's `rows`; add
+     * row_offset(i) for row i */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
-    /* pieces: pieces of d_out of the unit that are left to copy. slots: slots whose rows are
-     * left to copy for the current piece. */
+    /* what is left to copy: pieces of d_out of the unit, and slots whose rows have the current
+     * piece */
     int pieces = 0, slots = 0;
-    /* How many units this warp has begun (their data is in `entries`), has copied or copies now
+    /* How many units this warp has begun (they are in `entries`), has copied or copies now
      * (their pieces are in the ring), and has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
@@ -103,14 +102,14 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Begins the warp's next unit, if one is left: fills in an Entry for it, and starts to copy
-     * the weights of its slots to shared memory. */
+    /* Begins the warp's next unit, if one is left: fills in its Entry, and starts to copy the
+     * weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* An older unit has used this entry. A warp collective (reduce or ballot) comes before
-         * each write below, so no lane still reads the older entry. */
+        /* An older unit has used this entry. A warp collective comes before each write below,
+         * so no lane still reads the older entry. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -141,8 +140,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         walk.next_unit(m.stride);
         next_word = read_ahead(m, walk);
     }
-    /* Returns true if the unit receives a token of a peer. This rank's own tokens do not arrive
-     * in staging. */
+    /* Returns true if the unit receives a token of a peer, which arrives in staging. */
     __device__ __forceinline__ bool is_staged(const Entry &u) const
     {
         return u.role > 0 && u.role < m.job.self.num_ranks;
@@ -152,8 +150,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
-    /* Selects the oldest begun unit that has not been copied, whose pieces copy_next() then
-     * copies. */
+    /* Selects the oldest begun unit that has not been copied for copy_next(). */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -191,16 +188,16 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     /* ---- using ---- */
 
     /* Starts to copy one more piece, so that the ring stays full, and reads the oldest piece of
-     * the ring into q. `its_vector`: index in the row of the oldest piece's first vector. Words
-     * past the end of the row become `fill`. */
+     * the ring into q. `its_vector`: index in the row of that piece's first vector. Words past
+     * the end of the row become `fill`. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
         ring.read_piece(q, its_vector, m.shape, fill);
     }
     /* Waits until a piece of d_out has arrived in staging. On entry, q is the copy from the
-     * ring, in which words that had not arrived are poison. On return, q is the whole piece,
-     * and its staging is poison again. Returns false if the group has failed. */
+     * ring, with poison for words that had not arrived. On return, q is the whole piece, and
+     * its staging is poison again. Returns false if the group has failed. */
     __device__ __forceinline__ bool wait_d_out(const Entry &u, int32_t its_vector,
                                                uint4 (&q)[V])
     {
@@ -224,8 +221,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
     /* Computes block `piece` of the dot products of the unit's slots `first` to first + count -
-     * 1. `sums` has each lane's sum. Lane i adds the sums of all lanes for slot first + i, and
-     * stores the result to `parts` (dot_part_of()). Called by a whole warp. */
+     * 1. Lane i adds the lanes' sums in `sums` for slot first + i, and stores the result to
+     * `parts` (dot_part_of()). Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -237,8 +234,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* Processes q, one received piece of d_out: for each of the unit's slots, stores weight * q
-     * to d_rows, and computes one block of the slot's dot product. */
+    /* For one received piece q of d_out and each of the unit's slots, stores weight * q to
+     * d_rows, and computes one block of the slot's dot product. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -260,8 +257,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* Load the next element of u.slots first, because the load would have to wait for
-             * the stores of the current slot. */
+            /* load the next slot first, because the load would wait for the stores of the
+             * current one */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,
@@ -275,9 +272,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
-     * that the warp has begun. Called by a whole warp. Returns false if the group has
-     * failed. */
+    /* Begins one more unit, so that its copies start early, and finishes the oldest one. Called
+     * by a whole warp. Returns false if the group has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

@@ -14,9 +14,9 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/list_rows.cuh"
 
-/* Copies the rows of d_out of this rank's tokens: to peers if the team is remote, else to slots
- * of this rank. Multiplies by the weight 1, so that NaNs have the same bits as in backward.cu.
- * Called by all threads of the CTAs of a team. */
+/* Copies the rows of d_out of this rank's tokens: a remote team to peers, a local team to slots
+ * of this rank. Multiplies by 1, so that NaNs have the same bits as in backward.cu. Called by
+ * all threads of the CTAs of a team. */
 template <class ROW>
 static __device__ __noinline__ void copy_gradients(const BackwardMove &m, const WindowState &w,
                                                    RowList<Dot<ROW>::BLOCK> &list,

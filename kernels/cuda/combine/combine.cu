@@ -36,8 +36,8 @@
 #define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Zeroes all outputs. Called by the CTA that finishes last after an error: if the plan is
- * invalid, or if the array `rows` of any rank has fewer rows than the plan has slots there. */
+/* Zeroes all outputs after an error: the plan is invalid, or the array `rows` of any rank has
+ * too few rows. Called by the CTA that finishes last. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);
@@ -45,8 +45,7 @@ static __device__ void clear_outputs(const CombineState &c)
                 BLOCK);
 }
 
-/* The kernel of combine and dispatch_backward. ROW: element type. EXACT: rows are aligned to 16
- * bytes and consist of whole pieces. */
+/* The kernel. EXACT: rows are aligned to 16 bytes and consist of whole pieces. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
         clear_outputs(c);
 }
 
-/* Stores the first slot of each leaf (block of experts) of this rank to `to`. Called by all
+/* Stores the first slot of each leaf (block of experts) of this rank in `to`. Called by all
  * threads of a CTA; a barrier must follow before the slots are read. */
 __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &plan, int leaves)
 {
@@ -104,8 +103,8 @@ __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &p
     if (i < leaves) to.begin[i] = __ldg(plan.slab_begin + plan.header.owned / leaves * i);
 }
 
-/* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
- * sum tree (blocks of experts whose rows are added first). It is a separate kernel because
+/* The kernel for rows that combine/stream.cuh supports, with several leaves of the sum tree
+ * (blocks of experts whose rows are added first) on each rank. A separate kernel, because
  * combine_kernel() has no registers left for the nodes of a tree. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
@@ -152,9 +151,9 @@ static Kernel kernel_of(uint32_t type, bool exact, bool leaves)
     return type == EPIC_F16 ? kernel_for<F16>(exact, leaves) : kernel_for<F32>(exact, leaves);
 }
 
-/* Returns the size in bytes of a CTA's dynamic shared memory. A CTA runs stream.cuh (a ring
- * buffer per warp) or plain.cuh (a LeafStack per warp), so it is the larger of both sizes.
- * `leaves`: the CTA runs combine_leaves_kernel(). */
+/* Returns the size in bytes of a CTA's dynamic shared memory: the maximum for stream.cuh (a
+ * ring buffer per warp) and plain.cuh (a LeafStack per warp), one of which a CTA runs.
+ * `leaves`: for combine_leaves_kernel(). */
 static int memory_bytes(bool leaves)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,

@@ -49,8 +49,7 @@ template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const u
 }
 
 #if defined(__NVCC__)
-/* Adds the eight 16-bit elements of b to those of a, and rounds the sums. PAIR: type of two
- * elements. */
+/* Adds the eight 16-bit elements of b to those of a, and rounds. PAIR: type of two elements. */
 template <class PAIR> __device__ __forceinline__ void add_pairs(uint4 &a, const uint4 &b)
 {
     uint32_t x[4] = {a.x, a.y, a.z, a.w};
@@ -74,13 +73,13 @@ template <> __device__ __forceinline__ void add_nodes<F16>(uint4 &a, const uint4
 }
 #endif
 
-/* The data that a warp needs to process its units in the running round. */
+/* what a warp needs to process its units in the running round */
 struct CombineState {
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    /* How the two lists of units are divided among the warps. expert: units that send partial
-     * sums for peers' tokens. source: units that add partial sums for this rank's tokens. */
+    /* how the two lists of units are divided among the warps: units that send partial sums for
+     * peers' tokens, and units that add those for this rank's tokens */
     const Stride &expert, &source;
     uint4 *stack; /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
     RowShape shape;
@@ -92,14 +91,14 @@ struct CombineState {
 };
 
 /* Returns true if one rank of each host adds the partial sums of its host, and sends only the
- * sum to another host (combine/relay.cuh). Always false in backend p2p. */
+ * sum to another host (combine/relay.cuh). */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
-/* Lane n returns the n-th slot (from 0) that a token of `rank` has on this rank, or -1 if the
- * token has fewer slots. With chunk = 1, lane n returns slot 32 + n. */
+/* Returns in lane n the n-th slot (chunk 1: slot 32 + n) that a token of `rank` has on this
+ * rank, or -1. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -110,8 +109,7 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Lane k returns the rank to which choice k (with chunk = 1: 32 + k) of this rank's token is
- * sent, or -1. */
+/* Returns in lane k the rank of choice k (chunk 1: 32 + k) of this rank's token, or -1. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int chunk)
 {
@@ -122,10 +120,10 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer for which an expert unit computes a partial sum. `role` distinguishes the
- * expert units of one token index: role 0 is for the next higher rank, role 1 for the rank
- * after it, and so on, modulo num_ranks. If adds_by_host() is true, the mates of this rank (the
- * ranks with its index on other hosts) come last, because their units wait for other ranks. */
+/* Returns the peer of an expert unit. `role` distinguishes the units of one token index: role 0
+ * is for the next higher rank, role 1 for the rank after it, and so on, modulo num_ranks. If
+ * adds_by_host() is true, the mates of this rank (the ranks with its index on other hosts) come
+ * last, because their units wait for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;

@@ -52,16 +52,16 @@ template <> struct Dot<F32> {
     static constexpr int V = 8, BLOCK = 384, LAST = 2;
     float acc[8]; /* acc[0..3]: sums of the even vectors; acc[4..7]: sums of the odd vectors */
 
-    /* Adds the products x[i] * y[i] of vector v of the block to the accumulators: to the first
-     * four if v is even, otherwise to the last four. */
+    /* Adds the products x[i] * y[i] of vector v of the block to the first four accumulators if
+     * v is even, otherwise to the last four. */
     __device__ __forceinline__ void add_products(int v, const float *x, const float *y)
     {
         float *a = acc + v % 2 * 4;
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    /* Returns the sum of eight accumulators: the four at `a` of this lane, and the same four of
-     * the adjacent lane. */
+    /* Returns the sum of the four accumulators at `a` of this lane and the same four of the
+     * adjacent lane. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -75,8 +75,8 @@ template <> struct Dot<F32> {
     }
 };
 
-/* Returns the sum of `s` over all 32 lanes: the dot product of a block. s: the result of
- * lane_sum(). Called by a whole warp. */
+/* Returns the dot product of a block: the sum over all lanes of `s`, the result of lane_sum().
+ * Called by a whole warp. */
 template <class ROW> __device__ __forceinline__ float add_lanes(float s)
 {
 #pragma unroll
@@ -90,8 +90,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* Like add_lanes() above, but the results of lane_sum() of all 32 lanes are in shared memory
- * (`lanes`). Called by a single lane. */
+/* add_lanes() for a single lane: the results of lane_sum() of all lanes are in shared memory
+ * (`lanes`). */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -100,8 +100,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Returns this lane's part of the dot product of two rows in one block: the sum of the products
- * of its elements (see lane_sum()). */
+/* Returns this lane's part of the dot product of two rows in one block (lane_sum()). */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

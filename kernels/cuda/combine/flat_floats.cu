@@ -27,8 +27,8 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the float of the n-th choice that a token of `rank` has on this rank. If there is
-     * no such choice, sets `has_float` to false and returns 0. */
+    /* Returns the float of the n-th choice that a token of `rank` has on this rank. Without
+     * such a choice, sets `has_float` to false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &has_float) const
     {
@@ -43,8 +43,8 @@ struct FlatFloats {
     }
 };
 
-/* Sends to `rank` the floats of one of its tokens. `source`: the part of that rank's heap for
- * floats of this rank (floats_base()). Called by a whole warp. */
+/* Sends to `rank` the floats of one of its tokens. `source`: this rank's part of that rank's
+ * heap (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -65,8 +65,8 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
 
 /* Receives the floats of up to 32 choices of this rank's token, one per lane, and stores them
  * to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the others. `rank`: the rank of
- * this lane's choice. `rank_before`: with chunk = 1, the rank of this lane's choice in chunk 0.
- * Called by a whole warp. Returns false if the group has failed. */
+ * this lane's choice. `rank_before`: the rank of its choice in chunk 0, if chunk is 1. Called
+ * by a whole warp. Returns false if the group has failed. */
 static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chunk,
                                      int32_t rank, int32_t rank_before)
 {
@@ -122,10 +122,9 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if the receive buffer of every rank has at least as many rows as the plan has
- * slots there, according to the sizes that the ranks have announced. Does not report an error,
- * because the first operation of dispatch_backward, which moved the rows, has done so. Called
- * by the CTA that finishes last. */
+/* Returns true if every rank's receive buffer has a row for each of its slots in the plan,
+ * according to the announced sizes. Reports no error, because the first operation of
+ * dispatch_backward has done so. Called by the CTA that finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
@@ -137,7 +136,7 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The kernel: moves the floats. Zeroes the output if the plan is invalid, or if slot_floats of
+/* The kernel: moves the floats, or zeroes the output if the plan is invalid, or slot_floats of
  * a rank has too few rows. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)

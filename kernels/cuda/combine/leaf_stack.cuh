@@ -10,9 +10,8 @@
 /* maximum number of nodes on the stack of a LeafStack: one more than the tree has levels */
 #define LEAF_LEVELS (MANY_RANKS ? 10 : 8)
 
-/* For each node of a LeafStack, the index of one leaf below it. leaf_number() returns element
- * i, and set_leaf_number() sets it. In the usual libraries an element is a byte of a word, and
- * these are macros for the reason in ranks.cuh. */
+/* For each node of a LeafStack, the index of one leaf below it. In the usual libraries an
+ * element is a byte of a word, and the functions are macros for the reason in ranks.cuh. */
 #if MANY_RANKS
 struct LeafNumbers {
     uint16_t numbers[LEAF_LEVELS];
@@ -39,11 +38,11 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
     return 32 - __clz(a ^ b);
 }
 
-/* Adds partial sums in the order of a binary tree. Not every leaf needs to have a partial sum.
- * The caller pushes one node per leaf, in ascending order of leaves. A node whose right sibling
- * is not complete stays on the stack, in shared memory. Element i of `leaf_at` is a leaf below
- * node i of the stack, which shows where the node is in the tree. `depth` is how many nodes are
- * on the stack. P is how many 16-byte vectors of a node each lane has. */
+/* Adds partial sums in the order of a binary tree; some leaves may have none. The caller pushes
+ * one node per leaf, in ascending order of leaves. A node whose right sibling is not complete
+ * stays on the stack, in shared memory. leaf_at[i] is a leaf below node i of the stack, which
+ * shows where the node is in the tree. `depth`: number of nodes on the stack. P: number of
+ * 16-byte vectors of a node in each lane. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -73,9 +72,9 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. Before that, adds the two top nodes again and again,
-     * as long as their smallest common subtree does not contain the new leaf. Such a subtree is
-     * complete, because leaves come in ascending order. */
+    /* Pushes the node of leaf `new_leaf`. First adds the two top nodes as long as their
+     * smallest common subtree does not contain the new leaf. Such a subtree is complete,
+     * because leaves come in ascending order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&

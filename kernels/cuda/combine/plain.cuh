@@ -40,8 +40,8 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* Adds weight * row to acc for COUNT rows, for this lane's vectors of the piece that begins at
  * `vector`. The rows are the slots of the lowest COUNT lanes of the bit mask `lanes`, which are
- * removed from the mask. `slot`, `weight`: this lane's slot and its weight. Loads all rows
- * before it uses the first, so that the loads overlap. Called by a whole warp. */
+ * removed from it. `slot`, `weight`: those of this lane. Loads all rows first, so that the
+ * loads overlap. Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -72,7 +72,7 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
     }
 }
 
-/* Like add_rows(), for the slots of all lanes in the bit mask `lanes`, in ascending order. */
+/* add_rows() for the slots of all lanes in the bit mask `lanes`, in ascending order. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
@@ -90,8 +90,7 @@ __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V]
         add_rows<ROW, V, 1>(c, acc, lanes, slot, weight, vector);
 }
 
-/* Rounds the float32 sums `acc` of a piece to type PART and packs them into vectors
- * (`node`). */
+/* Rounds the float32 sums `acc` of a piece to type PART and packs them into `node`. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
                                          const float (&acc)[V][ROW::N])
@@ -100,10 +99,10 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Stores this rank's partial sum for a token of `rank` in `node`: weight * row, added over the
- * token's slots on this rank in ascending k, for the piece that begins at `vector`. `slot`: in
- * lane n, the token's n-th slot on this rank, or -1; slots after the first 32 are read from the
- * plan. Returns false if the token has no slot on this rank. Called by a whole warp. */
+/* Sets `node` to this rank's partial sum for a token of `rank`: weight * row, added over the
+ * token's slots here by ascending k, for the piece that begins at `vector`. `slot`: in lane n,
+ * the token's n-th slot here, or -1; later slots are read from the plan. Returns false if the
+ * token has no slot here. Called by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -127,8 +126,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of the sum tree that contains the expert of a slot, counted from this rank's
- * first leaf. */
+/* Returns the leaf of the sum tree with the expert of a slot, counted from this rank's first
+ * leaf. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -145,9 +144,8 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Like sum_local_rows(), for a rank with several leaves of the sum tree: first adds the rows of
- * each leaf, and then the sums of the leaves in the order of the tree. A piece has one vector
- * per lane. */
+/* sum_local_rows() for a rank with several leaves of the sum tree: adds the rows of each leaf,
+ * then the sums of the leaves in the order of the tree. A piece has one vector per lane. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -183,9 +181,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends the floats of one token of the peer `rank` to this peer, one
- * for each choice that was sent to this rank, from the caller's array slot_floats. `to`: the
- * array in the heap of `rank` for floats of this rank. Called by a whole warp. */
+/* Only in dispatch_backward: sends the floats of one token of `rank` from slot_floats to this
+ * peer, one for each choice on this rank. `to`: this rank's array of floats in the heap of
+ * `rank`. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -203,9 +201,9 @@ __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int
     post_put_floats(c.op, rank, to + (int64_t)token * float_stride(c.top_k), count);
 }
 
-/* Only in dispatch_backward: waits for the floats of all choices of this rank's token, and
- * stores them to choice_floats. Lane k handles choice k. Called by a whole warp. Returns false
- * if the group has failed. */
+/* Only in dispatch_backward: waits for the floats of this rank's token, and stores them to
+ * choice_floats. Lane k handles choice k. Called by a whole warp. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t token)
 {
     const p2p_self &self = c.job.self;
@@ -246,18 +244,18 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* A unit: one piece of one token's row. The warp loads slots and ranks of the next unit while
- * it works on this one. */
+/* One piece of one token's row. The warp loads slots and ranks of the next unit while it works
+ * on this one. */
 struct Unit {
     int32_t token;
     int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
     int32_t slot;    /* in lane n: the n-th slot that the token has on this rank, or -1 */
-    /* in lane k, only if the token is this rank's own: the rank to which choice k goes */
+    /* in lane k: the rank to which choice k goes, if the token is this rank's */
     int32_t ranks;
 };
 
-/* Stores this rank's partial sum for the piece of a unit in `node`. `rank`: the rank that owns
- * the unit's token. Returns false if the token has no slot on this rank. */
+/* Sets `node` to this rank's partial sum for the piece of a unit. `rank`: the rank of the
+ * token. Returns false if the token has no slot here. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -271,9 +269,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Does an expert unit: adds this rank's rows for one piece of a peer's token, and stores the
- * partial sum to the peer's staging. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Does an expert unit: stores this rank's partial sum for one piece of a peer's token to the
+ * peer's staging. Called by a whole warp. Returns false if the group has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -312,11 +309,10 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Receives the partial sums of up to four ranks: those at `position` to `position` + 3 of the
- * sum order. If has_node[i] is true, the rank at position + i sends one, which is read into
- * q[i], unless it is this rank, whose partial sum the caller has set. Then stores poison to the
- * staging, so that it can be used again. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Receives the partial sums of the ranks at `position` to `position` + 3 of the sum order. If
+ * has_node[i] is true, the rank at position + i sends one, which is read into q[i]; that of
+ * this rank is already there. Then stores poison to the staging for the next use. Called by a
+ * whole warp. Returns false if the group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -381,7 +377,7 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
     return true;
 }
 
-/* Adds `b` to `a`, or copies it if `a` is empty. has_a, has_b: true if `a` or `b` contains a
+/* Adds `b` to `a`, or copies it if `a` is empty. has_a, has_b: whether `a` and `b` contain a
  * partial sum. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
@@ -400,9 +396,9 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
     has_a = true;
 }
 
-/* Stores in `total` the sum of the partial sums of all ranks in `touched`, in the order of the
- * plan: by ascending rank, or in a binary tree. own: the partial sum of this rank. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Sets `total` to the sum of the partial sums of all ranks in `touched`, in the order of the
+ * plan: by ascending rank, or in a binary tree. own: that of this rank. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, RankMask touched,
@@ -473,8 +469,8 @@ add_ranks(const CombineState &c, const Unit &u, RankMask touched,
     return true;
 }
 
-/* Does a source unit: for one piece of this rank's token, stores the sum of this rank's rows
- * and the peers' partial sums to `out`. Called by a whole warp. Returns false if the group has
+/* Does a source unit: stores the sum of this rank's rows and the peers' partial sums for one
+ * piece of this rank's token to `out`. Called by a whole warp. Returns false if the group has
  * failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
@@ -508,7 +504,7 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    /* positions in the two lists of units: the expert unit and the source unit to load next */
+    /* positions in the two lists of units: the next expert unit and source unit to load */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);
@@ -555,8 +551,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
     return true;
 }
 
-/* Runs all rounds of combine. PART: type of partial sums. LEAVES: this rank may have several
- * leaves of the sum tree. Not inlined: the main loop of stream.cuh, in the same kernel, would
+/* Runs all rounds. PART: type of partial sums. LEAVES: this rank may have several leaves of the
+ * sum tree. Not inlined, because the main loop of stream.cuh, in the same kernel, would
  * otherwise spill registers. Returns false if the group has failed. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)

@@ -21,8 +21,8 @@
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns the address in staging of this lane's first vector of a partial sum, for the token
- * and piece of unit `u`. `box`: start of the staging between two ranks. */
+/* Returns this lane's first vector of a partial sum in the staging `box` between two ranks, for
+ * the token and piece of unit `u`. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -31,8 +31,7 @@ __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit
            (u.piece * WARP + lane_id()) * P;
 }
 
-/* Stores this lane's vectors of one piece of a partial sum (`node`) to the staging that begins
- * at `box`. */
+/* Stores this lane's vectors of one piece of a partial sum (`node`) to the staging `box`. */
 template <int P>
 __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u, uint8_t *box,
                                            const uint4 (&node)[P])
@@ -43,9 +42,9 @@ __device__ __forceinline__ void store_node(const CombineState &c, const Unit &u,
         if (u.piece * WARP + lane_id() < c.shape.vectors) store_relaxed(to + p, node[p]);
 }
 
-/* Waits until `rank` has stored one piece of its partial sum to the staging that begins at
- * `box`, reads it into `node`, and stores poison to the staging, so that it can be used again.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Waits until `rank` has stored one piece of its partial sum to the staging `box`, reads it
+ * into `node`, and stores poison to the staging for the next use. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <int P>
 __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &u, uint8_t *box,
                                              int rank, uint4 (&node)[P])
@@ -67,10 +66,9 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum (`node`) to the rank of this host that adds the partial sums of
- * its host: the mate of the token's home rank `rank`. The unit of piece 0 also sends
- * has_partial, as the word *wants*, from which the mate knows whether a partial sum follows.
- * Called on ranks that are not the mate. */
+/* Sends this rank's partial sum (`node`) to the mate of the token's home rank `rank` on this
+ * host. The unit of piece 0 also sends has_partial, as the word *wants*, from which the mate
+ * knows whether a partial sum follows. Called on ranks that are not the mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -84,10 +82,10 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
     if (has_partial) store_node<P>(c, u, box_address(self, c.op, heap, to, box_owner), node);
 }
 
-/* Called on the mate of `rank`, the token's home rank: adds the partial sums of all ranks of
- * this host in the order of the sum tree. has_partial: on entry true if this rank has a partial
- * sum, in `node`; on return true if any rank of the host has one, and `node` is their sum.
- * Returns false if the group has failed. */
+/* Called on the mate of the home rank `rank`: adds the partial sums of all ranks of this host
+ * in the order of the sum tree. has_partial: on entry true if this rank has a partial sum, in
+ * `node`; on return true if any rank of the host has one, and `node` is their sum. Returns
+ * false if the group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,
@@ -119,9 +117,9 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
     return true;
 }
 
-/* Sends this rank's partial sum for a token of `rank`, a rank of another host. The mate of
- * `rank` adds the partial sums of its host and puts the sum to `rank`. The other ranks send
- * their partial sums to the mate. `node` is valid only if `has_partial` is true. Called by a
+/* Sends this rank's partial sum for a token of `rank`, which is on another host. The mate of
+ * `rank` on this host adds the partial sums of the host and puts the sum to `rank`; the other
+ * ranks send theirs to the mate. `node` is valid only if `has_partial` is true. Called by a
  * whole warp. Returns false if the group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,

@@ -6,15 +6,14 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns `slot`, or 0 if the caller's buffer has no row `slot`. All ranks report the small
- * buffer at the end of the operation. But peers still wait for a row, so row 0 replaces the
- * missing one. */
+/* Returns `slot`, or 0 if the caller's buffer has no such row. All ranks report the small
+ * buffer at the end of the operation, but peers still wait for a row. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
-/* Returns the caller's weight of a slot, or 1 if there are no weights or `slot` is negative. */
+/* Returns the caller's weight of a slot, or 1 without weights or if `slot` is negative. */
 template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
@@ -23,8 +22,8 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
 }
 
 /* Calls round(end) once for each round of the operation, which moves the tokens [m.round_begin,
- * end) of every rank. row_bytes: bytes of staging that one token needs. Called by all threads
- * of all CTAs. Returns false if the group has failed. */
+ * end) of every rank. row_bytes: bytes of staging per token. Called by all threads of all CTAs.
+ * Returns false if the group has failed. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

@@ -29,16 +29,14 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
-/* levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES, the maximum number of leaves
- * (blocks of experts) of a rank */
+/* levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES */
 #define TREE_LEVELS 3
 
 /* A slot of the token that a unit works on. */
 struct __align__(8) Slot
 {
     int32_t number;
-    /* the bits of a float: the weight of the slot or, in dispatch_backward, the gradient of
-     * that weight */
+    /* bits of the slot's weight or, in dispatch_backward, of its gradient */
     uint32_t word;
 };
 
@@ -47,17 +45,16 @@ struct Entry { /* A unit that the warp has begun and not finished; in shared mem
     int32_t vector;    /* the first vector of the unit's piece, as an index in the row */
     int16_t num_slots; /* how many slots the token has on this rank */
     int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
-    /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
-     * sends a partial sum for the token. */
+    /* only for a token of this rank: bit p is 1 if the rank at position p of the sum order
+     * sends a partial sum for it */
     uint32_t positions;
     Slot slots[WARP]; /* the token's slots on this rank */
     /* only for a token of this rank: ranks[k] is the rank to which choice k goes */
     int32_t ranks[WARP];
 };
 
-/* The Entry of a unit if each rank has several leaves of the sum tree (blocks of experts). Its
- * slots are in ascending order of leaves and, within a leaf, in the order of the token's
- * choices. */
+/* The Entry of a unit with LEAVES. Its slots are in ascending order of leaves and, within a
+ * leaf, of choices. */
 struct LeafEntry : Entry {
     uint32_t leaves;      /* bit i is 1 if the token has slots in this rank's leaf i */
     uint32_t ends;        /* bit i is 1 if slots[i] is the last slot of its leaf */
@@ -87,40 +84,36 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* positions in the two lists of units (combine.cu): the expert unit and the source unit to
-     * begin next */
+    /* positions in the two lists of units (combine.cu): the next expert unit and source unit to
+     * begin */
     UnitWalk expert_walk, source_walk;
     /* Words of the next units, loaded early because a load takes long. expert_slot,
-     * source_slot: in lane n, the n-th slot of the token of the next expert unit and of the
-     * next source unit. source_rank: in lane n, the rank to which choice n of the source unit's
-     * token goes. */
+     * source_slot: in lane n, the n-th slot of the unit's token. source_rank: in lane n, the
+     * rank of choice n. */
     int32_t expert_slot, source_slot, source_rank;
-    /* The round has no expert units from token expert_end on, and no source units from token
-     * source_end on. */
+    /* the round has no expert units and no source units from these tokens on */
     int32_t expert_end, source_end;
-    /* In lane p: the rank at position p of the sum order. -1 if there is no such rank, or if it
-     * is this rank itself. */
+    /* in lane p: the rank at position p of the sum order; -1: none, or this rank itself */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* Address of this lane's bytes of the current piece in row 0 of the caller's array. For row
-     * i, add row_offset(i). */
+    /* this lane's address in the current piece of row 0 of the caller's array; add
+     * row_offset(i) for row i */
     const uint8_t *rows;
-    /* the unit whose pieces are being copied: its token, and where its piece begins in the row
-     * (index of a vector) */
+    /* of the unit whose pieces are being copied: its token, and index in the row of its first
+     * vector */
     int32_t token, vector;
     int32_t slots = 0; /* how many rows on this rank are left to copy for that unit */
-    /* the peers whose partial sums are left to copy for that unit: bit p is the rank at
-     * position p of the sum order */
+    /* peers whose partial sums are left to copy: bit p is the rank at position p of the sum
+     * order */
     uint32_t positions = 0;
     /* the leaves on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
-    /* How many units this warp has begun (their data is in `entries`), has copied or copies now
+    /* How many units this warp has begun (they are in `entries`), has copied or copies now
      * (their pieces are in the ring), and has finished. */
     uint32_t begun = 0, copied = 0, used = 0;
 
-    /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
-     * end: the round ends before this token. its_leaves: only with LEAVES, the leaves of this
-     * rank. */
+    /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory. end: the
+     * round ends before this token. its_leaves: with LEAVES, the leaves of this rank. */
     __device__ __forceinline__ CombineStream(const CombineState &combine, uint8_t *memory,
                                              int32_t end, const LeafSlots *its_leaves)
         : c(combine), entries((Entry *)(memory + Pieces::BYTES)), ring(memory),
@@ -150,8 +143,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices, in
-     * entry.leaves, entry.ends and entry.places. Returns the index of this lane's slot,
+    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices, and
+     * sets entry.leaves, entry.ends and entry.places. Returns the index of this lane's slot,
      * its_slot, in the sorted order. Called by a whole warp. */
     __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
     {
@@ -176,10 +169,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         return place;
     }
-    /* Begins a unit: stores its data in `entry`, and starts to copy one float per slot to
-     * shared memory: the weight of the slot or, without weights, its element of slot_floats.
-     * its_slot: this lane's slot. its_positions: value of Entry.positions. Called by a whole
-     * warp. */
+    /* Begins a unit: stores its data in `entry`, and starts to copy a float per slot to shared
+     * memory: its weight or, without weights, its element of slot_floats. its_slot: this lane's
+     * slot. its_positions: value of Entry.positions. Called by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -204,8 +196,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         begun++;
     }
     /* Begins the next unit, if one is left. Prefers expert units, because peers wait for their
-     * results. Begins a source unit when the warp's expert units are `lag` tokens ahead of its
-     * source units. */
+     * results, until they are `lag` tokens ahead of the source units. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t expert_token = c.round_begin + expert_walk.step,
@@ -229,8 +220,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             load_source();
         }
     }
-    /* Returns the address, in this rank's staging, of the partial sum of a token from the peer
-     * at `position` of the sum order. */
+    /* Returns where the partial sum of a token from the peer at `position` arrives in
+     * staging. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
@@ -265,14 +256,14 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 
     /* ---- using ---- */
 
-    /* Returns true if this lane's vector v of the unit's piece is inside the row: without
-     * EXACT, the last piece of a row may be shorter. */
+    /* Returns true if this lane's vector v is inside the row; without EXACT, the last piece of
+     * a row may be shorter. */
     __device__ __forceinline__ bool in_row(const Entry &u, int v) const
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    /* Starts to copy one more piece, so that the ring stays full, and reads the oldest piece of
-     * the ring into q. */
+    /* Starts to copy one more piece, so that the ring stays full, and reads the oldest one into
+     * q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
@@ -284,12 +275,12 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: adds a node of the sum tree to its sibling, or keeps it until the
-     * sibling is complete. `node` is at `level`, and leaf `leaf` of this rank is below it.
-     * `left`: bit mask of the leaves that the warp has not added yet. A right child is added to
-     * its left sibling, if that is in `waiting`. A left child whose sibling has leaves in
-     * `left` moves to `waiting`, and goes_up becomes false. has_waiting: bit l is 1 if a node
-     * of level l waits. */
+    /* Only with LEAVES: adds a node of the sum tree to its left sibling, or keeps it until the
+     * right one is complete. `node` is at `level`, and leaf `leaf` is below it. `left`: bit
+     * mask of the leaves that the warp has not added yet. A right child is added to its left
+     * sibling, if that is in `waiting`. A left child whose sibling has leaves in `left` moves
+     * to `waiting`, and goes_up becomes false. Bit l of has_waiting is 1 if a node of level l
+     * waits. */
     static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
                                                         int leaf, int level, uint32_t left,
                                                         uint32_t &has_waiting, bool &goes_up)
@@ -320,9 +311,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Only with LEAVES: nodes that wait for their right sibling. The node of level 0, a
-         * leaf, is in registers. The nodes of higher levels are in local memory, because there
-         * are not enough registers. */
+        /* Nodes that wait for their right sibling: a leaf in registers, nodes of higher levels
+         * in local memory, because there are not enough registers. */
         uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
         uint32_t has_waiting = 0, leaves = 0;
         if constexpr (LEAVES) leaves = u.leaves;
@@ -356,8 +346,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         } while (++i < count);
         if constexpr (!LEAVES) round_sums(sum, acc);
     }
-    /* Stores this rank's partial sum (`node`) to the staging of the peer that owns the token.
-     * In dispatch_backward, the unit of the first piece also sends the token's floats. */
+    /* Stores this rank's partial sum (`node`) to the staging of the token's rank. In
+     * dispatch_backward, the unit of the first piece also sends the token's floats. */
     __device__ __forceinline__ void send_partial(const Entry &u, const uint4 (&node)[V])
     {
         const p2p_self &self = c.job.self;
@@ -376,8 +366,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
     /* Only in backend `hosts`: counts a stored piece of a partial sum for another host. The
-     * call for the last piece posts one put for all pieces, because the proxy thread needs time
-     * for each put. The unit of the first piece also posts the put of the token's floats. */
+     * call for the last piece posts one put for all, because the proxy thread needs time for
+     * each put. The unit of the first piece also posts the put of the token's floats. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -392,10 +382,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads one piece of the partial sum of the peer at `position` of the sum order into q,
-     * from the ring or, if it had not arrived when it was copied, by polling it in staging.
-     * Then stores poison to the staging, so that it can be used again. Returns false if the
-     * group has failed. */
+    /* Reads one piece of the partial sum of the peer at `position` into q: from the ring or, if
+     * it had not arrived when it was copied, from staging. Then stores poison to the staging
+     * for the next use. Returns false if the group has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -406,8 +395,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
-    /* Sets `out` to the sum of all ranks' partial sums, added in ascending order of ranks. own:
-     * the partial sum of this rank. Returns false if the group has failed. */
+    /* Sets `out` to the sum of all ranks' partial sums by ascending rank. own: that of this
+     * rank. Returns false if the group has failed. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -456,7 +445,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             PartialSum<ROW, ROW>::add_partials(&a, &b);
     }
     /* Adds `b` to `a`, or copies it if `a` is empty, and sets has_b to false. has_a, has_b:
-     * true if `a` or `b` contains a partial sum. */
+     * whether `a` and `b` contain a partial sum. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
                                                   const uint4 (&b)[V], bool &has_b)
     {
@@ -470,10 +459,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         has_a |= has_b;
         has_b = false;
     }
-    /* Sets `out` to the sum of all ranks' partial sums, added in a binary tree of at most eight
-     * leaves, the positions of the sum order. The output row holds the sum of positions 0 to 3
-     * while positions 4 to 7 are added, because there are not enough registers. Returns false
-     * if the group has failed. */
+    /* Sets `out` to the sum of all ranks' partial sums in a binary tree, whose up to eight
+     * leaves are the positions of the sum order. The output row holds the sum of positions 0 to
+     * 3 while 4 to 7 are added, because there are not enough registers. Returns false if the
+     * group has failed. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -538,9 +527,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Computes one piece of the result of this rank's token: stores the sum of all ranks'
-     * partial sums to the output row. own: the partial sum of this rank. Returns false if the
-     * group has failed. */
+    /* Stores one piece of the result of this rank's token, the sum of all ranks' partial sums,
+     * to the output. own: that of this rank. Returns false if the group has failed. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -551,9 +539,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit, so that its copies start early, and then finishes the oldest unit
-     * that the warp has begun. Called by a whole warp. Returns false if the group has
-     * failed. */
+    /* Begins one more unit, so that its copies start early, and finishes the oldest one. Called
+     * by a whole warp. Returns false if the group has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();
