@@ -35,11 +35,11 @@
 
 /* A unit of work: the packed row of one token, which one warp sends or receives. */
 struct Unit {
-    /* step: position in the list of units. role: 0 if the token is this rank's own, n if it is
-     * a token of the n-th peer (rank_of_role()). */
+    /* step: position in the list of units. role: 0 for this rank's token, n for a token of the
+     * n-th peer (rank_of_role()). */
     int step, role;
-    /* In lane k: choice k of the token, and word k of its record (its slots on this rank).
-     * take_unit() loads both before the warp moves the row. */
+    /* in lane k: choice k of the token, and word k of its record (its slots on this rank), both
+     * loaded by take_unit() before the warp moves the row */
     uint64_t choice_word, record_word;
 
     __device__ __forceinline__ bool is_own() const
@@ -53,18 +53,18 @@ __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &uni
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Returns true if the unit's token is in the running round, which ends before token `end`. In
- * the first steps of a round, units that receive have no token; in the last steps, units that
- * send have none. */
+/* Returns true if the unit's token is in the running round, which ends before token `end`.
+ * Units that receive have no token in the first steps of a round, units that send none in the
+ * last steps. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Returns the next unit for this warp, and loads the words that it needs first. Some units take
- * longer than others, so the warps of a CTA take units one by one from a common counter,
- * *num_taken. Each CTA gets one unit of each section of gridDim.x units, at a position that
+/* Returns the next unit for this warp, and loads the words that it needs first. The warps of a
+ * CTA take units one by one from a common counter, *num_taken, because some units take longer
+ * than others. Each CTA gets one unit of each section of gridDim.x units, at a position that
  * changes from section to section. With a fixed position, all units of a CTA could be for one
  * peer. Called by a whole warp. */
 template <bool FLAT>
@@ -84,8 +84,8 @@ __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, i
     return unit;
 }
 
-/* Returns true if it is already known that the token has no row on this rank. `record`: the
- * word of its record that take_unit() has loaded, which may not have arrived yet. */
+/* Returns true if `record`, the word that take_unit() has loaded, already shows that the token
+ * has no row on this rank. */
 template <bool FLAT>
 __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
 {
@@ -95,8 +95,8 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Starts to copy the row of the unit to `buffer` in shared memory or, if the row will be
- * quantized, to load it into the L2 cache. Called by a whole warp. */
+/* Starts to copy the row of the unit to `buffer` in shared memory or, if it will be quantized,
+ * to load it into the L2 cache. Called by a whole warp. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t buffer)
@@ -114,9 +114,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). Waits for those that had not arrived when the caller loaded them with
- * peek_weight() or peek_extras(). Called by a whole warp. Returns false if the group has
- * failed. */
+ * experts and weights). Waits for those that had not arrived for peek_weight() or
+ * peek_extras(). Called by a whole warp. Returns false if the group has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -132,8 +131,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller must
- * have called fence_buffers(), so that the bulk stores read what the lanes have written. */
+/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller has
+ * called fence_buffers(), so that the bulk stores read what the lanes have written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -141,8 +140,8 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], buffer);
 }
 
-/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into it,
- * or checks the copy there. Returns true if the row has special words, which must be replaced
+/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row, or
+ * checks the copy there. Returns true if the row has special words, which must be replaced
  * before it is sent (send_special()). Called by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
@@ -158,9 +157,9 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Does a unit of this rank's own token: sends the row to the peers that need it, then waits for
- * the token's record and stores the row to its slots on this rank. Called by a whole warp.
- * Returns false if the group has failed. */
+/* Does a unit of this rank's token: sends the row to the peers that need it, waits for the
+ * token's record, and stores the row to its slots here. Called by a whole warp. Returns false
+ * if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -184,9 +183,8 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Does a unit of a peer's token: waits for the row, stores it to its slots on this rank, and
- * stores poison back to staging. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Does a unit of a peer's token: waits for the row, stores it to its slots, and stores poison
+ * back to staging. Called by a whole warp. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -223,12 +221,12 @@ struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the token counts of all ranks are known */
     /* log2 of the number of slabs (one per expert) into which this warp also writes padding;
-     * negative: none (find_padding_slabs()) */
+     * negative: none */
     int slab_bits;
 };
 
-/* At the first call, waits until all ranks have announced their token counts. Without them a
- * warp moves only this rank's own tokens. Returns false if the group has failed. */
+/* At the first call, waits until all ranks have announced their token counts. Until then a warp
+ * moves only this rank's tokens. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -237,7 +235,7 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Zeroes some padding slots after a unit of this rank's own token, so that padding needs no
+/* Zeroes some padding slots after a unit of this rank's token, so that padding needs no
  * separate pass. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
@@ -250,8 +248,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Sends or receives the row of a unit, which the caller has started to copy to the current
- * buffer. Returns false if the group has failed. */
+/* Sends or receives the row of a unit, which is being copied to the current buffer. Returns
+ * false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -295,8 +293,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     return ok;
 }
 
-/* Moves the rows in rounds of as many tokens of each rank as fit in the staging. A kernel that
- * makes the plan has one round. *num_taken: counter in shared memory for take_unit(). Returns
+/* Moves the rows in rounds of as many tokens of each rank as fit in the staging; one round if
+ * the kernel makes the plan. *num_taken: counter in shared memory for take_unit(). Returns
  * false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
@@ -321,7 +319,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Zeroes all padding slots, unless the warps that moved this rank's own tokens have done so
+/* Zeroes all padding slots, unless the units of this rank's tokens have done so
  * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
@@ -340,8 +338,7 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 }
 
 /* The kernel. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
- * QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. FLAT: the layout of
- * the receive buffer is flat. */
+ * QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -365,8 +362,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* Until read_counts_once() reads the token counts of all ranks, only this rank's own count
-     * is used. */
+    /* until read_counts_once() only this rank's token count is used */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -408,9 +404,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets how many warps per CTA move rows, how many buffers each warp has (two to four), and the
- * lag. A kernel that quantizes gets more warps, and usually a longer lag, than one that only
- * copies. The values are measured (docs/lab/cuda.md). */
+/* Sets how many warps per CTA move rows, how many buffers each has (two to four), and the lag.
+ * A kernel that quantizes gets more warps, and usually a longer lag. Measured:
+ * docs/lab/cuda.md. */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

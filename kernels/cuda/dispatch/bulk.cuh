@@ -22,15 +22,12 @@
 #define BULK_MEMORY (216 << 10) /* dynamic shared memory per CTA, in bytes */
 #define CONSTANT_BYTES 2048     /* size in bytes of each of two arrays: zeros, and poison */
 
-/* A warp's buffers in shared memory, each for one packed row. The warp uses them one after the
- * other. */
+/* A warp's buffers in shared memory, each for one packed row, which it uses in turn. */
 struct BulkBuffers {
-    /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: size of a
-     * buffer. */
+    /* shared-memory address of the warp's first buffer, and size of a buffer */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* num_buffers: how many buffers the warp has. current: the buffer with the row of the
-     * current unit. */
+    /* number of buffers, and the buffer with the row of the current unit */
     int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: index of this warp in the CTA. */
@@ -54,9 +51,9 @@ struct BulkBuffers {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The bulk stores of the last num_buffers - 2 units read other buffers and may continue.
-     * The caller must call end_bulk() exactly once per unit, because the groups are counted.
-     * Called by a whole warp. */
+     * The stores of the last num_buffers - 2 units read other buffers and may continue. The
+     * caller calls end_bulk() exactly once per unit, because the groups are counted. Called by
+     * a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -92,8 +89,8 @@ __device__ __forceinline__ void fence_buffers(void)
 
 /* -------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy the row and the scales of this rank's token from the caller's arrays to a
- * buffer. Called by a whole warp. */
+/* Starts to copy the row and the scales of this rank's token to a buffer. Called by a whole
+ * warp. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
@@ -104,8 +101,7 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Prefetches into the L2 cache the row of this rank's token that the warp will quantize in its
- * next unit. */
+/* Prefetches into L2 the row of this rank's token that the warp will quantize next. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -113,8 +109,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a packed row of `rank` from staging to a buffer. Words that have not arrived
- * yet are poison in the copy. */
+/* Starts to copy a packed row of `rank` from staging to a buffer; words that have not arrived
+ * are poison. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -123,9 +119,9 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a row of this rank's token into a buffer. Returns true in a lane whose scales
- * include a word that equals poison. The receiver would take this word for a missing word, so
- * it must be replaced before the row is sent. Called by a whole warp. */
+/* Quantizes a row of this rank's token into a buffer. Returns true in a lane with a word of
+ * scales that equals poison. It must be replaced before the row is sent, because the receiver
+ * would take it for a missing word. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
@@ -157,8 +153,8 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Loads this lane's vectors of a piece of a packed row from its buffer into q, calls change(q),
- * and stores them back. Called by a whole warp. */
+/* Calls change(q) for this lane's vectors of a piece of a packed row in its buffer. Called by a
+ * whole warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
@@ -183,9 +179,9 @@ struct ScanResult { /* Result of scan_packed() for this lane's vectors. */
 };
 
 /* Checks a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: the sender may have replaced a word that equaled poison. In a row that the sender
- * has quantized (QUANTIZED), such a word is a word of scales that equals E8M0_STAND_IN. In
- * other rows it is a word that equals poison or its stand-in, without regard to sign bits. */
+ * `special`: the sender may have replaced a word that equaled poison. In a quantized row
+ * (QUANTIZED), this is a word of scales that equals E8M0_STAND_IN; in other rows, a word that
+ * equals poison or its stand-in, without regard to sign bits. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -203,9 +199,8 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the words of a packed row of `rank` that had not arrived when the row was copied to
- * its buffer, and stores them there. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Waits for the words of a packed row of `rank` that are missing in its buffer, and stores them
+ * there. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -220,9 +215,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the words of a packed row in its buffer that the sender had to replace, because they
- * equaled poison. Called by a whole warp after the whole row has arrived. Returns false if the
- * group has failed. */
+/* Restores the words of an arrived packed row in its buffer that the sender had to replace,
+ * because they equaled poison. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -243,7 +238,7 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
 /* Calls store(address, bytes) for `bytes` bytes at `to`, in parts that are at most as long as
- * the arrays of zeros and of poison. Called by one lane. */
+ * the arrays of constants. Called by one lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -262,8 +257,8 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if lanes store the scales of a row to the slots, 16 bytes per lane, because the
- * scales are short. A bulk store of so few bytes takes as long as one of a kilobyte. */
+/* Returns true if lanes store the scales of a row to the slots, because a bulk store of so few
+ * bytes takes as long as one of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
@@ -276,8 +271,8 @@ __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, 
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
-/* Stores the packed row in `buffer` to the slots of all lanes: the row to job.recv, the scales
- * to job.recv_scales. `slot`: this lane's slot, or -1. Called by a whole warp. */
+/* Stores the packed row in `buffer` to the slots of all lanes (`slot`: this lane's, or -1): the
+ * row to job.recv, the scales to job.recv_scales. Called by a whole warp. */
 __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
                                               uint32_t buffer)
 {
@@ -315,8 +310,8 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison to the staging of a packed row that has been received, so that a later
- * operation can use it. Called by a whole warp. */
+/* Stores poison to the staging of a received packed row for the next use. Called by a whole
+ * warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {
@@ -328,12 +323,11 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
     });
 }
 
-/* Sends a packed row with special words. A word that equals poison, which the receiver would
- * take for a missing word, is sent as another word, the stand-in. In a row that was not
- * quantized, the stand-in itself is then special too. This function waits until bulk stores
- * have read the buffer, replaces poison in it, and sends the row. If the row was not quantized,
- * it also sends escape words, which show which stand-ins were poison. Called by a whole
- * warp. */
+/* Sends a packed row with special words. A word that equals poison is sent as another word, the
+ * stand-in, because the receiver would take it for a missing word. In a row that was not
+ * quantized, the stand-in itself is then special too. Waits until bulk stores have read the
+ * buffer, replaces poison in it, and sends the row. If it was not quantized, also sends escape
+ * words, which show which stand-ins were poison. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

@@ -46,9 +46,8 @@
  * warp polls the piece in staging. */
 #include "cuda/dispatch/stream.cuh"
 
-/* The kernel. There is one instance for each value of ROWS (stream.cuh), with and without
- * making the plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). A single
- * kernel would need more registers than a thread can have. */
+/* The kernel. There is one instance for each value of ROWS (stream.cuh), WITH_PLAN (makes the
+ * plan) and FLAT (layout). A single kernel would need more registers than a thread can have. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -22,16 +22,15 @@
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* 16-byte vectors of each lane in a piece. The value must be equal in all dispatch kernels, so
- * that sender and receiver agree to which piece an escape word belongs. */
+/* 16-byte vectors of each lane in a piece; equal in all dispatch kernels, so that sender and
+ * receiver agree to which piece an escape word belongs */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t num_early_tokens; /* sent while the plan is made: tokens [0, num_early_tokens) */
     RankNumbers tokens_of;    /* tokens of each rank */
-    /* maximum number of tokens of a rank; an upper limit until the ranks have announced their
-     * counts */
+    /* maximum of tokens_of; an upper limit until the ranks have announced their counts */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
@@ -39,8 +38,8 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns the source from which a unit receives, plus 1, which is the argument of
- * rank_of_role(). Returns 0 or less if the unit does not receive. */
+/* Returns 1 + the source from which a unit receives, for rank_of_role(), or 0 or less if it
+ * does not receive. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -52,8 +51,8 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns the destination of choice k of this rank's token: a rank if the kernel reads a plan,
- * or an expert id if the kernel makes the plan. All bits are 1 if there is no choice k. */
+/* Returns where choice k of this rank's token goes: a rank if the kernel reads a plan, an
+ * expert id if it makes the plan. All bits are 1 if there is no choice k. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -75,15 +74,15 @@ __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t w
 {
     const p2p_plan_job &plan = m.job.plan;
     if (!m.has_new_plan) return (int32_t)word == rank;
-    /* A negative id (no expert) becomes a large value, because `word` is unsigned. */
+    /* a negative id (no expert) is a large unsigned value */
     if (word >= plan.layer.num_experts) return false;
     const int expert = (int)word;
     if (plan.rank_of_expert) return __ldg(plan.rank_of_expert + expert) == rank;
     return (uint32_t)(expert - rank * plan.block) < (uint32_t)plan.block;
 }
 
-/* Returns a bit mask of the choices of this rank's token that go to `rank`. `word`: this lane's
- * choice, from read_choice(). Called by a whole warp. */
+/* Returns a bit mask of the choices of this rank's token that go to `rank`. `word`: from
+ * read_choice(). Called by a whole warp. */
 __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t token, int rank,
                                                uint64_t word)
 {
@@ -96,8 +95,7 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
 }
 
 /* Returns the bits of the weight of choice k of this rank's token. A weight that equals poison
- * (a NaN) is replaced by another NaN, because the receiver would take it for a weight that has
- * not arrived. */
+ * (a NaN) becomes another NaN, because the receiver would take it for a missing weight. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -106,9 +104,9 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
     return replace_poison(word, F32::NAN_WORD);
 }
 
-/* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
- * sends the weights: to each peer those of the choices that go there. `word`: this lane's
- * choice, from read_choice(). Called by a whole warp. */
+/* Returns a bit mask of the peers that need this rank's token. With with_weights, also sends to
+ * each peer the weights of the choices that go there. `word`: from read_choice(). Called by a
+ * whole warp. */
 __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -139,14 +137,14 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* The index of a token by which its escape words are indexed. With many ranks it counts from
- * the beginning of the round, so that the array does not grow with the number of tokens. */
+/* The index of a token for its escape words. With many ranks it counts from the beginning of
+ * the round, so that the array does not grow with the number of tokens. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
-/* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
- * poison or its stand-in (net/staging.cuh), also sends escape words, with which the receiver
- * restores the poison. The caller must then post the put of the row for peers on other hosts
- * (post_put_pieces()). Called by a whole warp. */
+/* Stores a piece of a token's row to the staging of `peers` (bit mask). If it contains poison
+ * or its stand-in, also sends escape words, with which the receiver restores the poison
+ * (net/staging.cuh). For peers on other hosts, the caller must then call post_put_pieces().
+ * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
                                               RankMask peers, uint4 (&q)[V])
@@ -168,9 +166,8 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of the record of a token of `rank`. If the kernel makes the plan, the
- * word may not have arrived yet. `chunk`: 0 for the first 32 words of the record, 1 for the
- * next 32. */
+/* Loads this lane's word of chunk `chunk` of the record of a token of `rank`. If the kernel
+ * makes the plan, the word may not have arrived yet. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int chunk)
 {
@@ -186,11 +183,10 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for 32 words of the record of a token of `rank`, and sets `slot` to the slot in this
- * lane's word, or to -1. `chunk`: 0 for the first 32 words, 1 for the next 32. `word`: this
- * lane's word, from peek_record(). `more` becomes true if the record may have slots after these
- * 32. If `keep` is true, also copies the slots into the plan that this kernel makes. Called by
- * a whole warp. Returns false if the group has failed. */
+/* Waits for chunk `chunk` of the record of a token of `rank`, and sets `slot` to the slot in
+ * this lane's word, or to -1. `word`: from peek_record(). `more` becomes true if later chunks
+ * may have slots. With `keep`, also copies the slots into the plan that this kernel makes.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -209,8 +205,8 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Writes -1 to the unused words at the end of a token's record in the plan. `chunk`: 0 if only
- * the first 32 words can be slots, otherwise 1. */
+/* Writes -1 to the unused words at the end of a token's record in the plan. `chunk`: the last
+ * chunk that can have slots. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int chunk)
 {
@@ -219,8 +215,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address at which weight n of a peer's token arrives on this rank. A peer sends
- * only the weights of choices that go to this rank, without gaps. */
+/* Returns where weight n of a peer's token arrives on this rank. A peer sends only the weights
+ * of choices that go to this rank, without gaps. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -229,9 +225,9 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot: from the caller's array for this rank's own token,
+/* Loads the weight of this lane's slot: from the caller's array for this rank's token,
  * otherwise from the heap, where it is poison if it has not arrived. `chunk`: 0 if the slot is
- * among the token's first 32 slots here, else 1. */
+ * among the token's first 32 slots here, otherwise 1. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int chunk, int32_t slot)
 {
@@ -249,8 +245,8 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
 }
 
 /* Writes the weight of this lane's slot to slot_weights. For a peer's token, first waits for
- * the weight, and then stores poison to the heap, so that the word can be used again. `word`:
- * from peek_weight(). Called by a whole warp. Returns false if the group has failed. */
+ * the weight, and then stores poison to the heap for the next use. `word`: from peek_weight().
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int chunk, int32_t slot,
                                                uint32_t word)
@@ -271,8 +267,7 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
 }
 
 /* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index in
- * the row of the piece's first vector. `slot`: this lane's slot, or -1. Called by a whole
- * warp. */
+ * the row of its first vector. `slot`: this lane's slot, or -1. Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -282,19 +277,18 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores to this one, because the shuffle would have to
-         * wait for them. */
+        /* read the next slot before the stores to this one, because the shuffle would wait for
+         * them */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* Reads a piece of a row of `rank` into q. For this rank itself, reads the caller's rows. For a
- * peer, waits for the piece in staging, and then stores poison there, so that the staging can
- * be used again. If `copied` is true, q contains an earlier copy of the piece, in which words
- * that had not arrived are poison. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Reads a piece of a row of `rank` into q. This rank's rows are the caller's. For a peer, waits
+ * for the piece in staging, and stores poison there for the next use; with `copied`, q contains
+ * an earlier copy, in which words that had not arrived are poison. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -340,8 +334,8 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the header of the plan in memory. It is volatile because a planner CTA of this kernel
- * may still be writing it. */
+/* Returns the header of the plan in memory; volatile, because a planner CTA may still be
+ * writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
@@ -353,7 +347,7 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Decides whether warps also write padding while they receive this rank's own tokens. Sets
+/* Decides whether warps also write padding while they receive this rank's tokens. Sets
  * slab_bits to log2 of the number of this rank's slabs, rounded up, or to NOT_WITH_TOKENS.
  * Waits for the plan if this kernel makes it. Called by a whole warp. Returns false if the
  * group has failed. */
@@ -367,8 +361,8 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
     return true;
 }
 
-/* Waits for the token counts that all ranks announce, and sets tokens_of and most_tokens.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the token counts of all ranks, and sets tokens_of and most_tokens. Called by a
+ * whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
@@ -376,8 +370,8 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Sets `tokens` to the token counts of all ranks in the plan that the kernel reads. If the
- * kernel makes the plan (WITH_PLAN), sets them to 0. */
+/* Sets `tokens` to the token counts of all ranks in the plan, or to 0 if the kernel makes the
+ * plan. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
                                                  const p2p_self &self)
@@ -405,8 +399,8 @@ __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWal
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first, while the warp still works on its previous unit: in
- * lane k, choice k of a token to send, or this lane's word of the record of a token to receive
+/* Loads the word that a unit needs first, while the warp works on its previous unit: in lane k,
+ * choice k of a token to send, or this lane's word of the record of a token to receive
  * (peek(rank, token)). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
@@ -423,9 +417,9 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* --------------------------------------------------------------- the kernel's own plan ---- */
 
-/* Sets `plan`, through which the kernel reads the plan, and checks a plan of the caller. If
- * this kernel makes the plan (WITH_PLAN), sets only the fields that are already known. Called
- * by all threads of a CTA, before begin_operation(). */
+/* Sets `plan`, through which the kernel reads the plan, and checks a plan of the caller.
+ * WITH_PLAN: sets only the fields that are already known. Called by all threads of a CTA,
+ * before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -442,15 +436,14 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan, if the kernel makes one and this CTA is one of the first job.plan.planners
- * CTAs. Called by all threads, after begin_operation(). `memory`: dynamic shared memory, which
- * is free for rows afterwards. Returns false if the group has failed. */
+/* Makes the plan, if the kernel makes one and this CTA is a planner CTA. Called by all threads,
+ * after begin_operation(). `memory`: dynamic shared memory, which is free for rows afterwards.
+ * Returns false if the group has failed. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* FEATURES has only the layout here: if the layer has replicas or drops choices,
-     * plan_kernel makes the plan before this kernel runs. */
+    /* only the layout: layers with replicas or drops use plan_kernel before this kernel */
     constexpr int FEATURES = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<FEATURES>(planner, job.plan, op, memory)) != 0;

@@ -11,8 +11,8 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the row word of a token of `rank` (the index of its row on this rank), the same word in
- * all lanes. If the kernel makes the plan, the word may not have arrived yet. */
+/* Loads the row word of a token of `rank` (the index of its row here) into all lanes. If the
+ * kernel makes the plan, the word may not have arrived yet. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes to the plan that a token of `rank` has only one slot, `first`: entry 0 of its top_k
+/* Writes to the plan that the only slot of a token of `rank` is `first`: entry 0 of its top_k
  * `entries` becomes `first`, the others -1. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
@@ -30,8 +30,8 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Waits for the row word of a token of `rank`, from peek_row(). `slot` becomes the row in lane
- * 0, and -1 in all other lanes. `more` becomes false. If `keep` is true, also copies the row
+/* Waits for the row word of a token of `rank` (`word`: from peek_row()). `slot` becomes the row
+ * in lane 0, and -1 in all other lanes; `more` becomes false. With `keep`, also copies the row
  * into the plan that this kernel makes. Called by a whole warp. Returns false if the group has
  * failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
@@ -58,15 +58,15 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* The local expert and the weight of one choice of a token, loaded before the token's row has
- * arrived. Lane n has the token's n-th choice of an expert on this rank. */
+/* Local expert and weight of a choice, loaded before the token's row has arrived. Lane n has
+ * the token's n-th choice of an expert on this rank. */
 struct FlatExtras {
     uint64_t expert; /* a word of a record (peek_record()) */
     uint32_t weight; /* poison if it has not arrived yet */
 };
 
-/* Loads the extras of 32 choices of a token, as far as they have arrived. `chunk`: 0 for the
- * first 32 choices that go to this rank, 1 for the next 32. */
+/* Loads the extras of the token's choices on this rank, as far as they have arrived. `chunk`: 0
+ * for the first 32 choices, 1 for the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int chunk)
 {
@@ -83,10 +83,10 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return extras;
 }
 
-/* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 if there
- * is no such choice. `word`: from peek_record(). `chunk`: as in peek_extras(). `more` becomes
- * true if there may be choices after these 32. If the kernel makes the plan, also copies the
- * experts into it. Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 without
+ * such a choice. `word`: from peek_record(). `chunk`: as in peek_extras(). `more` becomes true
+ * if there may be later choices. If the kernel makes the plan, also copies the experts into it.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -107,10 +107,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice (`there`: it has one). The weight of a peer's
- * token is in the heap, where it is then replaced by poison, so that the word can be used
- * again. `word`: on entry the word from peek_extras(), which may be poison; on return the
- * weight. Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the weight of this lane's choice (`there`: it has one). In the heap, the weight of
+ * a peer's token is then replaced by poison for the next use. `word`: on entry the word from
+ * peek_extras(), which may be poison; on return the weight. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
@@ -158,7 +158,7 @@ __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Clears the extras of all rows from `first` on: local experts become -1, weights 0. Each of
+/* Sets the extras of all rows from `first` on: local experts to -1, weights to 0. Each of
  * `threads` threads calls it with its own index `thread`. */
 __device__ __forceinline__ void clear_extras(const DispatchMove &m, int64_t first,
                                              int64_t thread, int64_t threads)

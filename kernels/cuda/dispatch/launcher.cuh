@@ -11,8 +11,8 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the size in bytes of a CTA's dynamic shared memory. First the planner uses `planning`
- * bytes of it. Then each warp uses a part of the memory as a ring buffer for pieces of rows. */
+/* Returns the size of a CTA's dynamic shared memory. First the planner uses `planning` bytes of
+ * it, then each warp a part as a ring buffer for pieces of rows. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
@@ -31,9 +31,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with lag, span, total_warps, num_early_tokens and catch_up set.
- * They determine how units are divided among warps, and how many tokens are sent before the
- * first one is received. `bytes`: bytes that are sent per token. */
+/* Returns a copy of the job with lag, span, total_warps, num_early_tokens and catch_up set,
+ * which determine how units are divided among warps, and how many tokens are sent before the
+ * first one is received. `bytes`: bytes sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -46,15 +46,14 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* Half of the lag suffices if the kernel reads a plan, because a receiving warp does
-         * not have to wait for the token's record. A shorter lag leaves fewer rows to receive
-         * after the last row has been sent. */
+        /* Half of the lag suffices if the kernel reads a plan, because a warp need not wait for
+         * records. A shorter lag leaves fewer rows to receive after the last row has been
+         * sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
     /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md).
      * copy.num_early_tokens, the tokens that are sent while the plan is made, is smaller if a
-     * row has several spans. It is 0 or at least copy.lag, by which receiving stays behind in
-     * any case. */
+     * row has several spans. It is 0 or at least copy.lag. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)

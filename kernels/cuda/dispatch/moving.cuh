@@ -8,9 +8,8 @@
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* The arguments of the running round that dispatch and combine_backward have in common. The
- * functions below get them as `m`. `policy` is the L2 cache policy for rows that are stored
- * once. */
+/* The arguments of a round that dispatch and combine_backward have in common; the functions
+ * below get them as `m`. `policy` is the L2 cache policy for rows that are stored once. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
@@ -37,9 +36,8 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 #define MAX_ROW_PUT_PIECES 32
 
 /* Divides units among warps. With ranks on other hosts and enough tokens, each unit is a whole
- * row, because a unit becomes an entry of the proxy ring, for which the proxy thread needs
- * time. Longer units do not slow down the operation, because the net is slower than the
- * warps. */
+ * row, because each unit costs an entry of the proxy ring and time of the proxy thread. Longer
+ * units do not slow down the operation, because the net is slower than the warps. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -54,8 +52,7 @@ static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sm
     if (whole) job.span = (int32_t)pieces;
 }
 
-/* Returns the rank that is `role` above this rank, modulo num_ranks: role 1 is the next higher
- * rank, and role num_ranks is this rank itself. */
+/* Returns the rank that is `role` above this rank, modulo num_ranks. */
 __device__ __forceinline__ int rank_of_role(const p2p_self &self, int role)
 {
     return wrap_rank(self.rank + role, self.num_ranks);
@@ -90,9 +87,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if the units that receive this rank's own tokens also zero padding slots. This
- * needs at least one such unit per warp, and at least two per expert of the layer. Otherwise a
- * separate pass at the end zeroes them. */
+/* Returns true if the units that receive this rank's tokens also zero padding slots: with at
+ * least one such unit per warp, and two per expert of the layer. Otherwise a separate pass does
+ * so. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -108,19 +105,18 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns which slots of a slab (the slots of one expert) are padding. There are fewer than
- * `alignment`; the limit is for a damaged plan. */
+/* Returns which slots of a slab (the slots of one expert) are padding: fewer than `alignment`,
+ * even in a damaged plan. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that one unit must zero. Units that receive spans of
- * this rank's own tokens do this work. `spans`: how many units do it (tokens times spans per
- * row). `span`: index of this unit. Unit s zeroes padding of slab s mod 2^slab_bits; the units
- * of a slab divide its padding among themselves. There are no divisions, which would wait for
- * earlier stores. */
+/* Calls write(slot) for the padding slots that one unit must zero. `spans` units do this work:
+ * those that receive spans of this rank's tokens. `span`: index of this unit. Unit s zeroes
+ * padding of slab s mod 2^slab_bits; the units of a slab divide its padding among themselves.
+ * There are no divisions, which would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -135,14 +131,14 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for the share of warp `warp` of the padding of this rank's `owned`
- * slabs, which `warps` warps divide piece by piece. `pieces`: pieces per row. padding_in(slab):
+/* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs,
+ * which `warps` warps divide piece by piece. `pieces`: pieces per row. padding_in(slab):
  * returns the padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* the piece that this warp writes next, as an index among the pieces of a slab's padding */
+    /* index, among the pieces of a slab's padding, of the next piece that this warp writes */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();

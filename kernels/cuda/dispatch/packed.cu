@@ -15,9 +15,9 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces that a unit moves. first: index of the first piece in the row. count: how many
- * pieces; 0 or less: none. is_own: true for pieces of the caller's rows, false for pieces of
- * packed rows. If the kernel quantizes, a row has different piece counts in the two forms. */
+/* The pieces that a unit moves: `count` of them (0 or less: none), from `first` on. is_own:
+ * pieces of the caller's rows, not of packed rows. If the kernel quantizes, the two have
+ * different piece counts. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -31,26 +31,24 @@ struct Pieces {
     }
 };
 
-/* Copies the pieces of a warp's units into the warp's ring buffer in shared memory, some pieces
- * before the warp uses them, and returns them in the same order. A unit without pieces uses one
- * buffer of the ring, which stays empty. */
+/* Copies the pieces of a warp's units into its ring buffer in shared memory, some pieces before
+ * the warp uses them, and returns them in the same order. A unit without pieces uses one buffer
+ * of the ring, which stays empty. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
     RowPieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* the row of that unit, in staging or in the caller's memory; NULL: do not copy its
-     * pieces */
+    /* the row of that unit, in staging or the caller's memory; NULL: do not copy its pieces */
     const uint8_t *row;
-    /* The address of the scales of the unit's token, minus 16 * row_end: in a packed row the
-     * scales follow the row_end vectors of the row, so vector v of the packed row is at scales
-     * + 16 * v if v >= row_end. */
+    /* The scales of the unit's token, minus 16 * row_end: in a packed row they follow the
+     * row_end vectors of the row, so vector v is at scales + 16 * v if v >= row_end. */
     const uint8_t *scales;
-    /* row_end: first vector that comes from `scales`, not from `row`. copy_end: first vector
-     * that is not copied. */
+    /* first vector that comes from `scales`, not from `row`, and first vector that is not
+     * copied */
     int32_t row_end, copy_end;
-    /* vector: first vector of the piece that is copied next. pieces_left: pieces of the unit
-     * that have not been copied. */
+    /* first vector of the next piece to copy, and pieces of the unit that have not been
+     * copied */
     int32_t vector, pieces_left;
     int32_t round_end;
 
@@ -120,8 +118,8 @@ template <class OwnPiece> struct PieceFeed {
             ring.wait_next();
         }
     }
-    /* Reads piece i of a token of this rank from the ring. The ring copies only aligned
-     * vectors, so unaligned scales are loaded from memory. */
+    /* Reads piece i of a token of this rank from the ring, but unaligned scales from memory,
+     * because the ring copies only aligned vectors. */
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
         read_piece(piece.q, i, m.shape);
@@ -171,8 +169,8 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-/* Does a unit that sends: sends pieces of one of this rank's tokens to every peer that needs
- * the token. `word`: in lane k, choice k of the token (from read_ahead()). */
+/* Does a unit that sends pieces of one of this rank's tokens to every peer that needs it.
+ * `word`: in lane k, choice k of the token (read_ahead()). */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<OwnPiece> &feed)
@@ -197,8 +195,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank: in lane n, slot[0] is the token's slot n, and slot[1] its slot 32 + n. `copied`: the
- * pieces are in the warp's ring. Returns false if the group has failed. */
+ * rank: in lane n, slot[0] is slot n, and slot[1] slot 32 + n. `copied`: the pieces are in the
+ * ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -229,10 +227,10 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Does the part of a receiving unit that belongs to one token: finds its slots, receives the
- * pieces, and stores them there. The unit of the first span also receives the weights. `word`:
- * this lane's word of the token's record, from peek_record() or, if FLAT, peek_row(). `copied`:
- * the pieces are in the warp's ring. Returns false if the group has failed. */
+/* Does the part of a receiving unit for one token: finds its slots, receives the pieces and,
+ * with the first span, the weights, and stores them there. `word`: this lane's word of the
+ * token's record, from peek_record() or, if FLAT, peek_row(). `copied`: the pieces are in the
+ * ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -279,9 +277,8 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
- * Called by all CTAs; planner CTAs return at once. Not inlined, because the main loop would
- * otherwise spill registers. */
+/* In the other CTAs, sends the first m.num_early_tokens tokens of this rank while the planner
+ * CTAs make the plan. Not inlined, because the main loop would otherwise spill registers. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 {
@@ -302,10 +299,10 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
     }
 }
 
-/* Receives the tokens of one unit from one source: one token, or two if receiving catches up
- * (received_before()). For this rank itself, also zeroes some padding slots. slab_bits: log2 of
- * the number of slabs (one per local expert), rounded up; negative: do not zero padding.
- * Returns false if the group has failed. */
+/* Receives one token of a unit's source, or two if receiving catches up (received_before()).
+ * For this rank itself, also zeroes some padding slots. slab_bits: log2 of the number of slabs
+ * (one per local expert), rounded up; negative: no padding. Returns false if the group has
+ * failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -379,8 +376,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
-/* Moves all rounds, each of as many tokens of each rank as fit in the staging. A kernel that
- * makes the plan has one round. Returns false if the group has failed. */
+/* Moves all rounds, each of as many tokens of each rank as fit in the staging; one round if the
+ * kernel makes the plan. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
@@ -398,7 +395,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Zeroes all padding slots, unless the warps that received this rank's own tokens have done so
+/* Zeroes all padding slots, unless the units of this rank's tokens have done so
  * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
@@ -414,9 +411,9 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
 }
 
 /* The kernel. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
- * QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if they are quantized,
- * have elements of 16 bits; only then pieces are copied through the ring. WITH_PLAN: the kernel
- * also makes the plan. FLAT: the layout of the receive buffer is flat. */
+ * QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if quantized, have
+ * elements of 16 bits; only then pieces are copied through the ring. WITH_PLAN: the kernel also
+ * makes the plan. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -20,20 +20,19 @@
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* A word of four e8m0 scales that are all NaN equals poison. It is sent as E8M0_STAND_IN, a
- * word that quantizing never produces. */
+/* Four e8m0 scales that are all NaN equal poison. They are sent as E8M0_STAND_IN, a word that
+ * quantizing never produces. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
 /* A quantized piece of 1024 elements: two runs of 16 adjacent elements per lane. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments that all functions for packed rows share. The inherited `shape` describes packed
- * rows, except shape.row_bytes and shape.aligned, which describe rows of the receive buffer,
- * without scales. */
+/* Arguments that all functions for packed rows share. `shape` describes packed rows, except
+ * shape.row_bytes and shape.aligned, which describe rows of the receive buffer, without
+ * scales. */
 struct PackedMove : DispatchMove {
-    /* Sizes of the caller's rows. own_shape.pieces: how many pieces are made from such a
-     * row. */
+    /* shape of the caller's rows; own_shape.pieces: how many pieces are made from such a row */
     RowShape own_shape;
     /* vectors of a packed row that belong to the row; the others are scales */
     int32_t row_vectors;
@@ -65,9 +64,9 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector i (16 bytes) of a row, or of its scales, which need not be aligned and may end
- * inside the vector. Bytes past the end are 0. Loads words if the row is aligned to 4 bytes,
- * else bytes. */
+/* Returns vector i (16 bytes) of a row, or of its scales, which may be unaligned and end inside
+ * the vector. Bytes past the end are 0. Loads words if the row is aligned to 4 bytes, otherwise
+ * bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -79,8 +78,8 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector i (16 bytes) of a row, or of its scales, which need not be aligned, except
- * bytes past the end. */
+/* Stores vector i (16 bytes) of a row, or of its scales, which may be unaligned, without bytes
+ * past the end. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -112,8 +111,8 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row to a slot, in a faster way if the piece has no scales. Called
- * by a whole warp. */
+/* Stores a piece of a packed row to a slot, faster if the piece has no scales. Called by a
+ * whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -139,8 +138,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Zeroes the rows and scales of all slots from `first` on. Each of `threads` threads calls it
- * with its own index `thread`. */
+/* Zeroes rows and scales of all slots from `first` on. Each of `threads` threads calls it with
+ * its own index `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -156,8 +155,8 @@ __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
 }
 
-/* Calls write(slot) for the slots of all lanes, one slot after the other. All lanes take part
- * in each call. `slot`: this lane's slot, or -1. Called by a whole warp. */
+/* Calls write(slot) for the slots of all lanes, one after the other, with all lanes. `slot`:
+ * this lane's slot, or -1. Called by a whole warp. */
 template <class Write>
 __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot, Write write)
 {
@@ -166,8 +165,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* Read the next slot before the stores to this one, because the shuffle would have to
-         * wait for them. */
+        /* read the next slot before the stores to this one, because the shuffle would wait for
+         * them */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -175,9 +174,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns the address in `heap` of the escape words of a piece of a packed row, which show the
- * words that the sender has replaced. `source`: the sender, as the heap's owner numbers its
- * sources. */
+/* Returns where in `heap` the escape words of a piece of a packed row are. `source`: the
+ * sender, as the heap's owner numbers its sources. */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -185,8 +183,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Restores words of scales in the piece whose first vector is `vector`: replaces E8M0_STAND_IN
- * by E8M0_NANS. */
+/* Replaces E8M0_STAND_IN by E8M0_NANS in the scales of the piece whose first vector is
+ * `vector`. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -200,9 +198,9 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
 }
 
 /* Waits for a piece of a peer's packed row in staging, reads it into q, restores the words that
- * the sender has replaced, and stores poison to the staging. If `copied` is true, q contains an
- * earlier copy of the piece, in which words that had not arrived are poison. Called by a whole
- * warp. Returns false if the group has failed. */
+ * the sender has replaced, and stores poison to the staging. With `copied`, q contains an
+ * earlier copy, in which words that had not arrived are poison. Called by a whole warp. Returns
+ * false if the group has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -222,7 +220,7 @@ __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int ra
 }
 
 /* Calls write(rank, distance, row) for each of `peers` (bit mask). `row`: the token's packed
- * row in the staging of this peer. `distance`: rank minus this rank, modulo num_ranks. */
+ * row in the peer's staging. `distance`: rank minus this rank, modulo num_ranks. */
 template <class Write>
 __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token,
                                               RankMask peers, Write write)
@@ -254,8 +252,7 @@ struct JoinedPiece {
     uint4 q[V];
     static constexpr bool QUANTIZED = false;
 
-    /* Loads this lane's vectors of a piece from the caller's arrays, which need not be
-     * aligned. */
+    /* Loads this lane's vectors of a piece from the caller's arrays, which may be unaligned. */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -297,8 +294,8 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Loads the scales of a piece in the ring if they are not aligned to 16 bytes, because the
-     * ring copies only aligned vectors. */
+    /* Loads the scales of a piece in the ring if they are unaligned, because the ring copies
+     * only aligned vectors. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -309,8 +306,8 @@ struct JoinedPiece {
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
     /* Stores the piece to the staging of `peers` (bit mask). If it contains poison or its
-     * stand-in (net/staging.cuh), also sends escape words, with which the receiver restores the
-     * poison. Called by a whole warp. */
+     * stand-in, also sends escape words, with which the receiver restores the poison
+     * (net/staging.cuh). Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   RankMask peers)
     {
@@ -326,7 +323,7 @@ struct JoinedPiece {
             post_put_warp(m.op, rank, escape, WARP * 4);
         });
     }
-    /* Stores the piece to the slots of all lanes. `slot`: this lane's slot, or -1. Called by a
+    /* Stores the piece to the slots of all lanes (`slot`: this lane's, or -1). Called by a
      * whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
@@ -337,8 +334,8 @@ struct JoinedPiece {
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements from element `first` on, as floats, of a row of `count` elements of type
- * `type`, which need not be aligned. Elements past its end are 0. */
+/* Loads 16 elements of type `type` as floats, from element `first` on, of a row of `count`
+ * elements, which may be unaligned. Elements past its end are 0. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -360,20 +357,19 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
-/* A piece of this rank's packed row that is quantized before it is sent: two runs of 16
- * adjacent elements per lane. */
+/* A piece that is quantized before it is sent: two runs of 16 adjacent elements per lane. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Returns the index in the piece of vector v of this lane. Vectors 0 and 1 are the lane's
-     * first run of 16 elements, vectors 2 and 3 its second run. */
+    /* Returns the index in the piece of vector v of this lane: 0 and 1 are its first run of 16
+     * elements, 2 and 3 its second run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* Loads this lane's vectors of a piece of the caller's row, whose elements have 16 bits. If
-     * rows are not aligned, does nothing: make_piece() then loads the row. */
+    /* Loads this lane's vectors of a piece of the caller's row, whose elements have 16 bits.
+     * Unaligned rows are loaded by make_piece(). */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -383,8 +379,8 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    /* Makes the piece: quantizes the vectors that load_raw() has loaded or, if rows are not
-     * aligned, loads and quantizes them. */
+    /* Quantizes the vectors that load_raw() has loaded or, if rows are unaligned, loads them
+     * first. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
@@ -405,8 +401,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes this lane's vectors of 16-bit elements, one run of 16 elements after the other,
-     * because 32 floats would need too many registers. */
+    /* Quantizes this lane's vectors of 16-bit elements, one run after the other, because 32
+     * floats would need too many registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -433,8 +429,8 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* Returns the offset in bytes, in the quantized row, of this lane's run v. An element has
-     * one byte. */
+    /* Returns the offset in bytes of this lane's run v in the quantized row (one byte per
+     * element). */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
@@ -448,8 +444,8 @@ struct QuantizedPiece {
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). Only a word of four e8m0 scales
-     * that are all NaN equals poison; E8M0_STAND_IN replaces it. Called by a whole warp. */
+    /* Stores the piece to the staging of `peers` (bit mask). Replaces scales that equal poison
+     * by E8M0_STAND_IN. Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   RankMask peers) const
     {
@@ -468,8 +464,8 @@ struct QuantizedPiece {
             post_put_packed(m, rank, token, m.own_shape.pieces, staged);
         });
     }
-    /* Stores the piece and its scales to the slots of all lanes. `slot`: this lane's slot, or
-     * -1. Called by a whole warp. */
+    /* Stores the piece and its scales to the slots of all lanes (`slot`: this lane's, or -1).
+     * Called by a whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {

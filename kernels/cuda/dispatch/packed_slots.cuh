@@ -7,11 +7,10 @@
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n of the token,
- * and slot[1] its slot 32 + n, or -1. With layout FLAT, slot[0] of lane 0 is the token's row.
- * `word`: from peek_record() or peek_row(). If `keep` is true, also copies the record into the
- * plan that this kernel makes. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n, and slot[1]
+ * slot 32 + n, or -1. With layout FLAT, slot[0] of lane 0 is the token's row. `word`: from
+ * peek_record() or peek_row(). With `keep`, also copies the record into the plan that this
+ * kernel makes. Called by a whole warp. Returns false if the group has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -44,8 +43,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* If the caller of dispatch wants it, zeroes the tail (the slots after the last slab). Called
- * by all CTAs. Returns false if the group has failed. */
+/* Zeroes the tail (the slots after the last slab), if the caller wants it. Called by all CTAs.
+ * Returns false if the group has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -54,8 +53,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove
     return true;
 }
 
-/* Zeroes all outputs if the plan is invalid, or if the receive buffer of any rank has too few
- * rows, because then its rows must not be used. Called by the CTA that finishes last. */
+/* Zeroes all outputs if the plan is invalid, or if a receive buffer has too few rows. Called by
+ * the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_all(const PackedMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&

@@ -21,9 +21,9 @@
 #include "cuda/net/relay.cuh"
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token that all `peers` (bit
- * mask) need: for every other host, its mate there in place of the ranks of that host. If the
- * unit has the token's first piece (`first`), also sends the word *wants* to each mate: a bit
- * mask of the ranks of the mate's host that need the row. */
+ * mask) need: for every other host, only its mate there. If the unit has the token's first
+ * piece (`first`), also sends to each mate the word *wants*, a bit mask of the ranks of its
+ * host that need the row. */
 __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, RankMask peers)
 {
@@ -31,9 +31,9 @@ __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t
 }
 
 /* Does a unit that forwards pieces of one or two tokens from one mate: calls hand(from, token,
- * piece, wants) for each piece, which forwards it to the ranks of this host in `wants` (bit
- * mask). `copied`: the ring of `feed` has a buffer for each piece, which forwarding does not
- * use and discards. Returns false if the group has failed. */
+ * piece, wants) for each piece, which forwards it to the ranks of this host in `wants`.
+ * `copied`: the ring of `feed` has a buffer for each piece, which is unused and discarded.
+ * Returns false if the group has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

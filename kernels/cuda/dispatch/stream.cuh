@@ -9,16 +9,16 @@
 #include "cuda/dispatch/launcher.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* Copies the pieces of a warp's units into the warp's ring buffer in shared memory, some pieces
- * before the warp uses them, and returns them in the same order. EXACT: rows consist of whole
+/* Copies the pieces of a warp's units into its ring buffer in shared memory, some pieces before
+ * the warp uses them, and returns them in the same order. EXACT: rows consist of whole
  * pieces. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* address of this lane's first vector of the piece that is copied next; NULL: do not copy
-     * the pieces of this unit */
+    /* this lane's first vector of the next piece to copy; NULL: do not copy this unit's
+     * pieces */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* pieces of the unit that have not been copied */
@@ -31,8 +31,8 @@ template <bool EXACT> struct PieceFeed {
         open_unit();
     }
     /* Prepares to copy the pieces of the unit at `walk`, unless they are in host memory, or
-     * this rank only forwards them. Such a piece uses a buffer of the ring, which stays empty,
-     * so that the buffers keep the order of the pieces. */
+     * this rank only forwards them. Then each piece still uses a buffer of the ring, which
+     * stays empty, so that the buffers keep the order of the pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -63,8 +63,8 @@ template <bool EXACT> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts to copy one more piece, then waits for the oldest piece of the ring and reads it
-     * into q. its_vector: first vector of the oldest piece. */
+    /* Starts to copy one more piece, then waits for the oldest piece of the ring, whose first
+     * vector is its_vector, and reads it into q. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
@@ -80,8 +80,8 @@ template <bool EXACT> struct PieceFeed {
     }
 };
 
-/* Does a unit that sends: sends pieces of one of this rank's tokens to every peer that needs
- * the token. `word`: in lane k, choice k of the token (from read_ahead()). */
+/* Does a unit that sends pieces of one of this rank's tokens to every peer that needs it.
+ * `word`: in lane k, choice k of the token (read_ahead()). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
                                           uint64_t word, PieceFeed<EXACT> &feed)
@@ -114,8 +114,8 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
 }
 
 /* Only for tokens with more than 32 choices: stores a piece to the token's slots after the
- * first 32 (one per lane). With piece 0, also receives their weights. Returns false if the
- * group has failed. */
+ * first 32. With piece 0, also receives their weights. Returns false if the group has
+ * failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -134,9 +134,8 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. `word`: this lane's word of the token's record, from peek_record() or, if FLAT,
- * peek_row(). `copied`: the pieces are in the warp's ring. Returns false if the group has
- * failed. */
+ * rank. `word`: this lane's word of the record, from peek_record() or, if FLAT, peek_row().
+ * `copied`: the pieces are in the ring. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -177,8 +176,8 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
 }
 
 /* Forwards a piece of a row from rank `from` of another host to the ranks of this host in
- * `wants` (bit mask). Not inlined, because the main loop would otherwise spill registers.
- * Returns false if the group has failed. */
+ * `wants`. Not inlined, because the main loop would otherwise spill registers. Returns false if
+ * the group has failed. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -191,9 +190,8 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
         });
 }
 
-/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
- * Called by all CTAs; planner CTAs return at once. Not inlined, because the main loop would
- * otherwise spill registers. */
+/* In the other CTAs, sends the first m.num_early_tokens tokens of this rank while the planner
+ * CTAs make the plan. Not inlined, because the main loop would otherwise spill registers. */
 template <bool EXACT>
 static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
 {
@@ -213,8 +211,8 @@ static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
     }
 }
 
-/* Like send_early_tokens(), for backend `hosts`. A warp sends a whole span (several pieces of a
- * row) with one put, because each put has a fixed cost. */
+/* send_early_tokens() for backend `hosts`: a warp sends a whole span (several pieces of a row)
+ * with one put, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -250,10 +248,9 @@ template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchM
         send_early_tokens<EXACT>(m);
 }
 
-/* Receives the tokens of one unit from one source: one token, or two if receiving catches up
- * (received_before()). For this rank itself, also zeroes some padding slots. slab_bits: log2 of
- * the number of slabs, rounded up; negative: do not zero padding. Returns false if the group
- * has failed. */
+/* Receives one token of a unit's source, or two if receiving catches up (received_before()).
+ * For this rank itself, also zeroes some padding slots. slab_bits: log2 of the number of slabs,
+ * rounded up; negative: no padding. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -327,7 +324,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     }
 }
 
-/* Zeroes all padding slots, unless the warps that received this rank's own tokens have done so
+/* Zeroes all padding slots, unless the units of this rank's tokens have done so
  * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
@@ -343,8 +340,8 @@ template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
     return true;
 }
 
-/* Zeroes all outputs if the plan is invalid, or if the receive buffer of any rank has too few
- * rows, because then its rows must not be used. Called by the CTA that finishes last. */
+/* Zeroes all outputs if the plan is invalid, or if a receive buffer has too few rows. Called by
+ * the CTA that finishes last. */
 template <bool FLAT> __device__ __forceinline__ void clear_outputs(const DispatchMove &m)
 {
     if (m.plan.is_valid && header_of(m)->result == EPIC_OK &&
@@ -357,8 +354,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* If the caller of dispatch wants it, zeroes the tail (the slots after the last slab). Called
- * by all CTAs. Returns false if the group has failed. */
+/* Zeroes the tail (the slots after the last slab), if the caller wants it. Called by all CTAs.
+ * Returns false if the group has failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -372,8 +369,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
-/* Moves all rounds, each of as many tokens of each rank as fit in the staging. A kernel that
- * makes the plan has one round. Returns false if the group has failed. */
+/* Moves all rounds, each of as many tokens of each rank as fit in the staging; one round if the
+ * kernel makes the plan. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool move_rounds(Move &m, OpState &op, const uint8_t *memory)
 {
@@ -391,9 +388,8 @@ __device__ __forceinline__ bool move_rounds(Move &m, OpState &op, const uint8_t 
     }
 }
 
-/* Values of the template argument ROWS. ROWS_ANY: rows begin at any address. ROWS_ALIGNED: rows
- * are aligned to 16 bytes. ROWS_WHOLE: rows are aligned to 16 bytes and consist of whole pieces
- * (2 KB). */
+/* Values of ROWS. ROWS_ANY: rows begin at any address. ROWS_ALIGNED: rows are aligned to 16
+ * bytes. ROWS_WHOLE: rows are aligned and consist of whole pieces (2 KB). */
 enum { ROWS_ANY, ROWS_ALIGNED, ROWS_WHOLE };
 
 #endif

@@ -30,9 +30,8 @@
  * (top-1) or with layout FLAT. */
 #include "cuda/dispatch/windows.cuh"
 
-/* Moves all rows through staging, because the operation is not direct. Called by all threads of
- * all CTAs. Not inlined, because the kernel would otherwise spill registers. Returns false if
- * the group has failed. */
+/* Moves all rows through staging. Called by all threads of all CTAs. Not inlined, because the
+ * kernel would otherwise spill registers. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
                                                 const uint8_t *memory)
@@ -41,8 +40,8 @@ static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
     return move_rounds<EXACT, FLAT>(m, op, ring) && pad_all<EXACT>(m);
 }
 
-/* The kernel. There is one instance for each value of ROWS except ROWS_ANY, with and without
- * making the plan (WITH_PLAN), and for each layout of the receive buffer (FLAT). */
+/* The kernel. There is one instance for each value of ROWS except ROWS_ANY, of WITH_PLAN (makes
+ * the plan) and of FLAT (layout). */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_windows_kernel(const __grid_constant__ p2p_dispatch_job job)
