@@ -21,7 +21,14 @@ CASES: dict[str, dict[str, Any]] = {
     "zero_experts": {"zero_experts": 3, "balance_coeff": 0.5, "z_coeff": 0.1},
     "table": {"table": 5, "score": "sigmoid", "normalize": True},
     "drop": {"expert_capacity": 2, "alignment": 4},
-    "tree": {"leaves": 8, "shared": True, "balance_coeff": 0.5, "z_coeff": 0.1},
+    "tree": {
+        "leaves": 8,
+        "normalize": True,
+        "biases": True,
+        "shared": True,
+        "balance_coeff": 0.5,
+        "z_coeff": 0.1,
+    },
 }
 
 

@@ -21,7 +21,7 @@ import gpu_world
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_world import gpu_mesh, put, rank_counts, say, whole
+from gpu_world import gpu_mesh, gpus, put, rank_counts, say, whole
 from jax.sharding import PartitionSpec as P
 
 import cases
@@ -49,7 +49,6 @@ class Case:
     bound: float = 0.0
     table: np.ndarray | None = None
     quantize: str | None = None
-    tree: bool = False
 
 
 def all_cases() -> dict[str, Case]:
@@ -61,7 +60,6 @@ def all_cases() -> dict[str, Case]:
     found["aligned"] = Case({**FULL, "alignment": 128})
     found["mask"] = Case(FULL, {"token_mask": True}, False)
     found["replicas"] = Case(FULL, {"logical_of_expert": TWELVE}, table=TWELVE)
-    found["tree"] = Case(FULL, tree=True)
     found["quantized"] = Case(FULL, {}, False, bound=0.15, quantize="1x128")
     found["owners"] = Case(FULL, {"rank_of_expert": True})
     found["ragged_dot"] = Case(FULL, {"grouped_gemm": jax.lax.ragged_dot}, False, bound=5e-2)
@@ -75,8 +73,6 @@ def options(case: Case, ranks: int) -> epic.Moe:
         count = len(case.table)
         layer = replace(wish.layer, num_experts=count, num_logical=cases.EXPERTS)
         wish = replace(wish, layer=layer, experts=replace(wish.experts, num_local_experts=0))
-    if case.tree:
-        wish = replace(wish, layer=replace(wish.layer, sum_order="tree", leaves=8))
     return replace(wish, quantize=case.quantize)
 
 
@@ -180,6 +176,27 @@ def run_layer(name: str, case: Case, ep: int) -> bool:
     return good
 
 
+def run_groups(dtype: str) -> bool:
+    """Check that groups of 1, 2, 4 and 8 GPUs compute the same bits in tree order."""
+    case = Case(cases.CASES["tree"], dtype=dtype)
+    make_cases_large(dtype)
+    first, good = None, True
+    for ranks in (1, 2, 4, 8):
+        if ranks > len(gpus()):
+            break
+        mesh = jax.sharding.Mesh(np.array(gpus()[:ranks]).reshape(1, ranks), ("dp", "ep"))
+        with epic.jax.open(mesh, "ep", name=f"{ranks} of {dtype}", **SIZES) as group:
+            args, run = arguments(mesh, case), step(mesh, group, case)
+            out, loss, d_x, d_w = jax.block_until_ready(run(*args))
+        found = {"out": out, "loss": loss, "d_x": d_x, **d_w}
+        bits = {name: whole(value).tobytes() for name, value in found.items()}
+        first = first or bits
+        others = [name for name in bits if bits[name] != first[name]]
+        good = good and not others
+        say(f"{'FAILED' if others else 'ok':6} {ranks:2} same bits    {dtype:8}", *others)
+    return good
+
+
 def run_experts(dtype: str) -> bool:
     """Check epic.jax.experts alone on one GPU: three slabs, one of them empty, padding, and a tail
     with arbitrary values."""
@@ -250,6 +267,7 @@ def main(words: list[str]) -> int:
     say("       ep layer        dtype    by       out      d_x      worst of loss and d_w")
     lines = [run_layer(n, c, ep) for ep in rank_counts() for n, c in all_cases().items()]
     if not words:
+        lines += [run_groups(dtype) for dtype in BOUNDS]
         lines += [run_experts(dtype) for dtype in BOUNDS]
     good = all(lines)
     say("right" if good else "wrong")
