@@ -229,7 +229,7 @@ static void default_combine_backward_rows(epic_combine_backward_args *a)
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_rows, a->d_out.row_bytes);
 }
 
-/* Implements epic_combine_backward and api_combine_backward. extra is NULL for the public
+/* Implements epic_combine_backward and api_combine_backward. extra: NULL for the public
  * call. */
 static epic_result call_combine_backward(epic_context *ctx,
                                          const epic_combine_backward_args *args, size_t size,

@@ -49,8 +49,7 @@ static epic_result check_rows(const epic_context *ctx, const char *name, epic_co
     return EPIC_OK;
 }
 
-/* Checks that all fields of a matrix are zero, because this call does not use it. `why` ends
- * the error text. */
+/* Checks that all fields of an unused matrix are zero. `why` ends the error text. */
 static epic_result check_absent(const char *name, epic_const_rows rows, const char *why)
 {
     if (!rows.data && !rows.num_rows && !rows.row_bytes) return EPIC_OK;
@@ -440,8 +439,7 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 
 epic_result check_window_args(const epic_window_args *a, bool registers)
 {
-    /* window_place() stores a window's index and an offset in 64 bits, 48 of them for the
-     * offset. */
+    /* window_place() stores a window's index and an offset (48 bits) in 64 bits. */
     const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));
     if (a->bytes < 0 || a->bytes > most)

@@ -29,8 +29,7 @@ epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *args);
 epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *args);
-/* Checks the arguments of epic_window_register if `registers` is true, otherwise those of
- * epic_window_alloc. */
+/* Checks the arguments of epic_window_register (`registers`) or of epic_window_alloc. */
 epic_result check_window_args(const epic_window_args *args, bool registers);
 
 #endif

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads an epic_config with its defaults, environment variables and limits. Also finds backends
- * by name. */
+/* Reads an epic_config: defaults, environment variables and limits. Also finds backends by
+ * name. */
 #ifndef EPIC_CONFIG_H
 #define EPIC_CONFIG_H
 
@@ -38,10 +38,9 @@ const char *backend_resolve_name(const char *name, int num_hosts);
 epic_result backend_place(bool *on_device, const char *name);
 
 /* Finds the backend of a group of num_ranks ranks by name, and loads its plugin if it has one
- * (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so). Groups of more than 32 ranks have
- * plugins of their own (libepic_cuda_many.so, libepic_hosts_many.so). Returns EPIC_EINVAL if no
- * backend has that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call
- * it. */
+ * (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so; libepic_cuda_many.so and
+ * libepic_hosts_many.so for groups of more than 32 ranks). Returns EPIC_EINVAL if no backend
+ * has that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call it. */
 epic_result backend_find(const epic_backend **out, const char *name, int num_ranks);
 
 /* Copies bytes to host memory. `from` is host memory, or device memory of a backend whose

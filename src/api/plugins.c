@@ -61,8 +61,8 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         return EPIC_OK;
     }
     const char *why =
-        /* the text begins with the name of the missing file: the plugin itself, or a library
-         * that the plugin needs */
+        /* the text begins with the missing file: the plugin itself, or a library that it
+         * needs */
         dlerror();
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(

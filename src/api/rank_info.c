@@ -19,8 +19,7 @@
 
 #define RANK_INFO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-/* Returns a random value from the kernel. If the kernel provides none, returns a hash of pid
- * and time. */
+/* Returns a random value from the kernel or, if there is none, a hash of pid and time. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
@@ -39,9 +38,8 @@ static int64_t namespace_inode(const char *path)
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
-/* Reads a small file of the kernel into a string. The string is empty if there is no such file,
- * for example without /proc. Returns EPIC_EDEVICE if no descriptor or memory is left to open
- * the file. */
+/* Reads a small file of the kernel into a string, which is empty if there is no such file, for
+ * example without /proc. Returns EPIC_EDEVICE if no descriptor or memory is left to open it. */
 static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -93,9 +91,8 @@ static epic_result identify_host(uint64_t host[2], int rank)
 }
 
 /* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
- * begins after the last ')', because the program's name in parentheses may contain spaces. The
- * inode and the times of /proc/self change while the process runs, so they do not identify it.
- */
+ * begins after the last ')', because the program's name in parentheses may contain spaces.
+ * Inode and times of /proc/self change while the process runs, so they do not identify it. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];

@@ -54,8 +54,7 @@ typedef struct epic_backend {
     const char *name;
 
     /* Returns whether these ranks can form a group with this backend. Local, without side
-     * effects. If can_join returns false, it writes the reason to `why`, which has 256
-     * bytes. */
+     * effects. If not, writes the reason to `why`, which has 256 bytes. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
@@ -65,16 +64,14 @@ typedef struct epic_backend {
     epic_result (*join)(epic_group **out, const epic_join *join);
 
     /* Releases the group. Not collective, and possible after a peer is gone. A device backend
-     * waits, at most until its timeout, for peers that may still write into this rank's
-     * memory. */
+     * waits, at most until its timeout, for peers that may still write into this rank. */
     void (*leave)(epic_group *group);
 
     /* Called in a forked child. Releases the child's copy of the parent's group, without any
      * effect on the parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
-    /* Writes to *out how much memory join allocates for one rank. The defaults of *config are
-     * filled in. */
+    /* Computes how much memory join allocates for one rank. The defaults of *config are set. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Returns whether `from` is memory of this backend's devices. If it is, also copies `bytes`
@@ -112,8 +109,8 @@ typedef struct epic_backend {
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 
-/* The backends that are part of libepic.so, in the order in which epic_open tries them.  NULL
- * ends the list. */
+/* The backends in libepic.so, in the order in which epic_open tries them. NULL ends the
+ * list. */
 extern const epic_backend *const epic_backends[];
 
 #endif

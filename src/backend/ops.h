@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a device backend: for each operation of a context, one function that launches
- * kernels. */
+/* The contract of a device backend: for each operation, one function that launches kernels. */
 #ifndef EPIC_OPS_H
 #define EPIC_OPS_H
 
@@ -21,8 +20,8 @@ typedef struct epic_loss_args {
     /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks is
      * read from it, and total_tokens is not used. */
     const void *plan;
-    /* number of tokens in a sequence, for a balance loss per sequence (epic_balance_loss_args);
-     * 0 for the z-loss */
+    /* number of tokens in a sequence, for a loss per sequence (epic_balance_loss_args); 0 for
+     * the z-loss */
     int64_t sequence_tokens;
     const int32_t *load;
     const int32_t *topk_idx;
@@ -52,25 +51,22 @@ typedef struct epic_gate_args {
     /* The gate multiplies float32 values or their bfloat16 components (p2p/gate.c), depending
      * on this number of tokens. It must not depend on the number of ranks. 0: use `block`. */
     int64_t deciding_tokens;
-    /* Backward: how the tokens are divided into blocks. With count 0 or 1, all tokens are one
-     * block. */
+    /* Backward: how the tokens form blocks. With count 0 or 1, all tokens are one block. */
     gate_blocks blocks;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]. Forward: output. Backward: input, the gradient of the logits. */
     float *logits;
-    /* workspace of the caller, with gate_forward_bytes() or gate_backward_bytes() bytes
+    /* workspace with gate_forward_bytes() or gate_backward_bytes() bytes
      * (rules/gate_layout.h) */
     void *workspace;
-    /* [tokens, hidden] of row_type. Backward adds the gradient of x to this array; may be
-     * NULL */
+    /* [tokens, hidden] of row_type. Backward adds the gradient of x to it; may be NULL */
     void *d_x;
     /* [tokens, hidden]. Backward also adds these rows to d_x; may be NULL */
     const void *addend;
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate; /* 1: add the gradients to d_w_gate and d_b_gate; 0: overwrite them */
-    /* 1: always split float32 values into bfloat16 components (p2p/gate.c), for products of any
-     * size; for tests */
+    /* 1: always split float32 values into bfloat16 components (p2p/gate.c); for tests */
     uint32_t always_split;
     /* 1: the method of the matrix product does not depend on `tokens` or `block` */
     uint32_t is_invariant;
@@ -98,8 +94,7 @@ typedef struct epic_ops {
     epic_result (*add_window)(epic_group *, const epic_window_args *, epic_window_info *out);
 
     /* Router and losses. The caller has filled in the defaults of args->router. A loss is
-     * `factor` times a sum over the tokens, so the backward pass multiplies d_loss by
-     * `factor`. */
+     * `factor` times a sum over tokens, so the backward pass multiplies d_loss by `factor`. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
@@ -122,8 +117,8 @@ typedef struct epic_ops {
     epic_result (*mask_zero_experts)(epic_group *, epic_stream, const layer_tokens *,
                                      int32_t *to);
 
-    /* Computes layer_tokens.shared_weights: for each token, the factor for the output of the
-     * shared expert. */
+    /* Computes layer_tokens.shared_weights: each token's factor for the shared expert's
+     * output. */
     epic_result (*shared_gate_forward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Multiplies d_shared_weights by the derivative of the sigmoid, in place. Writes the
@@ -156,9 +151,8 @@ typedef struct epic_ops {
     epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
                                int32_t *to);
 
-    /* Sums each of the two rows of values [2, n] in the order of a binary tree. n is a power of
-     * two. Writes the sum of the first row to values[0] and the sum of the second row to
-     * values[1]. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree, and writes the
+     * sums to values[0] and values[1]. n is a power of two. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes losses [2] (balance loss, z-loss) and their sum to those loss outputs of the layer
@@ -166,8 +160,8 @@ typedef struct epic_ops {
     epic_result (*write_losses)(epic_group *, epic_stream, const float *losses,
                                 const epic_moe_args *);
 
-    /* Computes d_losses [2], the gradients of the balance loss and of the z-loss, from the
-     * caller's arguments. */
+    /* Computes d_losses [2], the gradients of balance loss and z-loss, from the caller's
+     * arguments. */
     epic_result (*read_d_losses)(epic_group *, epic_stream, float *d_losses,
                                  const epic_moe_backward_args *);
 

@@ -26,8 +26,7 @@ typedef struct epic_regroup_transport {
     bool (*is_gone)(epic_group *group, int seat);
 
     /* Creates the memory of the generation that is called group_id. Only the rank that proposes
-     * this generation calls it, before it sends the proposal. NULL: prepare() creates the
-     * memory. */
+     * this generation calls it, before it does so. NULL: prepare() creates the memory. */
     epic_result (*create)(epic_group *group, uint64_t group_id);
 
     /* Prepares the memory of the generation that is called group_id. Releases the memory of a

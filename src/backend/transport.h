@@ -51,8 +51,7 @@ typedef struct epic_op_header {
     uint32_t options[60];
 } epic_op_header;
 
-/* The shape of one flow. The arrays `sends` and `receives` must stay valid until the flow
- * ends. */
+/* The shape of one flow. The arrays must stay valid until the flow ends. */
 typedef struct epic_flow {
     /* size of an entry, at most half of ring_bytes(); equal on all ranks */
     int64_t entry_bytes;
@@ -81,14 +80,13 @@ typedef struct epic_peer_status {
     bool is_inside;    /* true: the peer has not finished the member `operation` */
 } epic_peer_status;
 
-/* Size in bytes of a window's handle: the data, in a format of the backend, that peers need to
- * map the window. */
+/* Size in bytes of a window's handle: backend-specific data with which peers map the window. */
 #define WINDOW_HANDLE_BYTES 16
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* how many calls of this context have added a window so far, including this call; equal on
-     * all ranks */
+    /* how many calls of this context have added a window, including this call; equal on all
+     * ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */
@@ -106,8 +104,7 @@ typedef struct epic_window_transport {
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
     /* Maps the window of `bytes` bytes that `peer` has offered in the same attempt, and sets
-     * *at to the window's address in this process. `handle` and `bytes` come from the peer's op
-     * header. */
+     * *at to its address here. `handle` and `bytes` come from the peer's op header. */
     epic_result (*map)(epic_group *group, int peer, uint64_t attempt,
                        const unsigned char *handle, int64_t bytes, void **at);
 
@@ -142,9 +139,9 @@ typedef struct epic_transport {
      * multiple of 64 and equal on all ranks. An entry has at most half of this size. */
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
-    /* Claims a free op slot and returns its index. Returns -1 if no op slot is free: each is in
-     * use on this rank, or a slow peer still reads it. The caller then calls wait() with
-     * op_slot -1. */
+    /* Claims a free op slot and returns its index. Returns -1 if none is free: each is in use
+     * on this rank, or a slow peer still reads it. The caller then calls wait() with op_slot
+     * -1. */
     int (*claim)(epic_group *group);
 
     /* Publishes this rank's op header for (tag, sequence) in a claimed op slot, and wakes peers
@@ -165,8 +162,7 @@ typedef struct epic_transport {
      * ascending order. Until an entry is sent, room() returns the same memory for it. */
     void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
-    /* Sends the entries of the current flow with an index below `upto` to the peer `to` (or
-     * EVERYONE). */
+    /* Sends the entries of the current flow below `upto` to the peer `to` (or EVERYONE). */
     void (*send)(epic_group *group, int op_slot, int to, int64_t upto);
 
     /* Returns entry `index` of the current flow from the peer `from`, or NULL if the entry has
@@ -208,8 +204,8 @@ typedef struct epic_transport {
      * peer is gone. 0: all its data has arrived by then. */
     uint32_t settle_ms;
 
-    /* Marks the group as failed and wakes the peers in wait().  Only the first failure of the
-     * group is kept. */
+    /* Marks the group as failed and wakes the peers in wait(). Only the first failure is
+     * kept. */
     void (*break_group)(epic_group *group, const epic_failure_info *failure);
 
     /* Returns true and writes the failure to *out if the group has failed. */

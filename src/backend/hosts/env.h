@@ -21,12 +21,11 @@ typedef struct hosts_env {
      * host forwards the row to the other ranks there */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
-    /* value of EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the
-     * first one */
+    /* value of EPIC_NET_WINDOW: how many tokens a kernel sends before it receives the first
+     * one */
     int32_t window;
     /* value of EPIC_NET_THREADS: how many threads the net may start in addition to the proxy
-     * thread. -1: not set; hosts_env_threads() then computes this number from the number of
-     * cores */
+     * thread. -1: not set; hosts_env_threads() then computes it from the number of cores */
     int32_t threads;
 } hosts_env;
 

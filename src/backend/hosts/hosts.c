@@ -23,8 +23,7 @@
 /* maximum number of ranks per host with relays: kernels use one bit of a word for each */
 #define MAX_RELAYS 31
 
-/* The data that each rank sends to all ranks, through the bootstrap, while it joins the group.
- */
+/* The data that each rank sends to all ranks through the bootstrap while it joins the group. */
 typedef struct peer_info {
     uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
     p2p_gpu gpu;
@@ -143,9 +142,8 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 }
 
 /* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] to the outbox
- * for every other rank q. Kernels write the words for rank q into the outbox, and the net sends
- * them. If rank q is on this host, p2p_heap_connect() later sets self.heap[q] to the heap of
- * rank q. */
+ * for every other rank q: kernels write the words for rank q there, and the net sends them. If
+ * rank q is on this host, p2p_heap_connect() later sets self.heap[q] to the heap of rank q. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -170,8 +168,8 @@ static void free_boxes(hosts_part *h)
     free_memory(&h->outbox, h->on_gpu);
 }
 
-/* Allocates the ring through which kernels post puts to the proxy thread, in pinned host
- * memory. */
+/* Allocates the ring in pinned host memory through which kernels post puts to the proxy
+ * thread. */
 static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
 {
     uint8_t *memory = NULL;
@@ -242,8 +240,7 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Adds to the error text that EPIC_NET_MEMORY=gpu does not allow host memory instead. Returns
- * `result`. */
+/* Adds to the error text that EPIC_NET_MEMORY=gpu forbids host memory. Returns `result`. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -310,8 +307,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* This is the last use of the net by this thread. Later only the proxy thread uses the
-     * net. */
+    /* The last use of the net by this thread: later only the proxy thread uses it. */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -591,9 +587,8 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Implements epic_backend.memory. Without EPIC_NET_MEMORY it is not known before joining
- * whether the boxes are in GPU memory or in host memory. Then host_bytes and device_bytes both
- * count them. */
+/* Implements epic_backend.memory. Without EPIC_NET_MEMORY it is not known before joining where
+ * the boxes will be. Then both host_bytes and device_bytes count them. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

@@ -27,19 +27,16 @@
 /* Number of epochs (operations) in the array `ends`. Kernels wait until at most two epochs have
  * puts in flight, so four are enough. */
 #define MAX_OPEN_EPOCHS 4
-/* maximum number of ring entries (requests of kernels) that the thread reads before it posts
- * puts */
+/* maximum number of ring entries (requests of kernels) read before puts are posted */
 #define MAX_ENTRIES 256
-/* A batch that is not complete is posted only while fewer than this many puts to its host are
- * in flight. */
+/* an incomplete batch is posted only while fewer puts than this to its host are in flight */
 #define FEW_IN_FLIGHT 4
 /* Limits for the puts in flight to one host. At the limit of urgent puts, further urgent pieces
  * wait and are joined into larger puts. The bytes of row puts have a limit too, because the net
  * may send these bytes before an urgent put that is posted later. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-/* An urgent batch that would need more puts than this waits for the pieces that fill its gaps.
- */
+/* An urgent batch that would need more puts than this waits for pieces that fill its gaps. */
 #define URGENT_MAX_PUTS 4
 /* an urgent batch stops waiting for pieces when no urgent piece has been read for this long */
 #define URGENT_QUIET_US 5
@@ -74,8 +71,7 @@ typedef struct message {
     int state;
 } message;
 
-/* The state of the proxy thread. Members that other threads also access are accessed
- * atomically. */
+/* The state of the proxy thread. Members shared with other threads are accessed atomically. */
 struct hosts_proxy {
     hosts_proxy_setup setup;
     pthread_t thread;
@@ -90,15 +86,14 @@ struct hosts_proxy {
     /* by host: true if the net cannot send more puts to the host at the moment */
     bool full[NET_MAX_HOSTS];
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
-    /* true: the thread has read the ring entry that ends the epoch; the epoch ends when all
-     * batches are posted */
+    /* true: the ring entry that ends the epoch was read; the epoch ends when all batches are
+     * posted */
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
     /* how many of these entries are pieces, not marks of the end of an epoch */
     uint64_t pieces;
-    /* number of bytes and of puts that were posted for pieces, not counting state words and
-     * messages */
+    /* number of bytes and of puts posted for pieces, without state words and messages */
     uint64_t bytes, puts;
     uint64_t max_puts_in_flight; /* maximum number of row puts in flight to one host */
     /* number of puts posted to each host, including state words and messages */
@@ -127,8 +122,7 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ----------------------------------------------------------------- puts of the kernels ---- */
 
-/* Ends an epoch: records how many puts were posted to each host so far. free_epochs() later
- * waits for these puts. */
+/* Ends an epoch: records how many puts were posted to each host, for free_epochs(). */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
@@ -251,8 +245,8 @@ static int post_batches(hosts_proxy *p)
     return posted;
 }
 
-/* Reports to the kernels how many epochs are completely sent (`freed`). Epochs use the two
- * halves of the outbox alternately. When all puts of an epoch are done, kernels may overwrite
+/* Reports to the kernels how many epochs are completely sent (`freed`). Epochs alternate
+ * between the halves of the outbox. When all puts of an epoch are done, kernels may overwrite
  * its half. */
 static void free_epochs(hosts_proxy *p)
 {
@@ -287,8 +281,7 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends two state words to all peers: for which ranks this rank waits, and which failure it has
- * reported. */
+/* Sends two state words to all peers: the ranks for which this rank waits, and its failure. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -348,8 +341,7 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until hosts_proxy_wake() ends the sleep. Returns true in the
- * second case. */
+/* Sleeps for `us` microseconds, or until hosts_proxy_wake(), and then returns true. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -376,8 +368,8 @@ static int64_t longer_nap(int64_t us)
 }
 
 /* The main function of the proxy thread: calls proxy_progress() until the proxy is closed.
- * While nothing happens, the thread first yields the core, then takes longer and longer naps.
- */
+ * While nothing happens, the thread first yields the core, then takes longer and longer
+ * naps. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;

@@ -43,8 +43,8 @@ void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes)
 /* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
-/* Sets `counts` to how many bytes, puts and pieces were posted so far, in this order. Any
- * thread may call it. */
+/* Sets `counts` to how many bytes, puts and pieces were posted so far. Any thread may call
+ * it. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Calls hosts_proxy_counts(). For tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);

@@ -188,8 +188,7 @@ static void join_spans(put_batch *p)
     p->num_spans = last + 1;
 }
 
-/* Adds a range of words to a batch. Extends the last span if the range begins where this span
- * ends. */
+/* Adds a range of words to a batch, if possible by extending the last span. */
 static void add_span(put_batch *p, uint32_t first, uint32_t words)
 {
     span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;

@@ -40,8 +40,7 @@ typedef enum put_batch_kind {
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
 /* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
- * are urgent. batch_words is the number of words in a block. Returns NULL if memory is
- * short. */
+ * are urgent. batch_words: words in a block. Returns NULL if memory is short. */
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
                              uint32_t batch_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
@@ -66,8 +65,7 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* Removes the words of the put that put_batcher_next() returned from their batch, after the
- * caller has posted it. */
+/* Removes the words of the put that put_batcher_next() returned, after it was posted. */
 void put_batcher_mark_posted(put_batcher *all);
 
 /* Keeps the words of the put that put_batcher_next() returned, because the net had no room.

@@ -111,8 +111,7 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 /* ------------------------------------------------------------------------- duplicating ---- */
 
 /* Polls until the duplicate communicator exists or the time limit has passed. In the second
- * half of the time limit, also exchanges roll calls. Other threads may use MPI between two
- * polls. */
+ * half of the time limit, also exchanges roll calls. Threads may use MPI between two polls. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
@@ -243,8 +242,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     return EPIC_OK;
 }
 
-/* Runs one gather: posts all messages, then polls until they are finished or the time limit
- * passes. */
+/* Runs one gather: posts all messages, then polls until they are finished or time is up. */
 static epic_result run_round(gather_round *r, const bootstrap *m)
 {
     deadline end = deadline_begin_ms(m->timeout_ms);
@@ -284,8 +282,7 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
 /* ---------------------------------------------------------------------- open and close ---- */
 
 /* Returns whether `comm` can be used for a bootstrap: it must be a valid intracommunicator. If
- * not, writes the reason to `why`, which has `size` bytes; `name` is the communicator's name in
- * that text. */
+ * not, writes the reason to `why`, which has `size` bytes and calls the communicator `name`. */
 bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 {
     int inter = 0;

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
  * receives from any source are always posted; progress.c polls them. Control messages are
- * small, so MPI completes a send at once, and the sender does not wait until the peer polls
- * MPI. */
+ * small, so MPI completes a send at once, and the sender does not wait for the peer. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,7 +23,7 @@ static int control_message_bytes(uint32_t kind)
     }
 }
 
-/* Sends a control message without waiting. *message must stay unchanged until *request is
+/* Sends a control message without waiting. *message must not change until *request is
  * complete. */
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request)
@@ -41,8 +40,7 @@ static void broadcast_message(epic_group *group, const control_message *message,
         if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
-/* Ends the waits of all threads of this rank: increments num_events of every op slot, for which
- * wait() looks. */
+/* Ends the waits of all threads of this rank: increments num_events of every op slot. */
 void control_notify_all(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;

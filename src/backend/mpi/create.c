@@ -31,8 +31,7 @@ static void free_creation(creation *c)
     free(c);
 }
 
-/* Calls MPI_Comm_create_group and stores the result. Frees *c if create_comm() has abandoned
- * this thread. */
+/* Calls MPI_Comm_create_group. Frees *c if create_comm() has abandoned this thread. */
 static void *run_creation(void *self)
 {
     creation *c = self;
@@ -66,8 +65,7 @@ static int find_dead_peer(epic_group *group)
     return -1;
 }
 
-/* Waits until the thread is done. Returns an error at the deadline, or if a rank of this host
- * has died. */
+/* Waits until the thread is done, the deadline has passed, or a rank of this host has died. */
 static epic_result wait_for_creation(epic_group *group, creation *c)
 {
     deadline end = deadline_begin_ms((uint64_t)(group->timeout_ns / 1000000));

@@ -73,8 +73,7 @@ void drain_stop(epic_group *group)
     group->drain_runs = false;
 }
 
-/* Implements epic_transport.finish. The op slot drains: it becomes free when MPI has sent all
- * its rows. */
+/* Implements epic_transport.finish. The op slot becomes free when MPI has sent all its rows. */
 void mpi_finish(epic_group *group, int index)
 {
     op_slot *slot = &group->slots[index];

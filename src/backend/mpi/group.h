@@ -122,8 +122,8 @@ typedef struct peer_status {
  * counted over all flows of the ring: segment n uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries in this flow */
-    /* how many entries of this flow this rank has sent (as writer) or has read and dropped (as
-     * reader) */
+    /* how many entries of this flow this rank has sent (writer), or read and dropped
+     * (reader) */
     int64_t moved;
     /* index of this flow's first segment, counted over all flows */
     uint64_t first;
@@ -146,11 +146,10 @@ typedef struct wait_state {
     bool is_waiting;
     uint32_t phase;
     int64_t last_ns; /* time at which wait() last returned */
-    /* time at which wait() last found a change of the op slot; before that, the time at which
-     * the exchange began */
+    /* time at which wait() last found a change of the op slot, or at which the exchange
+     * began */
     int64_t unchanged_since_ns;
-    /* time at which this rank last requested the status of its peers for this op slot
-     * (peer_status.c) */
+    /* time at which this rank last requested the status of its peers for this op slot */
     int64_t requested_ns;
     uint64_t waits_for[RANK_WORDS];
 } wait_state;
@@ -164,8 +163,7 @@ typedef struct op_slot {
     /* num_events: how many changes so far could end a call of wait(). num_seen_events: value of
      * num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
-    /* how many calls of room(), entry() or op_header() had no result since the last poll of
-     * MPI */
+    /* calls of room(), entry() or op_header() without a result since the last poll of MPI */
     int num_misses;
     unsigned num_looks;  /* how often wait() has polled MPI while it waited for rows */
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */

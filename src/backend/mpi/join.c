@@ -18,8 +18,7 @@
 
 /* ---------------------------------------------------------------- check before joining ---- */
 
-/* Returns the number of ranks that mpirun has started, or 0 if it did not start this
- * process. */
+/* Returns how many ranks mpirun has started, or 0 if it did not start this process. */
 static int launched_ranks(void)
 {
     const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
@@ -52,7 +51,7 @@ static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
     return false;
 }
 
-/* Returns whether the communicator is valid and has at least num_ranks ranks. Otherwise writes
+/* Returns whether the communicator is valid and has num_ranks ranks or more. Otherwise writes
  * the reason to `why`. */
 static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
@@ -110,8 +109,7 @@ typedef struct join_info {
     core_set cores;
 } join_info;
 
-/* Returns a hash (FNV-1a) of the name of the MPI job. With it, check_infos() detects ranks of
- * different jobs. */
+/* Returns a hash (FNV-1a) of the name of the MPI job, to detect ranks of different jobs. */
 static uint64_t job_id(void)
 {
     const char *name = getenv("PMIX_NAMESPACE");
@@ -227,8 +225,8 @@ static epic_result connect_locked(epic_group *group, const epic_join *join,
     return result;
 }
 
-/* Joins the group. Collective: a rank that failed still takes part in the gather, so that all
- * ranks return an error. */
+/* Joins the group. Collective: a failed rank still takes part in the gather, so that all
+ * fail. */
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
     const int num_ranks = join->bootstrap->num_ranks;
@@ -312,8 +310,7 @@ static bool test_slots(epic_group *group)
 }
 
 /* Cancels the receives that no peer will serve, and waits at most CANCEL_NS for all requests.
- * Returns false if some are still pending: MPI may still access the rings, so they must not be
- * freed. */
+ * Returns false if some are still pending: MPI may still access the rings, which must stay. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);

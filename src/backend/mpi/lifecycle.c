@@ -15,8 +15,7 @@
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
-    /* true: EPIC started MPI, in the process `pid`. A forked child has another pid and must not
-     * end MPI. */
+    /* true: EPIC started MPI, in the process `pid`; a forked child must not end MPI */
     bool ours;
     bool watched; /* true: before_finalize() is attached to MPI */
     bool any_broken;
@@ -99,9 +98,8 @@ void lifecycle_retire(epic_group *group)
 
 /* ----------------------------------------------------------------------- start and end ---- */
 
-/* MPI calls this at the beginning of MPI_Finalize, whether EPIC or the program calls
- * MPI_Finalize. Waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted
- * receives. */
+/* MPI calls this at the beginning of MPI_Finalize, whoever calls that. Waits up to LAST_CALL_NS
+ * for peers that are leaving, then cancels the posted receives. */
 static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 {
     (void)comm, (void)key, (void)value, (void)state;
@@ -117,9 +115,8 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, except with a broken
- * or open group, because MPI_Finalize could then wait forever. In that case mpirun ends the
- * whole job. */
+/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, but not with a broken
+ * or open group: MPI_Finalize could then wait forever. In that case mpirun ends the job. */
 __attribute__((destructor)) static void finalize_at_exit(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;
@@ -134,7 +131,7 @@ static int attach_finalize_hook(void)
     return code;
 }
 
-/* Starts MPI if necessary, and attaches before_finalize() once. The caller holds
+/* Starts MPI if necessary, attaches before_finalize() once. The caller holds
  * lifecycle.mutex. */
 static epic_result start_locked(void)
 {
@@ -152,8 +149,7 @@ static epic_result start_locked(void)
     return EPIC_OK;
 }
 
-/* Starts MPI if necessary, attaches before_finalize() once, and frees the groups that all peers
- * have left. */
+/* Calls start_locked(), and frees the groups that all peers have left. */
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

@@ -45,9 +45,8 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* Returns whether the peer has closed its context or its process has exited. Messages that the
- * peer sent before may not be handled yet, so src/exchange checks twice before it reports the
- * peer. */
+/* Returns whether the peer has closed its context or its process has exited. Its messages may
+ * not be handled yet, so src/exchange checks twice before it reports the peer. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

@@ -7,8 +7,7 @@
 
 #define RECENT_NS 1000000
 
-/* Implements epic_transport.claim: reserves a free op slot for an operation, and returns its
- * index or -1. */
+/* Implements epic_transport.claim: reserves a free op slot, and returns its index or -1. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);

@@ -52,8 +52,7 @@ static void store_early_header(epic_group *group, const control_message *message
     control_break(group, &failure, true);
 }
 
-/* Stores an op header that a peer sent: in the op slot of its exchange, or in the peer's list
- * of early headers. */
+/* Stores an op header of a peer in the op slot of its exchange, or among the early headers. */
 void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -92,8 +91,8 @@ op_slot *op_slots_find_free(epic_group *group)
     return NULL;
 }
 
-/* Prepares a claimed op slot for a new exchange. No other thread uses the slot yet, so the
- * mutex is not needed. */
+/* Prepares a claimed op slot for a new exchange. No other thread uses it, so no mutex is
+ * needed. */
 static void reset_slot(epic_group *group, op_slot *slot)
 {
     for (int r = 0; r < group->num_ranks; r++) {

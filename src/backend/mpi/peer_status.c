@@ -17,8 +17,8 @@
  * few messages accumulate at a stuck peer. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-/* A thread counts as waiting for this time after wait() has returned, because it usually calls
- * wait() again. */
+/* after wait() has returned, a thread still counts as waiting for this time, because it usually
+ * waits again */
 #define MOMENT_NS (100 * MS)
 
 /* Returns a send buffer whose last message has been sent, or NULL. */
@@ -131,8 +131,7 @@ void peer_status_reply(epic_group *group, const control_message *question, int f
     control_send(group, &l->message, from, &l->request);
 }
 
-/* Stores a peer's reply, if this rank is still in the exchange for which it sent the
- * request. */
+/* Stores a peer's reply if this rank is still in the exchange that sent the request. */
 void peer_status_store(epic_group *group, const control_message *reply, int from)
 {
     op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);

@@ -118,8 +118,7 @@ static void free_if_idle(epic_group *group, op_slot *slot)
     group->num_draining--;
 }
 
-/* Polls the finished op slots that MPI still reads, and frees those whose requests are
- * complete. */
+/* Polls the finished op slots that MPI still reads, and frees those that are complete. */
 void progress_drain(epic_group *group)
 {
     for (int i = 0; group->num_draining && i < group->num_slots; i++)

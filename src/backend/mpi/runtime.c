@@ -23,8 +23,7 @@ pthread_mutex_t *runtime_mutex(void)
     return level < MPI_THREAD_MULTIPLE ? &one_thread : NULL;
 }
 
-/* Returns EPIC_EDEVICE; the error text says that the MPI call `what` returned the error
- * `code`. */
+/* Returns EPIC_EDEVICE: the MPI call `what` returned the error `code`. */
 epic_result runtime_fail(int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";
@@ -42,9 +41,8 @@ bool runtime_is_up(void)
     return initialized && !finalized;
 }
 
-/* Starts MPI with MPI_THREAD_MULTIPLE, unless the program has started it. Sets *ours to true if
- * this call started it. Returns EPIC_ENOTSUP if MPI was finalized or does not allow calls from
- * several threads. */
+/* Starts MPI with MPI_THREAD_MULTIPLE, unless the program has started it, and sets *ours if so.
+ * Returns EPIC_ENOTSUP if MPI was finalized or does not allow calls from several threads. */
 epic_result runtime_start(bool *ours)
 {
     int initialized = 0, finalized = 0, level = MPI_THREAD_SINGLE, code;

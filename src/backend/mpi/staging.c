@@ -22,8 +22,7 @@
  * slot. The bytes are few, so that they stay in a cache that several ranks share. */
 #define ROUND_BYTES (256 * 1024)
 
-/* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE, only one ring to
- * each rank. */
+/* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE. */
 int64_t mpi_ring_bytes(const epic_group *group, bool everyone)
 {
     (void)everyone;
@@ -127,8 +126,7 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.room: returns NULL while both halves of the ring to the peer are in
- * use. */
+/* Implements epic_transport.room: NULL while both halves of the ring are in use. */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 {
     const staging_ring *ring = &slot->send_rings[to];
@@ -157,8 +155,7 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.send: counts the written entries, and sends each complete
- * segment. */
+/* Implements epic_transport.send: counts the entries, and sends each complete segment. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -189,8 +186,8 @@ const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t en
            entry % slot->per_segment * slot->stride;
 }
 
-/* Implements epic_transport.drop: counts the dropped entries, and posts a receive for each half
- * that became free. */
+/* Implements epic_transport.drop: counts the entries, and posts a receive for each free
+ * half. */
 void mpi_drop(epic_group *group, int index, int from, int64_t upto)
 {
     op_slot *slot = &group->slots[index];

@@ -111,7 +111,7 @@ epic_result tables_check(const epic_config *config, int num_ranks)
                      config->max_in_flight);
 }
 
-/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. All other bytes are zero
+/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. Other bytes are zero
  * already. */
 static void clear_tables(epic_group *group)
 {
@@ -139,7 +139,7 @@ static void use_large_pages(const epic_group *group)
         madvise(group->rings, group->memory_bytes - group->table_bytes, MADV_HUGEPAGE);
 }
 
-/* Allocates a group and all its memory, and sets the fields that need no other rank. Errors:
+/* Allocates a group with its memory; sets fields that need no other rank. Errors:
  * EPIC_ENOMEM. */
 epic_result tables_make(epic_group **out, const epic_config *config, int rank, int num_ranks)
 {
@@ -193,8 +193,7 @@ void tables_free(epic_group *group)
     free(group);
 }
 
-/* Implements epic_backend.memory: computes, before a context is opened, how much memory it will
- * use. */
+/* Implements epic_backend.memory: how much memory a context with this config will use. */
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};

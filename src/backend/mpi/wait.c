@@ -6,16 +6,13 @@
 
 #include "backend/mpi/group.h"
 
-/* A waiting thread first polls for this long without yielding its core, if the host has a core
- * for each of its ranks. */
+/* with a core for each rank of the host, a thread first polls for this long without yielding */
 #define SPIN_NS 50000
-/* how long a thread waits before it sleeps; even the shortest sleep takes much longer than
- * requested */
+/* how long a thread waits before it sleeps; even the shortest sleep takes much longer */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-/* how long a wait for a peer that is gone continues, because rows that the peer has sent may
- * still arrive */
+/* how long a wait for a dead peer continues, because rows that it has sent may still arrive */
 #define PATIENCE_NS 1000000
 /* a wait for rows polls control messages once per this many polls */
 #define POLLS_PER_CONTROL_POLL 8

@@ -10,8 +10,7 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* A context gets P2P_SMALL_SMS only if all ranks together send at most this many bytes of rows
- * to one rank. */
+/* only contexts with at most this many bytes of rows to one rank get P2P_SMALL_SMS */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -26,9 +25,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Reserves `sms` SMs of a device and returns true. If more than `most` SMs would then be in
- * use, reserves none and returns false. Sets *others to how many SMs were in use before the
- * call. */
+/* Reserves `sms` SMs of a device and returns true, or returns false if more than `most` SMs
+ * would then be in use. Sets *others to how many SMs were in use before the call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);

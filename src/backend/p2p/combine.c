@@ -4,7 +4,7 @@
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 
-/* number of tokens that a combine kernel sends before it receives the first one (measured in
+/* how many tokens combine sends before it receives the first one (measured in
  * docs/lab/cuda.md) */
 #define COMBINE_LAG 48
 
@@ -17,8 +17,7 @@ static epic_result check_type(uint32_t type)
 }
 
 /* Returns memory that replaces a caller's array without rows. In place of a row that an array
- * lacks, kernels read its row 0 (kernels/cuda/combine/slots.cuh), so it must have at least one
- * row. */
+ * lacks, kernels read its row 0 (kernels/cuda/combine/slots.cuh), so it must have one. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -98,8 +97,7 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     return p2p_cuda(launch(job, p2p_sms_of(g, call), p2p_stream_of(call)), "launching combine");
 }
 
-/* Implements epic_ops.combine: sends rows back to their tokens' ranks, and sums the rows of
- * each token. */
+/* Implements epic_ops.combine: returns rows to their tokens' ranks, and sums them per token. */
 epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
@@ -174,8 +172,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
     job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
 }
 
-/* Implements epic_ops.combine_backward: sends the gradient of each token to the ranks of its
- * experts. */
+/* Implements epic_ops.combine_backward: sends each token's gradient to its experts' ranks. */
 epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     P2P_RANGE("epic_combine_backward");

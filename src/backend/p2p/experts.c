@@ -82,8 +82,8 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
-/* Returns the address of the activations [slots, inner] in the workspace. Backward first stores
- * their gradient there. */
+/* Returns the activations [slots, inner] in the workspace; backward first stores their gradient
+ * there. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
@@ -94,8 +94,7 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias g->bias to the result g->out of the caller's own gemm (experts.gemm), which
- * only multiplies. */
+/* Adds the bias g->bias to the result g->out of the caller's own gemm. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -136,8 +135,7 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one matrix product: with the caller's own gemm (experts.gemm) or with EPIC's
- * kernels. */
+/* Launches one matrix product with the caller's own gemm or with EPIC's kernels. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;

@@ -8,8 +8,7 @@
 #include "base/error.h"
 #include "rules/sentences.h"
 
-/* Returns the name of an epic_operation. The value may come from a peer, so it may be
- * invalid. */
+/* Returns the name of an epic_operation, which may come from a peer and be invalid. */
 static const char *operation_name(uint32_t operation)
 {
     static const char *const names[] = {
@@ -53,8 +52,7 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     return n;
 }
 
-/* Copies from this rank's heap to `why` the error text of the peer that aborted. The text is ""
- * if no peer wrote one. */
+/* Copies the error text of a peer that aborted to `why`, or "" if no peer wrote one. */
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
@@ -138,8 +136,7 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
 
 /* ---------------------------------------------------------------------------- failures ---- */
 
-/* Writes the error text of a timeout: which rank waited, for which ranks, and in which
- * phase. */
+/* Writes the error text of a timeout: which rank waited, for which ranks and in which phase. */
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
     char culprits[RANK_NAMES_BYTES];

@@ -10,8 +10,8 @@
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, which holds all tokens, and the list of its tiles. Both are in
- * the workspace. */
+/* Returns the gate's only slab, with all tokens, and the list of its tiles, in the
+ * workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -52,8 +52,7 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
 }
 
 /* Returns a product of the gate in which three bfloat16 components replace each value of one
- * float32 factor: of w_gate in the forward pass, of the gradient of the logits in the backward
- * pass. */
+ * float32 factor: forward of w_gate, backward of the gradient of the logits. */
 static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -177,8 +176,7 @@ static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate
     return launch_product(product, gate->stream);
 }
 
-/* Adds d_logits w_gate^T to d_x (pass EPIC_GEMM_INPUT), with both factors split into bfloat16
- * components. */
+/* Adds d_logits w_gate^T to d_x (EPIC_GEMM_INPUT), with both factors split into components. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {
@@ -198,9 +196,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* Launches a product of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster,
- * which depends on deciding_tokens() and not on the number of ranks, or if is_invariant is set.
- */
+/* Launches a product of pass EPIC_GEMM_INPUT. Uses components if is_invariant is set or if they
+ * are faster, which depends on deciding_tokens() and not on the number of ranks. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -217,8 +214,7 @@ static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args 
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that divides the tokens into tiles, for all products of the gate. All
- * tokens are one slab. */
+/* Launches the kernel that divides the only slab into tiles, for all products of the gate. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
@@ -227,8 +223,7 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
-/* Returns whether the forward product reads the list of tiles. The kernel for few rows does
- * not. */
+/* Returns whether the forward product reads the list of tiles; that for few rows does not. */
 static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
@@ -250,7 +245,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     return multiply_forward_or_weight(&product, gate);
 }
 
-/* Launches the gradient of the bias: d_b_gate [columns] = the sum of d_logits over all
+/* Launches the gradient of the bias, d_b_gate [columns]: the sum of d_logits over all
  * tokens. */
 static epic_result bias_gradient(const epic_gate_args *gate)
 {
@@ -299,8 +294,8 @@ static epic_result launch_leaves(const p2p_leaves_job *job, epic_stream stream)
                     "launching the sum of the gate's blocks");
 }
 
-/* Launches the gradient of w_gate of several blocks on tensor cores, as multiply_components()
- * does for one block. */
+/* Launches the gradient of w_gate of several blocks on tensor cores, like
+ * multiply_components(). */
 static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
                                                  const p2p_gemm *components,
                                                  const epic_gate_args *gate)

@@ -45,8 +45,7 @@ static const exported_heap *find_exported(uint64_t group_id, int rank)
     return at;
 }
 
-/* Adds this rank's heap to the list. Returns EPIC_EPEER if the list already has a heap of this
- * rank and group. */
+/* Adds this rank's heap to the list. Returns EPIC_EPEER if the list already has it. */
 static epic_result export_here(const epic_group *group, uint8_t *heap)
 {
     exported_heap *mine = malloc(sizeof *mine);

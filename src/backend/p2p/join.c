@@ -54,8 +54,7 @@ static epic_result make_heap(epic_group *g)
     return p2p_heap_clear(g, heap);
 }
 
-/* Creates the parts of the group that need no peer: device, heap, loaded kernels, IPC
- * handle. */
+/* Creates the parts of the group that need no peer: device, heap, kernels, IPC handle. */
 static epic_result make_own_part(epic_group *g, join_handle *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -66,9 +65,8 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
 
 /* ---------------------------------------------------------------- connections to peers ---- */
 
-/* Returns the error of a rank that has failed, according to the handle that it sent. Any
- * program that reaches the bootstrap may have written the handle, so this function first checks
- * it. */
+/* Returns the error of a rank that has failed, according to its handle. Any program that
+ * reaches the bootstrap may have written the handle, so this function first checks it. */
 static epic_result check_join_handle(const join_handle *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -82,8 +80,7 @@ static epic_result check_join_handle(const join_handle *c, int rank)
     return epic_fail((epic_result)c->result, "rank %d: %s", rank, c->sentence);
 }
 
-/* Checks the handles of all ranks, reserves SMs of the GPU, connects the heaps, and starts the
- * watcher thread. */
+/* Checks all handles, reserves SMs, connects the heaps, and starts the watcher thread. */
 static epic_result connect_peers(epic_group *g, const join_handle *handles)
 {
     p2p_gpu gpus[DEVICE_MAX_RANKS];
@@ -194,8 +191,7 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-/* Implements epic_backend.memory: computes, before a context is opened, how much memory it will
- * use. */
+/* Implements epic_backend.memory: how much memory a context with this config will use. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

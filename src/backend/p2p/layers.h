@@ -23,8 +23,8 @@ static inline void signature_mix(signature *a, uint64_t value)
 /* Mixes every field of a layer into the hash. The layer's defaults are filled in. */
 void p2p_sign_layer(signature *a, const epic_layer *layer);
 
-/* Copies the layer to *out and fills in its defaults. Errors: EPIC_ENOTSUP if the kernels do
- * not support the layer. */
+/* Copies the layer to *out, with its defaults. Errors: EPIC_ENOTSUP if kernels do not support
+ * it. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
 /* Reads the layer of an existing plan. Returns the errors of p2p_read_layer(), and EPIC_EINVAL if
@@ -45,8 +45,7 @@ void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support: several
- * leaves per rank, a partial_type other than the default, or tree order with more than 8 ranks.
- */
+ * leaves per rank, another partial_type, or tree order with more than 8 ranks. */
 bool p2p_needs_general_combine(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -62,8 +62,7 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes for which the launch functions choose different kernels. Together they
- * load every kernel. */
+/* Row sizes in bytes with which the launch functions together load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches combine with one and with several leaves of the sum tree per rank, and the

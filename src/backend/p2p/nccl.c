@@ -32,8 +32,7 @@ static int note_file(struct dl_phdr_info *file, size_t size, void *arguments)
     return 0;
 }
 
-/* Finds NCCL among the loaded libraries. Sets *handle to its handle, and `name` (256 bytes) to
- * its name for errors. */
+/* Finds NCCL among the loaded libraries. Sets *handle, and `name` (256 bytes) for errors. */
 static epic_result find_library(void **handle, char *name)
 {
     loaded_files files = {0};

@@ -56,8 +56,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* these two kinds of plans are made by a single CTA (plan/flat_drop.cuh,
-     * plan/resolve.cuh) */
+    /* one CTA makes these plans (plan/flat_drop.cuh, plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     job->max_lowlat_tokens =

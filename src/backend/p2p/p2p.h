@@ -77,8 +77,7 @@ epic_result p2p_cuda(cudaError_t error, const char *what);
 /* Launches every kernel once, so that no operation loads one (load.c). */
 epic_result p2p_load(epic_group *group);
 
-/* Returns whether this process can use a CUDA device. If not, writes the reason to `why`, which
- * has 256 bytes. */
+/* Returns whether this process can use a CUDA device. If not, writes why (256 bytes). */
 bool p2p_any_device(char *why);
 
 /* Returns whether two ids of hosts or processes are equal. */
@@ -121,8 +120,7 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
 
 /* Implements epic_backend.fetch. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
-/* Allocates memory of the group's GPU. Returns NULL if out of memory. p2p_release() frees
- * it. */
+/* Allocates memory of the group's GPU, or returns NULL. p2p_release() frees it. */
 void *p2p_allocate(epic_group *group, size_t bytes);
 void p2p_release(epic_group *group, void *memory);
 /* Writes one line about the GPUs of this host, for epic-info. */
@@ -224,8 +222,8 @@ void p2p_record_waits(epic_group *group, struct recorder_page *page);
 epic_result p2p_read_waits(epic_group *group, uint32_t first, uint32_t last,
                            epic_wait_info *out);
 
-/* Implements epic_backend.bootstrap, in nccl_bootstrap.c: creates a bootstrap over the NCCL
- * communicator `native`. */
+/* Implements epic_backend.bootstrap: creates a bootstrap over the NCCL communicator
+ * `native`. */
 epic_result p2p_bootstrap_nccl(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 
 /* Breaks the group on all ranks. The other ranks return EPIC_EPEER with the text `why`. */
@@ -243,9 +241,8 @@ epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, do
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
-/* Experts, in experts.c. Both functions launch the matrix products and the activation function
- * on the stream of the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's
- * gemm. */
+/* Experts, in experts.c. Both functions launch the matrix products and the activation function.
+ * Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's gemm. */
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 

@@ -12,8 +12,7 @@ static cudaStream_t stream_of(epic_stream stream)
     return (cudaStream_t)stream;
 }
 
-/* Checks the sizes and types of router arguments, and writes to *out the arguments that all
- * router kernels share. */
+/* Checks the router's arguments, and writes to *out those that all router kernels share. */
 static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
                                     const epic_router *router, const void *logits,
                                     int64_t num_tokens, uint32_t type)
@@ -43,8 +42,7 @@ static epic_result fill_router_rows(epic_group *g, p2p_router_rows *out,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP for EPIC_WEIGHT_SPARSEMIXER, which only the router on the host
- * supports. */
+/* Returns EPIC_ENOTSUP for EPIC_WEIGHT_SPARSEMIXER, which only the host supports. */
 static epic_result check_weights(const epic_router *router)
 {
     if (router->weight_rule == EPIC_WEIGHT_SPARSEMIXER)
@@ -53,8 +51,7 @@ static epic_result check_weights(const epic_router *router)
     return EPIC_OK;
 }
 
-/* Returns the type of the gradients: the type of the logits unless the caller chose another
- * one. */
+/* Returns the type of the gradients: that of the logits unless the caller chose another one. */
 static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
 {
     return grad_type ? grad_type : rows->type;

@@ -45,8 +45,8 @@ typedef struct p2p_window { /* One window of this rank and of its peers. */
 struct p2p_windows {
     pthread_mutex_t mutex; /* held by the thread that adds a window */
     uint64_t sequence;     /* number of exchanges so far; guarded by mutex */
-    /* device memory that kernels read, [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the memory of each
-     * rank in each window */
+    /* [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS], in device memory: each rank's memory in each
+     * window */
     p2p_mapped_window *table;
     _Atomic int num;
     p2p_window windows[P2P_MAX_WINDOWS];
@@ -191,8 +191,7 @@ static bool has_other_processes(const epic_group *g)
     return false;
 }
 
-/* Writes to the message the IPC handle and the offset. Peers of other processes need both to
- * map the window. */
+/* Writes the IPC handle and the offset with which peers of other processes map the window. */
 static epic_result export_memory(const epic_group *g, const uint8_t *data,
                                  p2p_window_message *mine)
 {
@@ -312,8 +311,7 @@ static void release_window(epic_group *g, p2p_window *window)
 
 /* ----------------------------------------------------------------------- adding windows ---- */
 
-/* Returns the group's windows, and creates them at the first call. Returns NULL if out of
- * memory. */
+/* Returns the group's windows, which the first call creates. Returns NULL if out of memory. */
 static struct p2p_windows *windows_of(epic_group *g)
 {
     struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);

@@ -5,8 +5,8 @@
 
 #include "backend/shared/shared.h"
 
-/* Returns whether all peers have finished the last exchange of this op slot, so that its memory
- * may be written again. */
+/* Returns whether all peers have finished the last exchange of this slot, which is then
+ * free. */
 static bool is_released(const epic_group *g, const shared_exchange *x)
 {
     const uint64_t version = load_relaxed(&x->slot->version);
@@ -130,8 +130,7 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
-/* Finds the peer's op slot for this exchange, unless x->links already has it. Returns whether
- * it was found. */
+/* Returns whether the peer's op slot for this exchange is in x->links, or was found now. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -140,8 +139,7 @@ bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
     return link->slot != NULL;
 }
 
-/* Returns the op header of a peer in this exchange, or NULL if the peer has not announced it
- * yet. */
+/* Returns the peer's op header in this exchange, or NULL if it has not announced it yet. */
 const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -157,8 +155,8 @@ void shared_finish(epic_group *g, int index)
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        /* The pointer is NULL for this rank itself, and for a peer that was not found before
-         * the group failed. */
+        /* NULL for this rank itself, and for a peer that was not found before the group
+         * failed */
         if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));
         shared_wake_free_slot(g, r);

@@ -19,8 +19,8 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
-/* If the heartbeat in `wait` is recent, marks the peer as waiting, and adds the ranks that it
- * waits for to *out. */
+/* If the heartbeat in `wait` is recent, adds to *out that the peer waits, and for which
+ * ranks. */
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;
@@ -29,8 +29,7 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_sta
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
 
-/* Adds to *out the ranks that the peer waits for in any of its operations, or while it waits
- * for a free op slot. */
+/* Adds to *out the ranks that the peer waits for in any operation, or for a free op slot. */
 static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);

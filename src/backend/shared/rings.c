@@ -160,16 +160,15 @@ const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
     return end->ring + entry % x->depth * x->stride;
 }
 
-/* Implements epic_transport.drop: stores the new count, then wakes the peer, which may wait for
- * room. */
+/* Implements epic_transport.drop: stores the new count, then wakes the peer. */
 void shared_drop(epic_group *g, int index, int from, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* Do not compare with the number of sent entries: a reader may drop entries before they are
-     * sent. */
+    /* no check against the number of sent entries: a reader may drop entries before they are
+     * sent */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes the sizes of the segment, the memory that the ranks of a group share, from the
+/* Computes the sizes of the segment, the memory that the ranks share, from the
  * configuration. */
 #include "backend/shared/segment.h"
 
@@ -8,8 +8,7 @@
 #define PAGE 4096
 /* maximum size of a broadcast ring (a ring that all peers read) */
 #define FULL_RING (1024 * 1024)
-/* minimum size of a ring for full speed: two entries of 64 KiB, each with its trailer (bytes
- * after the row) */
+/* minimum ring for full speed: two entries of 64 KiB with trailers (bytes after the row) */
 #define GOOD_RING (132 * 1024)
 #define MIN_RING (2 * 8704) /* two entries of 1024 float64 elements with trailers */
 
@@ -23,7 +22,7 @@ static int64_t at_least(int64_t bytes, int64_t least)
     return bytes < least ? least : bytes;
 }
 
-/* Sets the ring sizes for full speed. A ring never needs to be larger than all rows of one
+/* Sets the ring sizes for full speed. No ring needs to be larger than all rows of an
  * operation. */
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {

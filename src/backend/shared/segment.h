@@ -32,7 +32,7 @@
  * (ASLEEP). wait.c describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
-/* A rank that waits writes these members. A peer reads them after its own deadline, to find the
+/* Written by a rank that waits. After its own deadline, a peer reads it to find the
  * culprits. */
 typedef struct shared_wait {
     /* clock_ns() when the rank last showed that it waits; 0: never */
@@ -48,8 +48,7 @@ typedef struct shared_peer_counters {
     _Alignas(64) _Atomic int64_t broadcast_dropped;
     /* how many entries of the owner's ring to this peer the peer has dropped */
     _Atomic int64_t dropped;
-    /* When the peer finishes an exchange, it stores here the `version` that the owner's op slot
-     * has for this exchange. */
+    /* the `version` of the owner's op slot for the exchange that the peer has finished last */
     _Atomic uint64_t done;
     /* how many entries the owner has sent through its ring to the peer */
     _Alignas(64) _Atomic int64_t sent;
@@ -58,8 +57,8 @@ typedef struct shared_peer_counters {
 /* The op slot of one rank for one exchange. Only its owner writes it, except `futex` and the
  * first three members of shared_peer_counters. */
 typedef struct shared_op_slot {
-    /* Even: the members from `tag` to `op_header` are complete. Odd: the owner is writing
-     * them. */
+    /* even: the members from `tag` to `op_header` are complete; odd: the owner is writing
+     * them */
     _Alignas(64) _Atomic uint64_t version;
     _Atomic uint64_t tag;
     _Atomic uint64_t sequence;

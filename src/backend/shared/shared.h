@@ -76,8 +76,7 @@ struct epic_group {
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
     int64_t timeout_ns;          /* deadline of the context */
-    /* 1: there are fewer cores than ranks. 2: there is at least one core for each rank. 0: not
-     * computed yet. */
+    /* 2: this host has at least one core for each rank; 1: it has fewer; 0: not computed yet */
     _Atomic int core_per_rank;
     patience patience;
     _Atomic uint64_t bytes_sent;
@@ -158,8 +157,7 @@ bool shared_failure(epic_group *group, epic_failure_info *out);
 void shared_set_members(epic_group *group, const seat_set *members);
 uint64_t shared_bytes_sent(const epic_group *group);
 
-/* These functions of windows.c implement members of epic_window_transport for the backends
- * threads and shm. */
+/* Functions of windows.c for the epic_window_transport of the backends threads and shm. */
 void shared_begin_stores(epic_group *group);
 void shared_end_stores(epic_group *group);
 bool shared_may_store(epic_group *group, int peer);

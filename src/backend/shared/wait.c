@@ -23,8 +23,7 @@
 #define SPIN_NS 50000
 #define SPINS 1000 /* polls between two readings of the clock */
 
-/* Sleeps until the thread is woken, but at most `ns` nanoseconds. Returns at once if *word is
- * not `seen`. */
+/* Sleeps until woken, at most `ns` nanoseconds, or returns at once if *word is not `seen`. */
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
     const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000),
@@ -64,8 +63,8 @@ static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *wa
            !waits_for_gone_peer(g, waits_for);
 }
 
-/* Sleeps on the futex until the deadline, but at most slice_ns, so that the caller can renew
- * its heartbeat. */
+/* Sleeps on the futex until the deadline, at most slice_ns, so that the heartbeat can be
+ * renewed. */
 static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t deadline)
 {
     const int64_t now = clock_ns();
@@ -137,8 +136,7 @@ static bool any_slot_is_free(epic_group *g)
 
 /* Waits until an op slot may be free. Several threads of a rank may wait at once. A waiting
  * thread first increments num_sleepers and then looks for a free slot. A rank that finishes an
- * exchange first frees the slot and then loads num_sleepers. So one of them notices the other.
- */
+ * exchange first frees the slot and then loads num_sleepers. So one notices the other. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages between ranks that are threads of one process. All generations of a group share one
- * mailbox. */
+/* Messages between ranks that are threads of a process. All generations share a mailbox. */
 #ifndef EPIC_THREADS_MAILBOX_H
 #define EPIC_THREADS_MAILBOX_H
 

@@ -33,8 +33,7 @@ typedef struct thread_group {
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list and its groups */
 static thread_group *thread_groups;
 
-/* Returns whether all ranks are threads of one process that use the same copy of the library.
- */
+/* Returns whether all ranks are threads of one process with the same copy of the library. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -106,8 +105,7 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
-/* Finds the group in the list, or creates it, and counts this rank as joined. The caller holds
- * the mutex. */
+/* Finds the group in the list, or creates it, and joins it. The caller holds the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                uint64_t group_id, int rank, mailbox *mail)
 {
@@ -135,8 +133,7 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
     return result;
 }
 
-/* Removes one rank from its group, after the rank's last access to the segment. The last rank
- * unmaps the segment. */
+/* Removes a rank, after its last access to the segment. The last rank unmaps the segment. */
 static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -164,8 +161,8 @@ static epic_result gather_results(const epic_join *join, epic_result entered)
     return entered;
 }
 
-/* Checks that all ranks have joined in this process. A faulty bootstrap may have reported ranks
- * that do not exist. */
+/* Checks that all ranks have joined here. A faulty bootstrap may report ranks that do not
+ * exist. */
 static epic_result check_all_joined(const thread_group *h)
 {
     pthread_mutex_lock(&mutex);
