@@ -34,8 +34,7 @@ static inline call_array call_array_of(const char *name, const void *data, int64
  * that the call writes. Returns EPIC_EINVAL with an error text that names the arrays. */
 epic_result check_arrays(const call_array *arrays, size_t count);
 
-/* Calls check_arrays() for a variable that is an array, so that the compiler knows its
- * length. */
+/* Calls check_arrays() for an array variable, so that the compiler knows its length. */
 #define CHECK_ARRAYS(arrays) check_arrays(arrays, sizeof(arrays) / sizeof *(arrays))
 
 #endif

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU cores that a rank may run on. A launcher may bind each rank to different cores. So
- * one rank needs the core sets of all ranks of its host to find out how many cores the ranks
- * share. */
+/* The CPU cores that a rank may run on. A launcher may bind each rank to other cores, so a rank
+ * needs the core sets of all ranks of its host to find out how many cores they share. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Errors. A function that fails returns an epic_result and stores an error text for the calling
+/* Errors. A function that fails returns an epic_result and stores an error text for its
  * thread. */
 #ifndef EPIC_ERROR_H
 #define EPIC_ERROR_H
@@ -15,8 +15,7 @@ __attribute__((format(printf, 2, 3)))
 epic_result
 epic_fail(epic_result result, const char *format, ...);
 
-/* Returns the error text of this thread's last failure. The next epic_fail() of this thread
- * changes it. */
+/* Returns the error text of this thread's last failure, until its next epic_fail(). */
 const char *epic_sentence(void);
 
 /* Copies an error text to `out`, which has `size` bytes. If it does not fit, " ... " replaces
@@ -24,8 +23,7 @@ const char *epic_sentence(void);
  * the end the remedy. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
-/* Returns what to append to an error text about this errno: "; " and a remedy, or "" if there
- * is no remedy. */
+/* Returns what to append to an error text about this errno: "; " and a remedy, or "". */
 const char *epic_remedy(int error);
 
 /* Returns from the calling function if `call` does not return EPIC_OK. */

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hashes for checksums of plans and for call signatures.  They are fast and not
- * cryptographic. */
+/* Fast, not cryptographic hashes for checksums of plans and for call signatures. */
 #ifndef EPIC_HASH_H
 #define EPIC_HASH_H
 

@@ -28,8 +28,7 @@ typedef struct patience {
     _Atomic int last;
 } patience;
 
-/* Returns true if the wait that begins now must sleep without spinning, and counts that
- * wait. */
+/* Returns true if the wait that begins now must sleep without spinning, and counts it. */
 static inline bool patience_is_over(patience *p)
 {
     const int sleeps = atomic_load_explicit(&p->sleeps, memory_order_relaxed);

@@ -33,8 +33,7 @@ static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
     return &entries[i];
 }
 
-/* Doubles the size of the table and inserts all entries again. Returns false if out of
- * memory. */
+/* Doubles the table and inserts all entries again. Returns false if out of memory. */
 static bool grow_table(tag_table *table)
 {
     const size_t size = table->size * 2;

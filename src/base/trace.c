@@ -26,7 +26,7 @@ struct epic_trace {
     unsigned char buffer[BUFFER_BYTES];
 };
 
-/* Writes the buffer to the file. Sets has_failed and errno on an error; the caller holds the
+/* Writes the buffer to the file. On an error sets has_failed and errno. The caller holds the
  * mutex. */
 static void flush_buffer(epic_trace *t)
 {
@@ -52,8 +52,7 @@ static void put_bytes(epic_trace *t, const void *bytes, size_t size)
     t->filled += size;
 }
 
-/* Writes the path of the trace file. Characters of the group's name that are unsafe in a file
- * name become '_'. */
+/* Writes the path of the trace file. Unsafe characters of the group's name become '_'. */
 static void name_file(char *out, size_t size, const char *folder, const trace_header *header)
 {
     char name[sizeof header->name];

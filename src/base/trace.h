@@ -40,8 +40,7 @@ typedef struct trace_record {
     uint64_t payload;
     uint64_t tag;
     uint64_t sequence;
-    /* In a TRACE_PLAN record: when the record was written. In a TRACE_OPERATION record: when
-     * the operation began. */
+    /* when a TRACE_PLAN record was written, or when the operation of a TRACE_OPERATION began */
     int64_t time_ns;
     union {
         struct {

@@ -28,8 +28,7 @@
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* length of one sleep while rank 0 waits for a descriptor */
 #define MAX_JOINERS 1024
-/* rank 0 serves this many connections without a joined rank at a time, in addition to one per
- * rank */
+/* rank 0 serves this many connections without a joined rank at a time, plus one per rank */
 #define SPARE_JOINERS 64
 
 /* A connection whose rank has not joined yet. */
@@ -43,7 +42,7 @@ typedef struct joiner {
     uint8_t proof[SECRET_PROOF];
 } joiner;
 
-/* State of rank 0 while it accepts connections.  Only the thread that opens the bootstrap uses
+/* State of rank 0 while it accepts connections. Only the thread that opens the bootstrap uses
  * it. */
 typedef struct acceptor {
     const epic_tcp *tcp;
@@ -57,8 +56,7 @@ typedef struct acceptor {
     int num_joined;
     joiner *joiners;  /* [max_joiners]: connections whose ranks have not joined */
     epic_link *links; /* [num_ranks]; socket -1: the rank has not joined */
-    /* the sockets to poll: first the listeners, then the joiners, then the ranks that have
-     * joined */
+    /* the sockets to poll: the listeners, then the joiners, then the ranks that have joined */
     struct pollfd *polls;
 
     epic_result failed; /* EPIC_OK until the bootstrap has failed */
@@ -113,9 +111,8 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if `rank` was already notified of this bootstrap's failure. If this rank
- * connects again, it wants to join the next bootstrap on this port. So rank 0 stops accepting
- * connections. */
+/* Returns true if `rank` was already notified of this bootstrap's failure. If it connects
+ * again, it wants to join the next bootstrap on this port. So rank 0 stops accepting. */
 static bool has_reconnected(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -271,7 +268,7 @@ static bool answer_hello(acceptor *a, joiner *j)
     return false;
 }
 
-/* Returns true if the joiner's proof shows that it has rank 0's secret. Otherwise refuses the
+/* Returns true if the joiner's proof shows that it has the secret. Otherwise refuses the
  * joiner. */
 static bool check_proof(acceptor *a, joiner *j)
 {
@@ -316,8 +313,7 @@ static bool serve_joiner(acceptor *a, joiner *j)
 
 /* ----------------------------------------------------------------------- the poll loop ---- */
 
-/* Closes the oldest joiner to make room for a new connection. Prefers joiners that have sent no
- * hello. */
+/* Closes the oldest joiner to make room, preferably one that has sent no hello. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -412,8 +408,7 @@ static void poll_and_serve(acceptor *a, int ms)
         break;
     }
 
-    /* Count down, because drop_joiner() moves the last joiner, which is then already served, to
-     * the free index. */
+    /* count down: drop_joiner() moves the last joiner, already served, to the free index */
     for (int i = a->num_joiners - 1; i >= 0; i--) {
         const bool stays = joiners[i].revents == 0 || serve_joiner(a, &a->joiners[i]);
         const bool late = stays && time_limit_look(&a->joiners[i].limit) == 0;

@@ -77,9 +77,9 @@ static epic_result check_is_own(bool *own, const struct addrinfo *address)
     return EPIC_OK;
 }
 
-/* Returns true if `name` is the name of this host, with or without a domain.  Debian's
- * /etc/hosts maps this name to 127.0.1.1, but only on this host.  Other hosts resolve it to a
- * real address. */
+/* Returns true if `name` is the name of this host, with or without a domain. Debian's
+ * /etc/hosts maps it to 127.0.1.1, but only on this host; other hosts resolve it to a real
+ * address. */
 static bool is_own_name(const char *name)
 {
     char own[256] = "";

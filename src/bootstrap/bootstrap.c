@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that all bootstraps use: argument checks, the bootstrap of a single rank, and lists
- * of ranks for errors. */
+/* Common functions of bootstraps: argument checks, the single rank, lists of ranks for
+ * errors. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdarg.h>

@@ -33,8 +33,7 @@ typedef struct connector {
     char why[256]; /* the reason why the attempt failed that got furthest, for the error text */
 } connector;
 
-/* Connects a socket to an endpoint. Waits at most until the limit passes. Returns 0 or an
- * errno. */
+/* Connects a socket to an endpoint until the limit passes. Returns 0 or an errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
     int wrong = 0;
@@ -61,8 +60,7 @@ static epic_result retry_after_answer(connector *c, const char *why)
 }
 
 /* Called after a failed attempt in which the connection was accepted, but no bytes arrived.
- * Stores the reason `why`, unless an earlier attempt got further. Returns EPIC_ETIMEOUT (try
- * again). */
+ * Stores the reason `why`, unless an earlier attempt got further. Returns EPIC_ETIMEOUT. */
 static epic_result retry_after_silence(connector *c, const char *why)
 {
     const bool knows_more =
@@ -89,8 +87,8 @@ static epic_result fail_or_retry(connector *c, epic_result result)
     return result;
 }
 
-/* Checks the hello of rank 0: it must have this rank's version, and have a secret exactly if
- * this rank has one. */
+/* Checks the hello of rank 0: this rank's version, and a secret exactly if this rank has
+ * one. */
 static epic_result check_rank_0(connector *c, const epic_hello *theirs)
 {
     const bool has_secret = c->secret->text != NULL;
@@ -183,8 +181,7 @@ static epic_result wait_for_begin(const connector *c, epic_link *link)
                                    : epic_link_receive_failure(link, &frame, c->limit);
 }
 
-/* Joins over a new connection: exchanges hellos and proofs, then waits until all ranks have
- * joined. */
+/* Joins over a new connection: hellos and proofs, then a wait until all ranks have joined. */
 static epic_result join_rank_0(connector *c, epic_link *link)
 {
     epic_hello ours, theirs;

@@ -26,8 +26,7 @@ typedef struct launcher {
     trust trust;
 } launcher;
 
-/* The known launchers, in the order in which they are tried. The first one whose variables are
- * set is used. */
+/* The known launchers. The first one whose variables are set is used. */
 static const launcher launchers[] = {
     {"RANK", {"WORLD_SIZE"}, BY_HAND},
     {"OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, LAUNCHER},
@@ -147,8 +146,7 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
                      first, second);
 }
 
-/* Returns the error for the case that a launcher has set a rank, but no launcher has set the
- * number of ranks. */
+/* Returns the error if a launcher has set a rank, but none has set the number of ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,
@@ -207,8 +205,7 @@ static int64_t derive_port(int64_t master_port)
 
 /* Finds the address and port of rank 0. With RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT
  * must be set. With an MPI launcher, only MASTER_PORT must be set, and MASTER_ADDR defaults to
- * this host. With Slurm neither must be set, because srun's variables contain hosts and ports.
- */
+ * this host. With Slurm neither must be set: srun's variables contain hosts and ports. */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the host and port of rank 0 for the tasks of a Slurm step, from the variables that srun
- * sets. */
+/* Finds host and port of rank 0 for the tasks of a Slurm step, from the variables of srun. */
 #ifndef EPIC_ENV_H
 #define EPIC_ENV_H
 
@@ -11,8 +10,8 @@
     10000 /* ports 10000 to 29999: systems do not use them for outgoing connections */
 #define ENV_NUM_PORTS 20000
 
-/* Writes the name of the host of task 0 to `host`, or "" if all tasks run on this host.
- * Errors: EPIC_EINVAL. */
+/* Sets `host` to the host of task 0, or to "" if all tasks run on this host. Errors:
+ * EPIC_EINVAL. */
 epic_result env_slurm_host(char host[ENV_HOST]);
 
 /* Stores in *port the first port that Slurm reserved for the step. Without one, stores a hash

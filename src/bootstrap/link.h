@@ -40,8 +40,7 @@ typedef struct epic_message {
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
 
-/* Returns a frame for `bytes`, without an authentication tag.  The same frame may be sent over
- * several links. */
+/* Returns a frame for `bytes` without an authentication tag, which several links may send. */
 epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
                                 uint64_t sequence, const void *bytes, size_t length,
                                 const time_limit *limit);
@@ -51,8 +50,8 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
  * calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Makes the next message use the frame index of the last one. Only allowed if no byte of the
- * last message was sent. */
+/* Makes the next message reuse the last frame index. No byte of the last message may be
+ * sent. */
 void epic_link_reuse_number(epic_link *link);
 
 /* Returns true if the authentication tag shows that the other end sent this frame, as its next

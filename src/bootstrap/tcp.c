@@ -16,8 +16,8 @@
 #include "bootstrap/tcp.h"
 
 #define SEND_MS 1000 /* time for rank 0 to send a failure to all ranks */
-/* after a failure rank 0 waits this long before it closes its sockets, so that the other ranks
- * can read the failure */
+/* after a failure rank 0 waits this long before it closes, so that ranks can read the
+ * failure */
 #define DRAIN_MS 500
 
 /* A link, and the state of the current gather on it. */
@@ -40,8 +40,7 @@ typedef struct tcp_bootstrap {
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
-    /* libcrypto, which the links use; after open secret.text is NULL, because each link has a
-     * key */
+    /* libcrypto for the links; after open secret.text is NULL, because each link has a key */
     epic_secret secret;
     int32_t num_connections;
     struct pollfd *polls;     /* [num_connections]: the sockets to poll */
@@ -92,8 +91,7 @@ static epic_result fail_late(const tcp_bootstrap *b, const char *what)
     return result;
 }
 
-/* Returns the error for a frame of `rank` that does not have the expected authentication
- * tag. */
+/* Returns the error for a frame of `rank` without the expected authentication tag. */
 static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
 {
     return epic_fail(EPIC_EPEER, "gather %llu: the data from rank %d was not written by it%s",

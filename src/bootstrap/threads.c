@@ -40,7 +40,7 @@ struct hub {
     member members[];
 };
 
-/* Marks the hub as broken with this thread's last error, and wakes all ranks.  Returns
+/* Marks the hub as broken with this thread's last error, and wakes all ranks. Returns
  * `result`. */
 static epic_result break_hub(hub *h, epic_result result)
 {

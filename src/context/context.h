@@ -121,8 +121,7 @@ static inline bool context_on_device(const epic_context *ctx)
 #define CONTEXT_OP(ctx, name, ...) \
     backend_copy_error((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
 
-/* Copies the error text of a backend in a plugin to this thread, if `result` is its error.
- * Returns `result`. */
+/* If `result` is an error of a plugin's backend, copies its error text. Returns `result`. */
 epic_result backend_copy_error(const epic_backend *backend, epic_result result);
 
 /* Returns the monotonic time in nanoseconds. */

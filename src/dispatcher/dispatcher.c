@@ -48,8 +48,7 @@ static void release_memory(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
-/* Allocates one row and one weight for each slot of this rank's capacity. Returns false if
- * memory is short. */
+/* Allocates a row and a weight for each slot of this rank. Returns false if memory is short. */
 static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
@@ -80,8 +79,7 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
-/* Releases the plan and all buffers. Also works after a failure of allocate_all(), when some
- * buffers do not exist. */
+/* Releases the plan and all buffers that exist, also after a failure of allocate_all(). */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
@@ -123,8 +121,7 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-/* Opens the context, computes the sizes and allocates the buffers. After an error, the caller
- * closes the dispatcher. */
+/* Opens the context, computes the sizes, allocates the buffers. If it fails, the caller closes s. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
     TRY(check_config(&s->config));
@@ -169,8 +166,7 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Aborts the group. Otherwise a peer whose dispatcher has opened would wait in its first
-     * call for this rank. */
+    /* Aborts the group. Otherwise a peer's first call would wait for this rank. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)

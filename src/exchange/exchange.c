@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes operations, compares their op headers, and waits with a deadline. To *break
- * the group* means to record a failure of the group, which all later calls of all ranks return.
- */
+ * the group* is to record a failure of the group, which all later calls of all ranks return. */
 #include "exchange/exchange.h"
 
 #include <stdio.h>

@@ -40,13 +40,12 @@ typedef struct ring_write_time {
     /* average time of writing one cache line, in picoseconds */
     int32_t line_ps;
     uint32_t rows; /* rows written so far */
-    /* Never read. write_row_timed() writes it with an atomic exchange, which returns only after
-     * all earlier stores. */
+    /* written, never read: the atomic exchange of write_row_timed() returns after all earlier
+     * stores */
     _Atomic bool settled;
 } ring_write_time;
 
-/* An output of a peer that lies in a window, so that this rank may store rows into it
- * directly. */
+/* An output of a peer in a window, into which this rank may store rows directly. */
 typedef struct window_target {
     unsigned char *base; /* address in this process; NULL: this rank must not store into it */
     int64_t bytes;       /* bytes from `base` to the end of the peer's window */
@@ -77,8 +76,7 @@ typedef struct exchange {
     /* The arrays from `headers` to `rows` have one element for each rank. The header of a
      * vacant seat is all zero. */
     const epic_op_header **headers;
-    /* element r: how many items rank r has; in a collect flow, how many items have rank r as
-     * their home */
+    /* element r: number of items of rank r; in a collect flow, of items whose home is rank r */
     int64_t *items;
     int64_t *sends, *receives; /* entries to and from each rank in this flow */
     /* entries that were sent to and read from each rank so far */
@@ -91,9 +89,8 @@ typedef struct exchange {
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
-    /* How many bytes of the last entry fill_entry() did not write into the ring, because it
-     * stored them into windows or no peer needs them. The flow sets it to 0 before each
-     * entry. */
+    /* How many bytes of the last entry fill_entry() did not write into the ring, because
+     * windows have them or no peer needs them. The flow sets it to 0 before each entry. */
     int64_t left_out_bytes;
     /* [num_ranks, max_top_k] Unfinished dot products of combine_backward. Row r is for the
      * token of rank r whose pieces are arriving. Element k is the dot product of the token's
@@ -162,8 +159,7 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* The pieces of a row: num_pieces pieces of piece_bytes bytes, of which the last may be
- * shorter. */
+/* The pieces of a row: num_pieces pieces of piece_bytes bytes; the last one may be shorter. */
 typedef struct row_split {
     int64_t row_bytes;
     int64_t piece_bytes;

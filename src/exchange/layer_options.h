@@ -36,18 +36,17 @@ typedef enum layer_weight {
     NUM_LAYER_WEIGHTS
 } layer_weight;
 
-/* Reads the options of the layer that the caller passed. If moe is NULL, the options are
- * unknown and are not compared. Returns EPIC_EINVAL if the router or the experts are
- * missing. */
+/* Reads the options of the layer that the caller passed. If moe is NULL, they are not compared.
+ * Returns EPIC_EINVAL if the router or the experts are missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
 /* Fills in the options from full-size copies (READ_SIZED, base/sized.h) of the caller's
- * structs. `shared` may be NULL. layer_options_set_weights() fills in the words about the
+ * structs; `shared` may be NULL. layer_options_set_weights() adds the words about the
  * weights. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 
-/* Fills in the header words about the weights. are_checked is true if these words are checksums
+/* Fills in the header words about weights. are_checked: they are checksums
  * (EPIC_CHECK_WEIGHTS). */
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);

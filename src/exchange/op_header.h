@@ -46,8 +46,7 @@ enum { /* elements of epic_op_header.local */
        /* rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* slots that the plan uses */
-       /* dispatch_signature() of the dispatch that follows this plan in the same public call;
-          0: no dispatch follows */
+       /* dispatch_signature() of the dispatch that follows in the same public call; 0: none */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
        LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
@@ -59,16 +58,15 @@ enum { /* elements of epic_op_header.local */
 /* The outputs of one operation that may lie in windows. */
 enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTPUTS };
 
-/* The errors in the data of a rank. data_fault.about holds the details of an error, in the
- * order of its comment. */
+/* The errors in the data of a rank. data_fault.about has the details in this order. */
 enum data_error {
     DATA_OK,
     /* An expert id is out of range. Details: token, k, id, number of valid ids. */
     DATA_EXPERT,
     /* A token has an expert twice in a layer with EPIC_DISTINCT. Details: token, k, id. */
     DATA_DUPLICATE,
-    /* The owner of an expert is invalid. Details: expert, its owner, an enum placement_error,
-     * number of members. */
+    /* The owner of an expert is invalid. Details: expert, owner, enum placement_error,
+     * members. */
     DATA_PLACEMENT,
     /* An entry of logical_of_expert is invalid. Details: expert, logical expert, num_logical.
      * Or a logical expert has no replica. Details: -1, logical expert. */
@@ -78,20 +76,18 @@ enum data_error {
     /* An element of token_ids, which selects a row of the router's table for a token, is out of
      * range. Details: token, id, table_rows. */
     DATA_TOKEN_ID,
-    /* An expert id in the router's table is out of range. Details: row, k, id, number of valid
+    /* An expert id in the router's table is out of range. Details: row, k, id, number of
      * ids. */
     DATA_TABLE,
-    /* A forced expert id (topk_idx_in) is out of range. Details: token, k, id, number of valid
+    /* A forced expert id (topk_idx_in) is out of range. Details: token, k, id, number of
      * ids. */
     DATA_FORCED,
-    /* The argument `saved` of epic_moe_backward is from a forward that failed or never ran. No
-     * details. */
+    /* `saved` of epic_moe_backward is from a forward that failed or never ran. No details. */
     DATA_SAVED,
-    /* A part of the argument `saved` of the layer is damaged. Details: an enum saved_part,
-     * index, value. */
+    /* A part of the layer's `saved` is damaged. Details: an enum saved_part, index, value. */
     DATA_SAVED_PART,
-    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes contains the error
-     * sentence. */
+    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes has the error
+     * text. */
     DATA_WINDOW
 };
 

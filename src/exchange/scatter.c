@@ -126,8 +126,7 @@ static bool scatter_receive_broadcast(scatter_state *g, int from)
     return true;
 }
 
-/* Reads up to one batch of entries from the ring of peer `from` to this rank. Returns true if
- * it read any. */
+/* Reads at most one batch of entries from peer `from`. Returns true if it read any. */
 static bool scatter_receive_from(scatter_state *g, int from)
 {
     exchange *x = g->x;

@@ -35,8 +35,7 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of in[i * step], an element of the gate. Does not multiply by
- * up_factor(). */
+/* Sets out[i] to the activation of the gate's element in[i * step], without up_factor(). */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -107,8 +106,7 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor by which an activation is multiplied. u: element of the up projection in
- * the same column. */
+/* Returns the factor of an activation. u: element of the up projection in the same column. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

@@ -17,8 +17,8 @@
 /* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
 enum { ROW_MAJOR = 101, NOT_TRANSPOSED = 111, TRANSPOSED = 112 };
 
-/* Function types of cblas_sgemm and cblas_dgemm. Builds of OpenBLAS have sizes of 32 bits (int)
- * or 64 bits (wide). */
+/* Function types of cblas_sgemm and cblas_dgemm, for sizes of 32 bits (int) or 64 bits
+ * (wide). */
 #define GEMM(name, integer, real)                                                         \
     typedef void name(int order, int op_a, int op_b, integer m, integer n, integer k,     \
                       real alpha, const real *a, integer lda, const real *b, integer ldb, \
@@ -54,9 +54,8 @@ typedef struct naming {
 
 static const naming namings[] = {{"", ""}, {"scipy_", ""}, {"scipy_", "64_"}, {"", "64_"}};
 
-/* Stores the address of the named function in the function pointer at `function`. Returns false
- * if the library does not have it. Uses memcpy() because ISO C has no cast from void * to a
- * function pointer. */
+/* Stores the address of a function in the pointer at `function`; returns false if it is
+ * missing. Uses memcpy() because ISO C has no cast from void * to a function pointer. */
 static bool find_symbol(void *library, const naming *n, const char *name, void *function)
 {
     char whole[64];

@@ -10,8 +10,7 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* maximum of `hidden` and of `inner` */
-/* maximum number of elements in the weight array of all experts, so that its size in bytes fits
- * into an int64_t */
+/* maximum number of elements of all weights in an array; its size in bytes fits an int64_t */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
 /* Maximum number of elements in a tile: 4 MiB of float32. A tile then fits into a core's cache,
  * and still has many columns or rows. */
@@ -25,8 +24,7 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types. F64 rows require F64 weights, and F64 weights require F64 rows. Only
- * weights may be E4M3. */
+/* Checks the types. F64 rows and F64 weights require each other. Only weights may be E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -68,9 +66,8 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-/* Reads and checks the options of the experts, and fills in defaults: weight_type is row_type.
- * limit is 7, or 10 for clamped SiLU. alpha is 1.702, as in gpt-oss, but always 1 for clamped
- * SiLU. */
+/* Reads and checks the options of the experts, and fills in defaults: weight_type is row_type,
+ * limit 7 (clamped SiLU: 10), alpha 1.702 as in gpt-oss (clamped SiLU: always 1). */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;

@@ -61,8 +61,7 @@ typedef struct experts_job {
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* The workspace. The slabs are computed one after the other, and all of them use the same
-     * memory. */
+    /* The workspace. The slabs are computed one after the other, in the same memory. */
     /* [slots, hidden]: input rows after conversion to the type of the sums, or times their
      * weights; empty if products can read the caller's rows */
     void *rows;

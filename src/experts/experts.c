@@ -58,8 +58,7 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
 
 /* ------------------------------------------------------------------------------ checks ---- */
 
-/* Returns how many slots of a local expert are not padding: all slots if expert_tokens is
- * NULL. */
+/* Returns a local expert's slots without padding: all slots if expert_tokens is NULL. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
 {
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
@@ -73,8 +72,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* On a device the host cannot read the counts. There, the kernels ignore rows that exceed
-     * num_slots. */
+    /* The host cannot read counts on a device; kernels ignore rows that exceed num_slots. */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
@@ -93,8 +91,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights if the experts multiply by them, and NULL
- * otherwise. */
+/* Checks that the caller passed slot weights if the experts multiply by them, otherwise
+ * NULL. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -205,8 +203,7 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
 
 /* The shapes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* numbers of elements; `local` is the number of local experts, `slots` the number of
-     * slots */
+    /* numbers of elements; `local`: number of local experts, `slots`: number of slots */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     /* numbers of scales; only with E4M3 weights */
     int64_t x_scales, gate_up_scales, down_scales;

@@ -42,8 +42,7 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds b_down to the rows of y that have tokens. With EPIC_WEIGHT_EARLY, multiplies b_down by
- * the slot's weight. */
+/* Adds b_down, with EPIC_WEIGHT_EARLY times the slot's weight, to the rows of y with tokens. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

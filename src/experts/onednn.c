@@ -45,9 +45,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
  * many threads OpenMP used before the first of them. */
 static _Thread_local int depth, threads_before;
 
-/* Stores the address of the named function in the function pointer at `function`. Returns false
- * if the library does not have it. Uses memcpy() because ISO C has no cast from void * to a
- * function pointer. */
+/* Stores the address of a function in the pointer at `function`; returns false if it is
+ * missing. Uses memcpy() because ISO C has no cast from void * to a function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {
     void *address = dlsym(library, name);

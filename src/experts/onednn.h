@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products of bfloat16 matrices with oneDNN, which is loaded at first use. Only blas.c
- * includes this header. */
+/* Products of bfloat16 matrices with oneDNN, loaded at first use. Only blas.c includes this. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 

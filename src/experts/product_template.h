@@ -61,8 +61,7 @@ static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int
     return job->is_bf16 ? (REAL *)job->row_scratch + 2 * most : (REAL *)operand + row * n;
 }
 
-/* Writes the row in the memory of operand_row() to the operand as BF16. Without job->is_bf16 it
- * is already there. */
+/* Writes the row in the memory of operand_row() as BF16, if job->is_bf16 is set. */
 static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     if (job->is_bf16)
@@ -100,9 +99,8 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
         OF(gemm)(g);
 }
 
-/* Returns true if gemm_few() multiplies the slab's rows by the weights. The result depends only
- * on the types and on the number of rows, so that slabs of this size always have the same
- * bits. */
+/* Returns true if gemm_few() multiplies the slab's rows by the weights. Depends only on the
+ * types and the number of rows, so that slabs of this size always have the same bits. */
 static bool is_few(const experts_job *job, const slab *slab)
 {
     return job->has_few && slab->rows <= HOST_FEW_ROWS;
@@ -153,8 +151,7 @@ static const REAL *bias_of(const experts_job *job, const slab *slab, const void 
     return job->bias;
 }
 
-/* Multiplies by the weights of the slab's expert: out [rows, n] = a [rows, k] W, with W [k,
- * n]. */
+/* Multiplies by the weights W [k, n] of the slab's expert: out [rows, n] = a [rows, k] W. */
 static void multiply_weights(const experts_job *job, const slab *slab, REAL *out, const void *a,
                              const void *weights, int64_t k, int64_t n)
 {
@@ -185,8 +182,7 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
     }
 }
 
-/* Multiplies by the transposed weights of the slab's expert: out [rows, n] = a [rows, k] W^T,
- * with W [n, k]. */
+/* Multiplies by the transposed weights W [n, k] of the slab's expert: out = a [rows, k] W^T. */
 static void multiply_weights_transposed(const experts_job *job, const slab *slab, REAL *out,
                                         const void *a, const void *weights, int64_t k,
                                         int64_t n)

@@ -100,8 +100,7 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both flows. Every member sends every item to every
- * member. */
+/* The callbacks is_sent and is_received of both flows. Every member sends every item to all. */
 static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
     (void)item;
@@ -126,8 +125,7 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block));
 }
 
-/* Callback scatter.read_own_item. Does nothing, because the sums of this rank's blocks are
- * already in place. */
+/* Callback scatter.read_own_item. The sums of this rank's blocks are already in place. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;

@@ -271,8 +271,7 @@ static int find_only_rank(const combine_call *c, int64_t token)
     return rank == c->x->rank ? -1 : rank;
 }
 
-/* Writes the row of d_weights of one token from the trailers of all ranks. Choices without a
- * slot get 0. */
+/* Writes a token's row of d_weights from all trailers. Choices without a slot get 0. */
 static void read_trailers(const combine_call *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -319,8 +318,7 @@ static void add_partials_as_tree(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Adds the partials rows[r] of all ranks r by ascending rank, and writes the sum to `out`. NULL
- * stands for no partial. */
+/* Writes to `out` the sum of the partials rows[r] (NULL: none), added by ascending rank r. */
 static void add_partials_by_rank(const combine_call *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];

@@ -128,8 +128,7 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
     ring_write_row(x, x->rank, path, entry, from, size, s->kernels->copy);
 }
 
-/* Callback scatter.read_entry: handles one piece of a gradient row that has arrived from rank
- * `from`. */
+/* Callback scatter.read_entry: handles an arrived piece of a gradient row of rank `from`. */
 static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
                                         const void *entry)
 {
@@ -156,8 +155,7 @@ static bool combine_backward_is_sent(void *self, int peer, int64_t token)
     return plan_sends_token(&((combine_backward_call *)self)->plan, peer, token);
 }
 
-/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank.
- */
+/* Callback scatter.is_received: returns true if a token of rank `from` has a slot here. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);

@@ -44,8 +44,7 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Quantizes the row of a token into x->row, followed by its scales, unless it is already
- * there. */
+/* Quantizes a token's row into x->row, followed by its scales, unless it is already there. */
 static void quantize_token(dispatch_call *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -103,8 +102,8 @@ static void copy_cached(void *to, const void *from, size_t n)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
 #define ALL_PARTS (ROW_BIT | SCALES_BIT | WEIGHTS_BIT)
 
-/* Copies one piece of a token's message into `entry` with the function `copy`: only the parts
- * in the mask `wanted`. */
+/* Copies the parts `wanted` (mask) of one piece of a token's message into `entry` with
+ * `copy`. */
 static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void *entry,
                             uint32_t wanted, copy_function *copy)
 {
@@ -222,8 +221,8 @@ typedef struct part {
     int64_t at, size;
 } part;
 
-/* The parts of one piece of a token's message, or of the whole message, that can be written to
- * the token's slots now. */
+/* The parts of a piece of a token's message, or of all of it, that can be written to slots
+ * now. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
@@ -294,8 +293,7 @@ static void write_token(const dispatch_call *d, int from, int64_t token, const p
     }
 }
 
-/* Returns true if rank `from` stores output `which` of a token directly into this rank's
- * window. */
+/* Returns true if rank `from` stores a token's output `which` directly into a window here. */
 static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
                                enum window_output which)
 {
@@ -339,8 +337,7 @@ static bool dispatch_is_sent(void *self, int peer, int64_t token)
     return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
-/* Callback scatter.is_received: returns true if a token of rank `from` has a slot on this rank.
- */
+/* Callback scatter.is_received: returns true if a token of rank `from` has a slot here. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);

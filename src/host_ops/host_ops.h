@@ -71,8 +71,8 @@ typedef struct plan_op {
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Prepares the op header of an operation whose plan the caller has just made. Does not check
- * the bytes of the plan. */
+/* Prepares the op header of an operation whose plan was just made, so it need not be
+ * checked. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* Copies to an op header the fields of a layer that must be equal on all ranks. */
@@ -124,8 +124,7 @@ static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
     return false;
 }
 
-/* Returns the first choice k of this rank's token that has a slot on rank `to`. There must be
- * one. */
+/* Returns the first choice k of this rank's token with a slot on rank `to`; there is one. */
 static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;

@@ -135,8 +135,7 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* The callbacks scatter.is_sent and scatter.is_received (exchange.h). Every member sends its
- * ids to all members. */
+/* The callbacks scatter.is_sent and scatter.is_received: every member sends its ids to all. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -159,8 +158,7 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-/* Callback scatter.read_own_item. Does nothing, because the ids of this rank's own tokens are
- * already in place. */
+/* Callback scatter.read_own_item. The ids of this rank's own tokens are already in place. */
 static void skip_own_ids(void *self, int64_t item)
 {
     (void)self, (void)item;
@@ -239,9 +237,8 @@ static void clear_absent_load(planning *p)
 }
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's output arrays depend on the placement of the experts, so the plan still needs a
- * placement: that of this rank's rank_of_expert, or the default if the error is in this
- * table. */
+ * caller's outputs depend on the placement of the experts, so the plan needs one: that of this
+ * rank's rank_of_expert, or the default if the error is in this table. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;

@@ -33,8 +33,7 @@ static members_message make_message(const members *m, uint32_t kind)
                              .dead = m->dead};
 }
 
-/* Passes a message to a seat. Handles a message to this seat itself like one from another
- * seat. */
+/* Passes a message to a seat. A message to this seat itself is handled like any other. */
 static void send_to(members *m, int to, const members_message *message, int64_t now)
 {
     if (to == m->seat)
@@ -43,8 +42,7 @@ static void send_to(members *m, int to, const members_message *message, int64_t 
         m->send(m->self, to, message);
 }
 
-/* Sends to all seats of the set. This seat comes last, because its own reply may end the
- * phase. */
+/* Sends to all seats of the set, to this seat last: its own reply may end the phase. */
 static void send_to_all(members *m, const seat_set *to, const members_message *message,
                         int64_t now)
 {
@@ -156,8 +154,7 @@ static void make_proposal(members *m)
     }
 }
 
-/* Sends the proposal when each seat has promised, is dead or was given up, or when the patience
- * has passed. */
+/* Sends the proposal when each seat has promised, is dead or given up, or when time is up. */
 static void finish_gathering(members *m, int64_t now)
 {
     seat_set known = m->came;
@@ -273,8 +270,7 @@ static void handle_reply(members *m, int from, const members_message *reply, int
 
 /* ------------------------------------------------------------------------ the acceptor ---- */
 
-/* Returns whether a ballot may be promised or accepted. Otherwise replies with the higher
- * ballot. */
+/* Returns whether a ballot may be promised or accepted. If not, replies with the higher one. */
 static bool may_follow(members *m, int from, const members_message *message, int64_t now)
 {
     members_message behind = make_message(m, MEMBERS_BEHIND);
@@ -322,8 +318,7 @@ static void handle_propose(members *m, int from, const members_message *propose,
         reply_to_proposal(m, true, now); /* there is nothing to prepare */
 }
 
-/* Returns whether this seat has accepted the decided proposal. A seat prepares a proposal
- * before it accepts it. */
+/* Returns whether this seat has accepted the decided proposal, and so prepared it. */
 static bool has_prepared(const members *m, const members_proposal *decided)
 {
     return m->accepted.round && m->accepted_proposal.group_id == decided->group_id &&

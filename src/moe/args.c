@@ -67,8 +67,7 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that the caller passed scales if the weights are E4M3 (`scaled`), and NULL
- * otherwise. */
+/* Checks that the caller passed scales if the weights are E4M3 (`scaled`), otherwise NULL. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -107,8 +106,7 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     return EPIC_OK;
 }
 
-/* Checks that this rank's tokens form whole sequences, if the balance loss is computed per
- * sequence. */
+/* With a balance loss per sequence, checks that this rank's tokens form whole sequences. */
 static epic_result check_sequences(const moe_job *j)
 {
     if (j->tokens % j->sequence_unit == 0) return EPIC_OK;
@@ -118,9 +116,8 @@ static epic_result check_sequences(const moe_job *j)
         (long long)j->sequence_unit, (long long)j->tokens);
 }
 
-/* Stores in j->options which weights the caller passed, so that the ranks can compare them.
- * With EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that all ranks
- * have. */
+/* Stores in j->options which weights the caller passed, for the ranks to compare. With
+ * EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that all ranks have. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -234,9 +231,8 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* Checks that no rank owns more than num_local_experts experts, the number of elements of
- * expert_rows. epic_plan later checks the ranks in rank_of_expert, so that all ranks return the
- * error. */
+/* Checks that no rank owns more than num_local_experts experts, the length of expert_rows.
+ * epic_plan later checks the ranks in rank_of_expert, so that all ranks return the error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -288,8 +284,7 @@ static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_ex
     return EPIC_OK;
 }
 
-/* Checks a routing that the caller forces. Forced weights need forced ids, and with forced ids
- * no table is allowed. */
+/* Checks a forced routing: forced weights need forced ids, which exclude a table. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)

@@ -21,8 +21,7 @@ static void add_array(array_list *p, const char *name, const void *data, int64_t
     p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
 }
 
-/* Returns the size in bytes of an element of a weight matrix. weight_type 0 stands for
- * row_type. */
+/* Returns the size in bytes of an element of a weight matrix. weight_type 0: row_type. */
 static int64_t weight_bytes(const epic_experts *experts)
 {
     return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);

@@ -18,9 +18,8 @@
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
      EPIC_INVARIANT)
 
-/* Sets j->is_invariant if the flag EPIC_INVARIANT is set. If so, returns EPIC_EINVAL for
- * options with which the results of a token could depend on other tokens or on the number of
- * ranks. */
+/* Sets j->is_invariant for the flag EPIC_INVARIANT. It then excludes options with which the
+ * results of a token could depend on other tokens or on the number of ranks (EPIC_EINVAL). */
 static epic_result read_invariant(moe_job *j)
 {
     if (j->experts.flags || (j->has_shared && j->shared.flags))
@@ -51,8 +50,8 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j, and checks each of them alone. check_shapes() checks
- * later that they match. */
+/* Copies the caller's structs into *j, and checks each alone. check_shapes() then compares
+ * them. */
 static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe *moe,
                                 size_t size)
 {
@@ -277,8 +276,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_m
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / (uint32_t)num_members : 1;
     j->tokens = tokens;
     TRY(check_options(j));
-    /* The ranks compare the caller's coefficients in j->options, even if they are set to 0
-     * here. */
+    /* the ranks compare the caller's coefficients in j->options, even if they become 0 here */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     j->sequence_unit =
         j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;

@@ -100,8 +100,8 @@ static void gate_forward(const token_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if choice `choice` of the block is a zero-expert. Ids of zero-experts follow
- * those of the experts. */
+/* Returns true if a choice of the block is a zero-expert, whose ids follow those of the
+ * experts. */
 static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;

@@ -22,8 +22,7 @@ epic_result moe_device_shared_gate(moe_job *j, const token_block *block);
  * EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, uint32_t flags);
 
-/* Runs the gate and the router on all tokens: writes logits, topk_idx and weights to
- * j->saved. */
+/* Runs gate and router on all tokens: writes logits, topk_idx and weights to j->saved. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a);
 /* Makes the plan, unless epic_moe_plan has made it (EPIC_PLANNED), dispatches the rows and
  * copies the loads to the caller's arrays. Collective. */
@@ -36,8 +35,8 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
-/* Implements epic_moe_plan: waits for the plan, and writes the number of slots of this rank to
- * *slots. Collective. */
+/* Implements epic_moe_plan: waits for the plan, and sets *slots to this rank's slots.
+ * Collective. */
 epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,

@@ -33,8 +33,7 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* The gradients in a row of work.dense_grads: GATE_PARTS of the gate and the router, then those
- * of the shared expert. */
+/* The gradients in a row of work.dense_grads: GATE_PARTS first, then the shared expert's. */
 enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
@@ -287,8 +286,8 @@ static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args
                       numbers, EPIC_F32, false);
 }
 
-/* Computes the gradients of the gate's weights. Adds to d_x the part that comes from the gate,
- * and work.shared_y. */
+/* Computes the gradients of the gate's weights. Adds the gate's part of d_x, and
+ * work.shared_y. */
 static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
                                  void *d_x, const gradient_addresses *to)
 {
@@ -331,9 +330,8 @@ static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
     return gate_backward(j, range, &batch, d_x ? d_x + batch.first * j->row_bytes : NULL, to);
 }
 
-/* Computes the gradients of the gate and the shared expert for the blocks in `range`, and adds
- * them in a binary tree in row range->level of work.dense_grads. May overwrite the rows after
- * it. */
+/* Computes the gradients of the gate and the shared expert for the blocks in `range`, added in
+ * a binary tree in row range->level of work.dense_grads. May overwrite the rows after it. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                                    const dense_part parts[DENSE_PARTS],
                                    const block_range *range)

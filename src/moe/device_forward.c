@@ -59,8 +59,7 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all num_local_experts experts, because the plan may write fewer
- * counts. */
+/* Zeroes the counts of all num_local_experts experts; the plan may write fewer counts. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;

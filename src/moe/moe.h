@@ -74,9 +74,8 @@ typedef struct moe_work {
     /* [capacity, top_k]: all weights of each slot's token; only in forward of float64 layers */
     double *recv_weights;
     void *y; /* [capacity, hidden]: output of the experts; only in forward */
-    /* [capacity, hidden], only in backward: gradient of y. Later stages reuse the memory for
-     * rows with gradients of weights (f64_weights.c), and for d_x if the caller does not want
-     * d_x. */
+    /* [capacity, hidden], only in backward: gradient of y; later reused for rows with gradients
+     * of weights (f64_weights.c), and for d_x if the caller does not want d_x */
     void *d_y;
     void *d_recv;         /* [capacity, hidden]: gradient of recv; only in backward */
     void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
@@ -88,8 +87,8 @@ typedef struct moe_work {
      * shared expert, with a row for each level of the binary tree over the blocks. On devices
      * only with EPIC_SUM_DENSE, several batches, or a shared expert and several blocks. */
     unsigned char *dense_grads;
-    /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on devices
-     */
+    /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on
+     * devices */
     float *d_scale;
     void *gate; /* workspace of the gate's kernels; only on devices */
 } moe_work;
@@ -121,11 +120,9 @@ typedef struct moe_job {
     /* tokens: number of tokens of this rank. capacity: number of slots of this rank. */
     int64_t tokens, hidden, capacity, top_k;
     int64_t columns; /* number of experts and zero-experts: the width of the logits */
-    /* blocks: number of blocks of tokens of this rank. block: maximum number of tokens in a
-     * block. */
+    /* number of blocks of tokens of this rank, and maximum number of tokens in a block */
     int64_t blocks, block;
-    /* maximum number of tokens in a batch, which has up to GATE_BLOCKS blocks (backward on
-     * devices) */
+    /* maximum number of tokens in a batch of up to GATE_BLOCKS blocks (backward on devices) */
     int64_t batch;
     /* epic_gate_args.deciding_tokens (backend/ops.h) */
     int64_t deciding_tokens;
@@ -230,8 +227,7 @@ typedef struct dense_ops {
     /* Adds to `out` weight * x for each zero-expert that a token has chosen and, unless
      * shared_y is NULL, the token's row of shared_y. */
     void (*add_local_experts)(const token_block *b, const epic_rows *out, const void *shared_y);
-    /* Writes the factors of the shared expert's output: weights [block] = sigmoid(x
-     * w_shared_gate). */
+    /* Computes the factors of the shared expert's output: sigmoid(x w_shared_gate) [block]. */
     void (*shared_gate_forward)(const token_block *b, void *weights);
     /* Writes to d_weights the gradients dot(d_out, x) of the weights of zero-experts. Other
      * elements keep their values. */

@@ -72,17 +72,15 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block);
 
-/* Returns the context to pass to local calls such as epic_experts_forward. NULL means that the
- * host computes. */
+/* Returns the context for local calls such as epic_experts_forward. NULL: the host computes. */
 static inline epic_context *moe_local_context(const moe_job *j)
 {
     return j->is_device ? j->ctx : NULL;
 }
 
-/* Runs the local experts on the received rows in saved.recv. Writes their outputs to work.y.
- * Local. */
+/* Runs the local experts on the rows in saved.recv. Writes their outputs to work.y. Local. */
 epic_result moe_run_experts(moe_job *j);
-/* Returns the rows in work.y to their tokens, and writes the sums to `out` [tokens, hidden].
+/* Returns the rows in work.y to their tokens, with the sums in `out` [tokens, hidden].
  * Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
 /* Sends each token's row of d_out to its slots, in work.d_y. *fault (may be NULL) is an error

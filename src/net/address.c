@@ -79,9 +79,8 @@ static socklen_t socket_address(const liveness_address *a, uint32_t port,
     return sizeof *ipv6;
 }
 
-/* Opens a listening socket on a free port. `any` is the IPv4 or IPv6 address that stands for
- * all addresses of this host. Writes the port to *port. Returns the socket, or -1 with errno
- * set. */
+/* Opens a listening socket on a free port, which *port gets. `any`: the IPv4 or IPv6 address
+ * that stands for all addresses of this host. Returns the socket, or -1 with errno set. */
 static int listen_on(const liveness_address *any, uint32_t *port)
 {
     struct sockaddr_storage at;

@@ -74,14 +74,13 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        /* Sending failed. read_beats() sets the state: closed if it finds the close byte,
-         * otherwise dead. */
+        /* sending failed; read_beats() sets the state: closed after the close byte, otherwise
+         * dead */
         read_beats(l, host);
 }
 
 /* The main function of the thread. Sleeps until bytes arrive or BEAT_MS have passed. Then reads
- * the bytes, or sends the next byte to each peer. Ends when stop_thread() writes to
- * stop_event. */
+ * the bytes, or sends the next byte to each peer. stop_thread() ends it through stop_event. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;

@@ -36,8 +36,8 @@ typedef struct net_liveness_setup {
     uint64_t group_id;
     /* name of the network interface on which peers connect; NULL: any that is up */
     const char *interface;
-    /* by host; true: this rank's peer there is in this process, so the peer gets no connection
-     * and counts as alive */
+    /* by host; true: this rank's peer there is in this process: no connection, counts as
+     * alive */
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 

@@ -124,8 +124,7 @@ static bool send_handshake(const connect_state *o, int fd, int to)
     return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == (ssize_t)sizeof mine;
 }
 
-/* Reads more bytes of the handshake. Returns false if the other side has closed the
- * connection. */
+/* Reads more bytes of the handshake. Returns false if the connection was closed. */
 static bool receive_handshake(connection *t)
 {
     const size_t left = sizeof t->received - t->num_received;
@@ -155,8 +154,7 @@ static void adopt_connection(connect_state *o, connection *t, int host)
 
 /* ----------------------------------------------------------- outgoing and incoming ---- */
 
-/* Closes the current outgoing connection to a host, and begins to connect to its next
- * address. */
+/* Closes the outgoing connection to a host, and begins to connect to its next address. */
 static void try_next_address(connect_state *o, int host, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -188,8 +186,7 @@ static void advance_outgoing(connect_state *o, int host, short events, int64_t n
         try_next_address(o, host, now);
 }
 
-/* Accepts a connection. If all entries of `incoming` are in use, the new connection replaces
- * the oldest. */
+/* Accepts a connection, which replaces the oldest one if `incoming` is full. */
 static void accept_connection(connect_state *o)
 {
     const int fd = accept4(o->connections->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -216,8 +213,7 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
-/* Sets which[rank] to true for each peer that is not connected yet. Returns how many such peers
- * there are. */
+/* Sets which[rank] to true for each peer that is not connected. Returns how many there are. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;

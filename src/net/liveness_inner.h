@@ -57,16 +57,14 @@ int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES],
  * errno set. */
 int liveness_open_listener(uint32_t *port);
 
-/* Opens a socket and starts to connect it, without blocking. Returns the socket, or -1 with
- * errno set. */
+/* Opens a socket and starts to connect it. Returns the socket, or -1 with errno set. */
 int liveness_begin_connect(const liveness_address *address, uint32_t port);
 
 /* Closes the socket if it is open, and sets it to -1. */
 void liveness_close_socket(int *socket);
 
 /* Starts the thread that sends bytes to the peers and checks their acknowledgements. All
- * sockets must be connected. Returns EPIC_OK, or EPIC_EDEVICE if the system refuses a
- * thread. */
+ * sockets must be connected. Errors: EPIC_EDEVICE if the system refuses a thread. */
 epic_result liveness_start_thread(net_liveness *liveness);
 
 #endif

@@ -102,7 +102,7 @@ typedef struct net_engine {
     /* Sends one word of 8 bytes, which is passed by value, under the rules of put(). */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
-    /* Lets the engine send and receive. Returns how many events there were, such as completed
+    /* Lets the engine send and receive. Returns the number of events, such as completed
      * puts. */
     int (*progress)(net *n);
 
@@ -115,8 +115,8 @@ typedef struct net_engine {
      * notice this, so liveness connections (liveness.h) watch the peers too. */
     bool (*is_gone)(const net *n, int host);
 
-    /* Writes to `to` one line of at most `size` bytes. It names the networks over which this
-     * net reaches its peers. */
+    /* Writes a line of at most `size` bytes that names the networks over which peers are
+     * reached. */
     void (*describe)(const net *n, char *to, size_t size);
 
     /* Sends the accepted puts, then closes the net. Stops sending after about a second if peers

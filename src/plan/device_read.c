@@ -11,8 +11,8 @@
  * reason why the choice was dropped. */
 #define CHUNK 1024
 
-/* The header of a plan, of either type. few.num_ranks shows which one, because both begin with
- * the same members. */
+/* The header of a plan. few.num_ranks shows the type, because both begin with the same
+ * members. */
 typedef union header {
     device_few_header few;
     device_many_header many;

@@ -275,8 +275,7 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-/* Checks that every element is in its range, so that the code that uses the plan need not check
- * it. */
+/* Checks that every element is in range, so that users of the plan need not check it. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;

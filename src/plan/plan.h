@@ -46,11 +46,9 @@ typedef struct plan_header {
     uint64_t group_id;
     int64_t bytes;                    /* size of the header and the arrays in bytes */
     int64_t num_tokens, total_tokens; /* number of tokens of this rank, and of all ranks */
-    /* slots of this rank: used by the plan, available in the receive buffer, and needed if no
-     * choice were dropped */
+    /* slots of this rank: used by the plan, in the receive buffer, and needed without drops */
     int64_t num_slots, capacity, demand;
-    /* number of this rank's choices with a slot, without an expert, and dropped (one count for
-     * each reason) */
+    /* number of this rank's choices: with a slot, without an expert, dropped for each reason */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
     /* offsets of the arrays in bytes from the header */
@@ -150,17 +148,15 @@ typedef struct planner {
     int32_t *owner; /* [num_experts] rank of each expert */
     int32_t *local; /* [num_experts] index of the expert among the experts of its rank */
     int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
-    /* [num_experts] maximum number of choices that the expert may keep within
-     * expert_capacity */
+    /* [num_experts] maximum number of choices that the expert keeps within expert_capacity */
     int32_t *expert_quota;
     /* [num_experts] number of kept choices; an upper bound until decide_num_kept() */
     int32_t *num_kept;
     /* [num_experts] position of the expert's next choice among its choices */
     int32_t *next;
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
-    /* [num_ranks] maximum number of choices that each expert of a rank may keep, so that the
-     * rank has enough slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
-     * choices */
+    /* [num_ranks] limit for each expert of a rank, so that the rank has enough slots: expert e
+     * of rank r keeps at most min(num_kept[e], keep_limit[r]) choices */
     int32_t *keep_limit;
     /* [num_ranks] bounds of the binary search for keep_limit: the greatest limit that is known
      * to fit into the rank's slots, and the least limit that is known not to fit */
@@ -177,8 +173,7 @@ typedef struct plan_tables {
     bool has_absent; /* set by replicas_check(): logical_of_expert contains EPIC_ABSENT */
 } plan_tables;
 
-/* Returns the rank that owns an expert. If rank_of_expert is invalid, the result may be no
- * rank. */
+/* Returns the rank that owns an expert, or no valid rank if rank_of_expert is invalid. */
 int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
                        uint32_t expert);
 
@@ -200,8 +195,7 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
     int64_t expert; /* expert whose entry is out of range; -1: none */
-    /* the invalid entry. If `expert` is -1: a logical expert without a replica, or -1 if there
-     * is no error. */
+    /* the invalid entry; if `expert` is -1: a logical expert without a replica, or -1 */
     int64_t logical;
 } replicas_error;
 

@@ -231,9 +231,8 @@ typedef struct choices {
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the entry of the choice
- * in p->ids. Increments next[e], which counts all choices of e (with EPIC_BY_K only the kept
- * ones). */
+/* Returns the EPIC_FATE value of a dropped choice of expert e. `id`: its entry in p->ids.
+ * Increments next[e], which counts all choices of e (with EPIC_BY_K only the kept ones). */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -242,9 +241,8 @@ static int32_t fate_of(planner *p, int32_t e, int32_t id)
     return verdict == EXPERT_IS_FULL ? EPIC_FATE_EXPERT_FULL : EPIC_FATE_RANK_FULL;
 }
 
-/* Decides where the choices of one token go, and writes the result to *c. In a FLAT layer, a
- * slot of 0 or more only means that the choice is kept: share_rows() replaces it by the token's
- * row. */
+/* Decides where the choices of one token go, in *c. In a FLAT layer, a slot of 0 or more only
+ * means that the choice is kept: share_rows() replaces it by the token's row. */
 static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -262,8 +260,7 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* For FLAT layers: sets the slots of all kept choices of the token on one rank to the next free
- * row of that rank. */
+/* For FLAT layers: gives all kept choices of the token on one rank the next free row there. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {

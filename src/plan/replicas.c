@@ -5,8 +5,7 @@
 
 #include "plan/plan.h"
 
-/* Sets the bits of `has` for the logical experts that have a replica on a member, and clears
- * all other bits. */
+/* Sets in `has` exactly the bits of the logical experts that have a replica on a member. */
 static void find_on_members(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint64_t *has)
 {

@@ -61,11 +61,9 @@ typedef struct router_common {
  * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_init(router_job *job, const router_common *common);
 
-/* Checks weights_type and stores it in *job. 0 stands for EPIC_F32. Returns EPIC_OK or
- * EPIC_EINVAL. */
+/* Checks weights_type and stores it in *job. 0: EPIC_F32. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type);
-/* Checks grad_type and stores it in *job. 0 stands for the type of the logits. Returns EPIC_OK
- * or EPIC_EINVAL. */
+/* Checks grad_type and stores it in *job. 0: the type of the logits. Errors: EPIC_EINVAL. */
 epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
 int64_t router_job_workspace_bytes(const router_job *job);

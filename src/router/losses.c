@@ -51,8 +51,7 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks total_tokens, the arguments that only one of the passes has, and the alignment and
- * overlap of arrays. */
+/* Checks total_tokens, arguments of one pass only, and alignment and overlap of arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -143,9 +142,8 @@ static double balance_factor(const loss_job *job)
 {
     const epic_loss_args *a = &job->args;
     const double T = (double)a->total_tokens;
-    /* With S = sequence_tokens, the loss of one sequence is divided by S^2. The sequence-wise
-     * loss is the mean over the T / S sequences, so all terms are divided by S^2 * T / S = S *
-     * T. */
+    /* With S = sequence_tokens, the loss of one sequence is divided by S^2. The loss is the
+     * mean over the T / S sequences, so all terms are divided by S^2 * T / S = S * T. */
     const double counted = a->sequence_tokens > 0 ? (double)a->sequence_tokens : T;
     if (T == 0) return 0;
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;

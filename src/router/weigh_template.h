@@ -18,8 +18,7 @@ typedef struct shares {
     bool is_divisor_variable; /* true: the divisor depends on the parts, so it has a gradient */
 } shares;
 
-/* Computes p [k], the softmax over the logits of the chosen experts. p is 0 for a choice
- * without an expert. */
+/* Computes p [k], the softmax over the logits of the chosen experts; 0 without an expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;

@@ -34,8 +34,7 @@ static inline int64_t gate_ceil(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Returns how many slices the sums of a product [lines, columns] have. `depth`: terms of a
- * sum. */
+/* Returns how many slices the sums of a product [lines, columns] have. `depth`: terms. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =

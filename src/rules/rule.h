@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions of the router and of the losses that host code and CUDA kernels share, so that both
- * follow the same rules. */
+/* Functions of the router and of the losses that host code and CUDA kernels share. */
 #ifndef EPIC_ROUTER_RULE_H
 #define EPIC_ROUTER_RULE_H
 

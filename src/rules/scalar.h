@@ -87,8 +87,7 @@ SCALAR double exp_f64(double x, double low)
     return x > -746 ? exp(x) * (1 + low) : x != x ? x : 0;
 }
 
-/* Returns log(1 + x) for x from 0 to 1. Uses log(1 + x) = 2 atanh(x / (2 + x)) and the Taylor
- * series of atanh. */
+/* Returns log(1 + x) for x in [0, 1]: 2 atanh(x / (2 + x)), with the Taylor series of atanh. */
 SCALAR float log1p_f32(float x)
 {
     const float t = x / (2.0f + x);

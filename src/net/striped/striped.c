@@ -57,19 +57,18 @@ typedef struct stripe {
     bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
     bool has_thread; /* true: the thread was started; it closes `net` before it ends */
-    /* queued: how many jobs the caller has queued. started: how many of these were passed to
-     * `net`. */
+    /* number of jobs that the caller has queued, and of those that were passed to `net` */
     uint64_t queued, started;
     job jobs[MAX_JOBS];
     int64_t nap_us; /* length of the current nap; 0: the thread is awake */
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* The state of the puts to one host, over all stripes. Puts have indices in the order of the
- * caller's calls. */
+/* State of the puts to one host, over all stripes. Puts have indices in the order of the
+ * calls. */
 typedef struct peer {
-    /* posted: how many puts the caller has made. finished: all puts with an index below this
-     * have completed. */
+    /* posted: number of puts so far. finished: all puts with an index below this have
+     * completed. */
     uint64_t posted, finished;
     /* stripe_of[i % MAX_IN_FLIGHT]: the stripe that sends put i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
@@ -87,8 +86,7 @@ struct net {
     stripe stripes[STRIPED_MAX];
 };
 
-/* Contents of a handle: the handles of all stripes one after the other, without their trailing
- * zero bytes. */
+/* Contents of a handle: the handles of all stripes, without their trailing zero bytes. */
 typedef struct handle {
     uint16_t length[STRIPED_MAX]; /* bytes of each stripe's handle; 0: no such stripe */
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
@@ -98,8 +96,7 @@ _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
 
 /* ----------------------------------------------------------------- driver of a stripe ---- */
 
-/* Passes one put to the net of the stripe. Returns false if that net cannot accept more puts
- * now. */
+/* Passes one put to the stripe's net. Returns false if the net cannot accept it now. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -107,8 +104,7 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes how many puts of the stripe to a host have completed, and whether the host is gone.
- * The caller reads both. */
+/* Publishes how many puts of the stripe to a host have completed, and whether it is gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -120,8 +116,8 @@ static void stripe_update(stripe *s, int host)
         __atomic_store_n(&s->failed[host], true, __ATOMIC_RELEASE);
 }
 
-/* Calls progress() of the stripe's net, and publishes which puts have completed. Returns the
- * number of events. */
+/* Calls progress() of the stripe's net, and stripe_update() for each host. Returns the
+ * events. */
 static int stripe_progress(stripe *s)
 {
     const net_setup *setup = &s->owner->setup;
@@ -133,8 +129,7 @@ static int stripe_progress(stripe *s)
 
 /* ----------------------------------------------------------------- thread of a stripe ---- */
 
-/* Passes queued puts to the net of the stripe until that net accepts no more. Returns how many
- * it passed. */
+/* Passes queued puts to the stripe's net until it accepts no more. Returns how many. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -364,8 +359,7 @@ static bool record_put(net *n, int host, int stripe)
     return true;
 }
 
-/* Queues a large put for the next thread in rotation. Returns false if the queue of this thread
- * is full. */
+/* Queues a large put for the next thread in rotation. Returns false if its queue is full. */
 static bool queue_put(net *n, const job *j)
 {
     const int number = 1 + n->next;
@@ -377,8 +371,8 @@ static bool queue_put(net *n, const job *j)
     return record_put(n, j->host, number);
 }
 
-/* Implements net_engine.put. Passes small puts to the net of the first stripe, and queues large
- * puts for a thread. */
+/* Implements net_engine.put: small puts go to the first stripe, large ones to a thread's
+ * queue. */
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!has_room(n, host)) return false;
@@ -397,8 +391,7 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Increases peer.finished to the index of the first put that has not completed. Returns by how
- * much it has increased. */
+/* Increases peer.finished to the first put that has not completed. Returns the increase. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -430,8 +423,7 @@ bool striped_is_done(const net *n, int host, uint64_t count)
     return n->peers[host].finished >= count;
 }
 
-/* Implements net_engine.is_gone. Returns true if the net of any stripe has found that the peer
- * is gone. */
+/* Implements net_engine.is_gone: true if any stripe has found that the peer is gone. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -439,8 +431,7 @@ bool striped_is_gone(const net *n, int host)
     return false;
 }
 
-/* Implements net_engine.describe. Describes the first stripe, and adds the number of
- * stripes. */
+/* Implements net_engine.describe: describes the first stripe, and counts the stripes. */
 void striped_describe(const net *n, char *to, size_t size)
 {
     striped_over.engine->describe(n->stripes[0].net, to, size);

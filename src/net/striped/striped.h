@@ -10,17 +10,14 @@
 
 #define STRIPED_MAX 8 /* maximum number of stripes */
 
-/* An engine (code that drives a network library) whose nets can be the stripes of a striped
- * net. */
+/* An engine (code that drives a network library) whose nets can be stripes. */
 typedef struct stripe_engine {
     const net_engine *engine; /* opens, connects and closes one stripe */
-    /* Returns true if more stripes than the open net `stripe` would move more bytes per
-     * second. */
+    /* Returns true if more stripes than the open net `stripe` would be faster. */
     bool (*can_gain)(const net *stripe);
 } stripe_engine;
 
-/* The engine of the stripes. Each library that uses striped nets defines it, for example
- * ucx.c. */
+/* The engine of the stripes, which each library with striped nets defines (ucx.c). */
 extern const stripe_engine striped_over;
 
 /* These functions implement the members of net_engine (net.h). striped_open() opens up to 1 +

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The network engine (net.h) that libepic_ucx.so exports. Its nets are striped nets
- * (striped.h), and ucx.c implements one stripe. This file contains the functions that need no
- * open net. */
+/* The network engine (net.h) in libepic_ucx.so. Its nets are striped nets (striped.h), and
+ * ucx.c implements one stripe. This file has the functions that need no open net. */
 #include <stdio.h>
 
 #include "net/striped/striped.h"

@@ -9,8 +9,8 @@
 
 #include "net/ucx/networks_text.h"
 
-/* The size of a segment: the largest message that UCX sends over TCP in one part. The default
- * of UCX is 64 KB. */
+/* Segment size: the largest message that UCX sends over TCP in one part. UCX's default: 64
+ * KB. */
 #define SEGMENT "256K"
 
 /* Returns the text that UCX prints about the context, or about the endpoint if context is NULL.
@@ -58,8 +58,8 @@ bool ucx_can_reach_gpus(ucp_context_h context)
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 
-/* Returns the name of UCX's setting for the segment size. Before version 1.17 that name has no
- * prefix "TCP_". */
+/* Returns the name of UCX's setting for the segment size, before version 1.17 without
+ * "TCP_". */
 static const char *segment_name(void)
 {
     unsigned major, minor, release;

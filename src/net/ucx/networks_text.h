@@ -68,8 +68,7 @@ static inline bool networks_begins(const char *network, const char *with)
     return strncmp(network, with, strlen(with)) == 0;
 }
 
-/* Returns true if a network is used for remote reads and writes of memory. `at` points into the
- * line of the network. */
+/* Returns true if the network in whose line `at` is serves remote access to memory. */
 static inline bool networks_is_for_memory(const char *at)
 {
     const char *found = strstr(at, " rma_bw#");

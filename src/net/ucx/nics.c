@@ -27,8 +27,7 @@ static void read_line(char *out, size_t size, const char *path)
     fclose(file);
 }
 
-/* Reads the number in a file of a folder, in C's notation. Returns `otherwise` if the file has
- * no number. */
+/* Reads the number in a file of a folder, in C's notation. Returns `otherwise` without one. */
 static long read_number(const char *folder, const char *file, long otherwise)
 {
     char path[PATH_MAX + 64], text[64], *end;
@@ -184,8 +183,7 @@ static uint64_t find_usable_ports(const nics_host *host)
     return usable;
 }
 
-/* Returns those ports that are nearest to the GPU and have the highest speed among the nearest,
- * as a bit mask. */
+/* Returns, as a bit mask, the fastest of the ports that are nearest to the GPU. */
 static uint64_t find_best_ports(const nics_host *host, uint64_t usable, const nics_device *gpu)
 {
     uint64_t best = 0;

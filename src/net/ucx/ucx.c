@@ -60,8 +60,7 @@ struct net {
     /* 64 random bits; receive_message() ignores messages without this token */
     uint64_t token;
     uint64_t domains; /* bit mask of the memory domains of the inbox's key (ucx_domains()) */
-    /* Size of TCP segments as a text for UCX's configuration (networks.h). It is empty if UCX
-     * cannot use TCP. */
+    /* size of TCP segments as a text for UCX (networks.h); empty if UCX cannot use TCP */
     const char *segment;
     peer peers[NET_MAX_HOSTS];
 };
@@ -94,8 +93,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
-/* Copies bytes in words of 8 bytes. A thread or CUDA kernel that polls the memory never reads a
- * half-written word. */
+/* Copies bytes in words of 8 bytes, so that a poll of the memory never reads a half word. */
 static void store_words(void *to, const void *from, size_t bytes)
 {
     uint64_t word;
@@ -251,8 +249,7 @@ static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
     ((peer *)self)->gone = true;
 }
 
-/* Opens the endpoint to the peer on a host. Decides whether puts to this peer are remote writes
- * or messages. */
+/* Opens the endpoint to the peer on a host; decides between remote writes and messages. */
 static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
 {
     peer *p = &n->peers[host];
@@ -304,8 +301,7 @@ static epic_result ucx_connect(net *n, const void *handles, char *why)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* UCX calls this function when a remote write or message has been sent. `self` is its
- * send_op. */
+/* UCX calls this function when a remote write or message was sent. `self`: its send_op. */
 static void on_completed(void *request, ucs_status_t status, void *self)
 {
     (void)status; /* on_peer_error() records that the peer is gone */
