@@ -68,8 +68,8 @@ typedef struct host_kernels {
                     const float *weights, int num_rows, epic_type type, int64_t n);
 
     /* Computes out = ((rows[0] + rows[1]) + rows[2]) + ..., in float32, rounded to out_type at
-     * the end. With one row, out is that row, rounded. With no rows, out is +0. out may be one
-     * of the rows. */
+     * the end. With one row, out is that row, rounded; with none, +0. out may be one of the
+     * rows. */
     void (*add)(void *out, epic_type out_type, const void *const *rows, int num_rows,
                 epic_type type, int64_t n);
 
@@ -99,8 +99,7 @@ typedef struct host_kernels {
     void (*from_float)(void *element, epic_type type, float x);
 } host_kernels;
 
-/* Returns the fastest variant that this processor supports, never NULL. Any thread may call
- * it. */
+/* Returns the fastest variant for this processor, never NULL. Any thread may call it. */
 const host_kernels *host_kernels_get(void);
 
 /* Stores all variants that this build has and this processor supports to `out`, the slowest

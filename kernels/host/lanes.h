@@ -59,8 +59,7 @@ INLINE void store_lanes(void *row, epic_type type, int64_t at, lanes x)
         store_f32(to, x);
 }
 
-/* Loads the last `count` elements of a row (fewer than LANES), from element `at` on. The other
- * lanes are 0. */
+/* Loads the last `count` (< LANES) elements of a row, from element `at` on; other lanes: 0. */
 INLINE lanes load_tail(const void *row, epic_type type, int64_t at, int64_t count)
 {
     char whole[LANES * sizeof(float)] = {0};

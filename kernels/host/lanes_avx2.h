@@ -52,8 +52,7 @@ INLINE void store_f16(void *to, lanes x)
     _mm_storeu_si128(to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-/* Uses a non-temporal store, which bypasses the caches. `to` must be aligned to
- * sizeof(lanes). */
+/* A non-temporal store, which bypasses the caches. `to` is aligned to sizeof(lanes). */
 INLINE void store_past_caches(void *to, lanes x)
 {
     _mm256_stream_ps(to, x);

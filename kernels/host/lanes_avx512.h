@@ -53,8 +53,7 @@ INLINE void store_f16(void *to, lanes x)
     _mm256_storeu_si256(to, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
 
-/* Uses a non-temporal store, which bypasses the caches. `to` must be aligned to
- * sizeof(lanes). */
+/* A non-temporal store, which bypasses the caches. `to` is aligned to sizeof(lanes). */
 INLINE void store_past_caches(void *to, lanes x)
 {
     _mm512_stream_ps(to, x);

@@ -56,8 +56,7 @@ INLINE void store_e4m3(void *to, lanes x)
     memcpy(to, &narrow, sizeof narrow);
 }
 
-/* Returns the larger of |a| and |b|, compared by their bits. A NaN counts as larger than any
- * number. */
+/* Returns the larger of |a| and |b|, compared by their bits. NaN counts as the largest. */
 INLINE lanes lanes_max_size(lanes a, lanes b)
 {
     const uint32_t size_a = bits_of(a) & 0x7fffffff, size_b = bits_of(b) & 0x7fffffff;

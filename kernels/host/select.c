@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses the variant of the host kernels for this processor, and returns the sizes of element
+/* Chooses the variant of the host kernels for this processor; returns sizes of element
  * types. */
 #include "kernels/kernels.h"
 

@@ -21,22 +21,20 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* value in Replicas.nth and Replicas.mine: the logical expert has one replica, so there is
- * nothing to add */
+/* value in Replicas.nth and Replicas.mine: a single replica, so there is nothing to add */
 #define SINGLE_REPLICA 0xffff
 /* Levels of a binary tree over the leaves (blocks of experts) of a rank, including the root. A
  * rank has at most 128 leaves. */
 #define LEAF_LEVELS 8
 
 /* Tables in shared memory about the replicated experts: the logical experts with two or more
- * replicas, in ascending order. The index n of a replicated expert is its index in this
- * order. */
+ * replicas. The index n of a replicated expert is its index among them, in ascending order. */
 struct Replicas {
     union { /* these two arrays share memory, because they are needed at different times */
         /* how many replicas logical expert e has on all ranks; only read_replicas() needs it */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* The replicas of replicated expert n on this rank are local[first[n]] to local[first[n
-         * + 1] - 1]. */
+        /* The replicas of replicated expert n here are local[first[n]] to local[first[n + 1] -
+         * 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
     /* the index n of logical expert e, or SINGLE_REPLICA */
@@ -132,8 +130,7 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-/* Four floats that a thread adds at a time: floats [i, i + 4) of the replicated expert with
- * index `nth`. */
+/* Four floats that a thread adds at a time: [i, i + 4) of the replicated expert `nth`. */
 struct Quad {
     int nth;
     int64_t i;
@@ -144,9 +141,8 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds the four floats `part` of this rank's replicas in leaf `leaf` (without a tree: of all
- * its replicas) to x. n: index in r.local of the first replica that has not been added yet; it
- * advances. */
+/* Adds the four floats `part` of this rank's replicas in leaf `leaf` (without a tree: of all)
+ * to x. n: index in r.local of the first replica that has not been added yet; it advances. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {

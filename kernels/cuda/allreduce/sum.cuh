@@ -7,8 +7,7 @@
 
 #include "cuda/net/staging.cuh"
 
-/* In groups of at most this many ranks, a thread keeps the vectors of all ranks in
- * registers. */
+/* in groups of at most this many ranks, a thread keeps the vectors of all ranks in registers */
 #define MAX_UNROLLED_RANKS 8
 /* levels of a binary tree over up to DEVICE_MAX_RANKS ranks, including the root */
 #define RANK_LEVELS (MANY_RANKS ? 9 : 6)
@@ -116,9 +115,8 @@ struct RankSum {
     }
 };
 
-/* Backend `hosts`: posts the puts of the vectors that this warp has stored for ranks on other
- * hosts. `vectors`: vectors of the whole grid. Called by a whole warp after its last
- * send_floats(). */
+/* Backend `hosts`: posts the puts of the vectors that this warp has stored for other hosts.
+ * `vectors`: those of the whole grid. Called by a whole warp after its last send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -169,8 +167,7 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
     return ok;
 }
 
-/* Implements add_ranks() for any number of ranks: receives and adds one rank's vector at a
- * time. */
+/* add_ranks() for any number of ranks: receives and adds one rank's vector at a time. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;

@@ -17,8 +17,7 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the blocks in `parts` of the dot product for the n-th choice on this rank of a
- * token. */
+/* Returns the blocks in `parts` of the dot product for a token's n-th choice on this rank. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -212,8 +211,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Zeroes one piece of a padding slot in d_rows and, for piece 0, its d_slot_weights. Called by
- * a whole warp. */
+/* Zeroes one piece of a padding slot in d_rows, and for piece 0 its d_slot_weights. Called by a
+ * warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -226,8 +225,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Zeroes all padding slots that do_extra_work() has not zeroed (pads_with_tokens()). Called by
- * all CTAs. */
+/* Zeroes all padding slots, unless do_extra_work() has (pads_with_tokens()). Called by all
+ * CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);

@@ -62,9 +62,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: how many dot products `sums` holds; when it is full, the sums of the lanes are
-     * added. PITCH: distance in floats between two rows of `sums`, 4 more than a warp against
-     * bank conflicts. */
+    /* DOTS: how many dot products `sums` holds; when it is full, the lanes' sums are added.
+     * PITCH: distance in floats between two rows of `sums`, more than a warp against bank
+     * conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
@@ -83,8 +83,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
-    /* what is left to copy: pieces of d_out of the unit, and slots whose rows have the current
-     * piece */
+    /* left to copy: pieces of d_out of the unit, and slots whose rows have the current piece */
     int pieces = 0, slots = 0;
     /* How many units this warp has begun (they are in `entries`), has copied or copies now
      * (their pieces are in the ring), and has finished. */
@@ -161,8 +160,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* Starts to copy one more piece to the ring: a piece of d_out, or of a slot's row in
-     * `rows`. */
+    /* Starts to copy one more piece to the ring: of d_out, or of a slot's row in `rows`. */
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
@@ -210,8 +208,7 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         fill_end<ROW, V, EXACT>(m, its_vector, q);
         return true;
     }
-    /* Stores weight * x, rounded to type ROW. `to`: address of this lane's bytes of the
-     * piece. */
+    /* Stores weight * x, rounded to type ROW. `to`: this lane's address in the piece. */
     __device__ __forceinline__ void store_scaled(uint8_t *to, int32_t its_vector, float weight,
                                                  const float (&x)[V][ROW::N])
     {
@@ -257,8 +254,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* load the next slot first, because the load would wait for the stores of the
-             * current one */
+            /* load the next slot first: the load would wait for the stores of the current
+             * one */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,

@@ -97,8 +97,8 @@ __device__ __forceinline__ bool adds_by_host(const CombineState &c)
     return HOSTS && *c.adds_by_host;
 }
 
-/* Returns in lane n the n-th slot (chunk 1: slot 32 + n) that a token of `rank` has on this
- * rank, or -1. */
+/* Returns in lane n the n-th slot (chunk 1: 32 + n) of a token of `rank` on this rank, or
+ * -1. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -136,8 +136,7 @@ __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
     return wrap_rank(c.job.self.rank + 1 + role, c.job.self.num_ranks);
 }
 
-/* Sets all sums to -0, the neutral element of addition: -0 + x is exactly x, also for x =
- * -0. */
+/* Sets all sums to -0, the neutral element of addition: -0 + x is exactly x, even for -0. */
 template <int V, int N> __device__ __forceinline__ void clear_sums(float (&acc)[V][N])
 {
 #pragma unroll

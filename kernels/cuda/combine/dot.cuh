@@ -60,8 +60,7 @@ template <> struct Dot<F32> {
 #pragma unroll
         for (int i = 0; i < 4; i++) a[i] = __fmaf_rn(x[i], y[i], a[i]);
     }
-    /* Returns the sum of the four accumulators at `a` of this lane and the same four of the
-     * adjacent lane. */
+    /* Returns the sum of the accumulators a[0..3] of this lane and of the adjacent lane. */
     static __device__ __forceinline__ float sum_group(const float *a)
     {
         float s[4];
@@ -90,8 +89,7 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* add_lanes() for a single lane: the results of lane_sum() of all lanes are in shared memory
- * (`lanes`). */
+/* add_lanes() for a single lane, with the results of lane_sum() in shared memory (`lanes`). */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));

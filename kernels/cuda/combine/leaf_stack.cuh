@@ -86,8 +86,7 @@ template <class ROW, class PART> struct LeafStack {
         set_leaf_number(leaf_at, depth, new_leaf);
         depth++;
     }
-    /* Adds all nodes of the stack and copies the sum to `node`. Returns false if the stack is
-     * empty. */
+    /* Sets `node` to the sum of all nodes of the stack. Returns false if the stack is empty. */
     __device__ __forceinline__ bool pop_result(uint4 *node)
     {
         while (depth >= 2) merge_top();

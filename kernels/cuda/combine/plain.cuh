@@ -126,8 +126,7 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of the sum tree with the expert of a slot, counted from this rank's first
- * leaf. */
+/* Returns the leaf of a slot's expert in the sum tree, counted from this rank's first leaf. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -244,8 +243,7 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* One piece of one token's row. The warp loads slots and ranks of the next unit while it works
- * on this one. */
+/* One piece of a token's row. The warp loads the next unit's slots and ranks early. */
 struct Unit {
     int32_t token;
     int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
@@ -289,8 +287,7 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
     /* this rank, as the peer numbers its sources: (s - r - 1) modulo num_ranks for rank s on
-     * rank r; in backend p2p, u.role is the same value with the roles of the two ranks
-     * exchanged */
+     * rank r; in backend p2p, u.role is this value with the two ranks exchanged */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -377,8 +374,8 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
     return true;
 }
 
-/* Adds `b` to `a`, or copies it if `a` is empty. has_a, has_b: whether `a` and `b` contain a
- * partial sum. */
+/* Adds `b` to `a`, or copies it if `a` is empty. has_a, has_b: whether they hold partial
+ * sums. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,

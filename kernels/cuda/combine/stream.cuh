@@ -84,8 +84,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* positions in the two lists of units (combine.cu): the next expert unit and source unit to
-     * begin */
+    /* positions in the two lists of units: the next expert unit and source unit to begin */
     UnitWalk expert_walk, source_walk;
     /* Words of the next units, loaded early because a load takes long. expert_slot,
      * source_slot: in lane n, the n-th slot of the unit's token. source_rank: in lane n, the
@@ -99,12 +98,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* this lane's address in the current piece of row 0 of the caller's array; add
      * row_offset(i) for row i */
     const uint8_t *rows;
-    /* of the unit whose pieces are being copied: its token, and index in the row of its first
-     * vector */
+    /* of the unit that is being copied: its token, and index in the row of its first vector */
     int32_t token, vector;
     int32_t slots = 0; /* how many rows on this rank are left to copy for that unit */
-    /* peers whose partial sums are left to copy: bit p is the rank at position p of the sum
-     * order */
+    /* partial sums left to copy: bit p is that of the rank at position p of the sum order */
     uint32_t positions = 0;
     /* the leaves on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
@@ -220,8 +217,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             load_source();
         }
     }
-    /* Returns where the partial sum of a token from the peer at `position` arrives in
-     * staging. */
+    /* Returns where a token's partial sum from the peer at `position` arrives in staging. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
@@ -262,8 +258,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    /* Starts to copy one more piece, so that the ring stays full, and reads the oldest one into
-     * q. */
+    /* Starts to copy one more piece, to keep the ring full, and reads the oldest one into q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();

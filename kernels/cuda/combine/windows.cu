@@ -17,8 +17,8 @@
 
 #define BLOCK 384
 
-/* Multiplies the vectors of a row by its weight, and rounds to type ROW, like a sum of this row
- * only. */
+/* Multiplies a row's vectors by its weight, rounded to type ROW, like a sum of only this
+ * row. */
 template <class ROW, int COUNT>
 __device__ __forceinline__ void weigh_row(uint4 (&q)[COUNT], float weight)
 {

@@ -21,8 +21,7 @@
 /* The part of OpState for the backend `hosts`. A relay is a rank that forwards rows to other
  * ranks of its host (net/relay.cuh). */
 struct OpStateNet {
-    /* the net inbox: memory of this rank into which the net copies words from ranks on other
-     * hosts */
+    /* the net inbox: memory of this rank into which the net copies words from other hosts */
     const uint8_t *host_inbox;
     /* its size in bytes if it is in host memory, otherwise 0 (is_host_memory()) */
     int64_t host_inbox_bytes;
@@ -36,15 +35,14 @@ struct OpStateNet {
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap;
-    /* device time in ns at which the waits of this CTA give up; each wait that succeeds
-     * postpones it */
+    /* device time in ns at which the waits of this CTA give up; a wait that succeeds postpones
+     * it */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
     /* the sizes that this rank announces; rows: rows of the receive buffer, 0: there is none */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
-    /* 1 if an earlier operation of this rank was still running when this one began (an
-     * error) */
+    /* 1 if an earlier operation of this rank still ran when this one began (an error) */
     uint32_t overlaps;
     /* 0, or the wait that a thread of this CTA has given up (WAIT_ABORTED() in wait.cuh) */
     mutable uint32_t aborted_wait;
@@ -96,8 +94,7 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
     return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-/* Returns the stamped word {epoch, value}: the epoch in the high 32 bits, `value` in the low
- * ones. */
+/* Returns the stamped word {epoch, value}: epoch in the high 32 bits, value in the low ones. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
@@ -187,7 +184,7 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* Returns the culprit if a wait for the rows of rank q fails: q, or the relay that forwards
+/* Returns the culprit if a wait for rows of rank q fails: q, or the relay that forwards
  * them. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
@@ -255,8 +252,7 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns how many tokens this rank sends before it waits for one (EPIC_NET_WINDOW); 0: no
- * minimum. */
+/* Returns how many tokens this rank sends before it waits for one (EPIC_NET_WINDOW), or 0. */
 static inline int32_t net_window(const p2p_self &self)
 {
     return HOSTS ? self.net->window_tokens : 0;

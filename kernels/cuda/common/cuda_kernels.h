@@ -27,8 +27,8 @@ typedef enum p2p_fault {
     /* rank_of_expert has an invalid rank or, with EPIC_TREE, does not place whole blocks of
      * experts; about: expert, rank */
     P2P_FAULT_PLACEMENT = 1,
-    /* the capacity is smaller than the number of slots that this rank needs; about: capacity,
-     * needed slots */
+    /* the capacity is below the number of slots that this rank needs; about: capacity, needed
+     * slots */
     P2P_FAULT_CAPACITY = 2,
     /* a buffer has too few rows; about: rows of the buffer, needed rows, epic_operation */
     P2P_FAULT_ROWS = 3,
@@ -73,8 +73,7 @@ typedef struct p2p_notice {
  * failures and data errors. The host reports dead processes, and counts beats (P2P_AWAKE) to
  * show that it runs. */
 typedef struct p2p_status {
-    /* enum epic_result: why the group has failed, or EPIC_OK; a kernel writes this field
-     * last */
+    /* enum epic_result: why the group has failed, or EPIC_OK; a kernel writes it last */
     uint32_t result;
     uint32_t operation; /* enum epic_operation: the operation that failed */
     uint32_t epoch;
@@ -82,8 +81,7 @@ typedef struct p2p_status {
     uint32_t reporter; /* rank that found the failure */
     /* the ranks at fault: a bit mask or, with many ranks, up to three ranks (pack_ranks()) */
     uint32_t culprits;
-    /* if ranks called different operations: the signatures (p2p_self) of the reporter and of a
-     * peer */
+    /* if ranks called different operations: the signatures of the reporter and of a peer */
     uint32_t own_signature, peer_signature;
     /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t dead[DEVICE_RANK_WORDS];
@@ -160,8 +158,8 @@ typedef struct p2p_ring_words {
     /* for how many operations the net has read all data from the outbox, so that their half may
      * be overwritten; written by the proxy thread */
     uint64_t freed;
-    /* the word `waits` of this rank (heap.h), which kernels write and the proxy thread sends to
-     * all peers */
+    /* the word `waits` of this rank (heap.h): kernels write it, the proxy thread sends it to
+     * all */
     uint64_t waits;
 } p2p_ring_words;
 
@@ -172,8 +170,7 @@ typedef struct p2p_ring_words {
 /* The part of p2p_self that only the backend `hosts` has. */
 typedef struct p2p_net {
     p2p_ring ring;
-    /* memory into which the net copies words from ranks on other hosts; it has the layout of a
-     * heap */
+    /* memory into which the net copies words from other hosts; it has the layout of a heap */
     uint8_t *inbox;
     /* size in bytes of the inbox if it is in host memory, where polls are slow; otherwise 0 */
     int64_t host_inbox_bytes;
@@ -198,8 +195,7 @@ typedef struct p2p_self {
     uint32_t operation; /* enum epic_operation */
     /* a hash of the arguments of the call that must be equal on all ranks */
     uint32_t signature;
-    /* if element 0 is not 0, the call accepts only plans for a layer with one of these
-     * hashes */
+    /* if element 0 is not 0, only plans for a layer with one of these hashes are accepted */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
@@ -211,15 +207,13 @@ typedef struct p2p_plan_job {
     device_plan_layout at; /* offsets of the arrays in the plans of this layer */
     uint8_t *plan;         /* output of the operation plan; input if `planners` is 0 */
     const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice; negative: no expert */
-    /* [num_experts]: rank of each expert; NULL: rank r owns the experts [r * block, (r + 1) *
-     * block) */
+    /* [num_experts]: rank of each expert; NULL: rank r owns [r * block, (r + 1) * block) */
     const int32_t *rank_of_expert;
     /* [num_experts]: logical expert of each expert; used only if layer.num_logical is not 0 */
     const int32_t *logical_of_expert;
-    /* Outputs with the shapes of epic_plan_args (epic.h). NULL: the caller does not need this
-     * output. */
+    /* outputs with the shapes of epic_plan_args (epic.h); NULL: not needed */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
-    /* in device memory: how many slots the rank may use (below 1 counts as 1); NULL: no such
+    /* in device memory: how many slots the rank may use (below 1 counts as 1); NULL: no
      * limit */
     const int32_t *capacity_limit;
     int32_t num_tokens;
@@ -310,7 +304,7 @@ typedef struct p2p_dispatch_job {
     int64_t scale_bytes;
     /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
-    /* epic_type of the elements of `tokens`; how dispatch quantizes rows (an epic_quantize, 0:
+    /* epic_type of the elements of `tokens`; how dispatch quantizes them (epic_quantize, 0:
      * not) */
     uint32_t type, quantize;
     /* scales_aligned: 1 if the scales of every row begin at a multiple of 16 bytes, and
@@ -332,8 +326,7 @@ typedef struct p2p_dispatch_job {
     int32_t pad;
 } p2p_dispatch_job;
 
-/* Returns the size in bytes of a packed row: a row and its scales, each rounded up to a
- * multiple of 16. */
+/* Returns the size in bytes of a packed row: row and scales, each rounded up to 16 bytes. */
 static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
@@ -352,8 +345,7 @@ typedef struct p2p_combine_job {
     /* Only in dispatch_backward, else NULL: the gradient of each slot's weight, a float that is
      * sent back to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k]: for each choice, the float that was sent back from its
-     * slot */
+    /* output [num_tokens, top_k]: for each choice, the float that its slot has sent back */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
@@ -364,8 +356,7 @@ typedef struct p2p_combine_job {
     int32_t top_k, tree, flat;
     /* offsets in bytes of the arrays rank_of and records in the plan */
     int64_t rank_of_at, records_at;
-    /* leaves (blocks of experts) of the sum tree on each rank; 0: do not use the kernel for
-     * leaves */
+    /* leaves (blocks of experts) of the sum tree on each rank; 0: no kernel for leaves */
     int32_t leaves;
     /* Only for the kernel that stores into windows (combine/windows.cu): num_remote_ctas and
      * windows are as in p2p_dispatch_job. out_place: window and offset of `out`
@@ -393,8 +384,7 @@ typedef struct p2p_combine_backward_job {
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
-    /* Fields as in p2p_dispatch_job. If d_rows is quantized, `aligned` is about the other
-     * arrays. */
+    /* as in p2p_dispatch_job; if d_rows is quantized, `aligned` is about the other arrays */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, total_warps;
@@ -403,15 +393,12 @@ typedef struct p2p_combine_backward_job {
     /* bytes of a row of d_rows_scales, and of d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
-    /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector at
-     * once */
+    /* 1: rows of d_rows are aligned, so that a lane stores its elements of a vector at once */
     int32_t quantized_whole;
-    /* 1: the scales of every row begin at a multiple of 4 bytes and have a multiple of 4
-     * bytes */
+    /* 1: the scales of a row begin at a multiple of 4 bytes, and have a multiple of 4 bytes */
     int32_t scales_in_words;
-    /* Only for the kernel that stores into windows (combine/backward_windows.cu):
-     * num_remote_ctas and windows are as in p2p_dispatch_job. d_rows_place: window and offset
-     * of `d_rows`. */
+    /* Only for combine/backward_windows.cu, which stores into windows: num_remote_ctas and
+     * windows are as in p2p_dispatch_job. d_rows_place: window and offset of `d_rows`. */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t d_rows_place;
@@ -426,14 +413,12 @@ typedef struct p2p_sum_job {
     uint32_t pad;
 } p2p_sum_job;
 
-/* Arguments of the operation sum_replicas, which adds the arrays of the replicas of each
- * logical expert. */
+/* Arguments of the operation sum_replicas, which adds the replicas of each logical expert. */
 typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    /* [num_rows, count]: the floats of this rank's experts; each sum replaces the floats that
-     * were added */
+    /* [num_rows, count]: the floats of this rank's experts; each sum replaces its addends */
     float *data;
     int64_t count; /* floats in `data` per expert of this rank */
     int32_t num_rows;

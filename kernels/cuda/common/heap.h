@@ -31,10 +31,9 @@
 
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
-/* A heap keeps the words of this many repetitions of the bisection of plan/flat_drop.cuh at the
- * same time. In the backend `hosts` it is more than a bisection can have: a word of the outbox
- * must not change until the net has finished the put, and a rank learns this only between
- * operations. */
+/* How many repetitions of the bisection of plan/flat_drop.cuh have words in a heap at the same
+ * time. In the backend `hosts` it is more than a bisection can have: a word of the outbox must
+ * not change until the put is done, and a rank learns this only between operations. */
 #define P2P_SEARCHES (HOSTS ? 40 : 2)
 /* Maximum number of tokens with which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
  * The value is measured (docs/lab/cuda.md). */
@@ -58,8 +57,7 @@
 #define P2P_LOWLAT_ALONE_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* largest number of experts of the layer */
 #define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
-/* Maximum number of experts of a layer with replicas: its tables must fit into the shared
- * memory of a CTA. */
+/* maximum number of experts with replicas: the tables must fit into a CTA's shared memory */
 #define P2P_REPLICATED_EXPERTS 2048
 
 /* Offsets of the arrays of a heap that only the backend `hosts` has. */
@@ -80,7 +78,7 @@ typedef struct p2p_heap {
     int64_t announce;
     /* The failure of the group (P2P_BROKEN()), or 0. One 64-bit word. */
     int64_t broken;
-    /* For each rank: P2P_GONE() if it has closed its context, else 0. 64-bit words
+    /* For each rank: P2P_GONE() if it has closed its context, or 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
     /* For each rank, for which ranks it waits, as in p2p_status.culprits. A rank writes its
@@ -168,16 +166,15 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
  * which kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
     uint64_t posted_entries; /* entries that kernels have appended to the ring since open */
-    /* kernels may append entries below this index without reading the proxy thread's
-     * progress */
+    /* kernels may append entries below this index without reading the proxy's progress */
     uint64_t ring_room;
     /* operations for which an end marker has been appended to the ring */
     uint64_t ended_epochs;
     /* From here on: copies of words that are in host memory or in the net inbox, where polls
      * are slow. One warp at a time reads the original, and all others read the copy. */
     uint64_t broken;
-    /* for how many operations the net has read all data, so that their half of the outbox may
-     * be written again */
+    /* for how many operations the net has read all data: their half of the outbox may be
+     * reused */
     uint64_t freed;
     /* times, in units of 1024 ns, at which this rank last read the originals */
     uint32_t freed_polled_at;
@@ -221,15 +218,14 @@ typedef struct p2p_control {
      * instead: how many CTAs have started (p2p), or how many warps have posted all their puts
      * (hosts). It is 0 when the operation ends. */
     uint32_t done;
-    /* epoch of the next round; the last CTA that finishes a round sets it, and the others wait
-     * for it */
+    /* epoch of the next round; set by the last CTA that finishes a round, others wait for it */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
      * reports, so that all fields describe the same failure. */
     uint32_t claim;
-    /* low-latency kernels only: how many CTAs have stored their last result; the last CTA sets
-     * it to 0 */
+    /* low-latency kernels: how many CTAs have stored their last result; the last CTA sets it to
+     * 0 */
     uint32_t ended;
     uint32_t running;
     /* device time in ns at which a wait of this rank last succeeded */
@@ -249,8 +245,7 @@ typedef struct p2p_control {
     /* How many stops this rank has seen. A stop is a period in which the process was suspended;
      * p2p_status.awake counts them. After a new stop, the rank restarts its time limit. */
     uint32_t host_stops;
-    /* how often in a row the time limit was restarted; a wait of this rank that succeeds sets
-     * it to 0 */
+    /* how often in a row the time limit was restarted; 0 after a wait that succeeds */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -313,8 +308,7 @@ typedef struct p2p_mapped_window {
     int64_t bytes;
 } p2p_mapped_window;
 
-/* Returns the offset of the struct p2p_window_area in a heap, for contexts that can have
- * windows. */
+/* Returns the offset of p2p_window_area in a heap, for contexts that can have windows. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
 {
     return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
@@ -350,8 +344,8 @@ static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_round_up(bytes, 512);
 }
 
-/* Returns the layout of a heap. It depends only on the arguments, so all ranks compute the same
- * layout. */
+/* Returns the layout of a heap. It depends only on the arguments, so it is equal on all
+ * ranks. */
 static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_t max_row_bytes,
                                    int64_t staging_bytes, int64_t max_top_k)
 {
@@ -361,10 +355,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
      * even number of floats (float_stride()). */
     h.choices = device_round_up(max_tokens * device_round_up(max_top_k, 2), 64);
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* There are 32 escape words per piece of 2 KB. They are indexed by the token's index in the
-     * round, and with longer rows a round has fewer tokens. One more piece per token suffices
-     * for packed rows (a row and its scales), which may have more pieces than a row of
-     * max_row_bytes. */
+    /* There are 32 escape words per piece of 2 KB, indexed by the token's index in the round;
+     * with longer rows a round has fewer tokens. One more piece per token suffices for packed
+     * rows (a row and its scales), which may have more pieces than a row of max_row_bytes. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     if (MANY_RANKS) {
         /* Here the tokens of a round limit the size. With rows of r bytes, a round has at most

@@ -179,8 +179,7 @@ __device__ __forceinline__ void end_copies()
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's asynchronous copies are complete, except those of its last PENDING
- * groups. */
+/* Waits for this thread's asynchronous copies, except those of its last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -279,15 +278,13 @@ __device__ __forceinline__ void wait_bulk(void)
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* Makes this thread's earlier stores to shared memory visible to bulk stores that the CTA
- * starts later. */
+/* Makes this thread's stores to shared memory visible to later bulk stores of the CTA. */
 __device__ __forceinline__ void fence_bulk(void)
 {
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Forces the compiler to keep values in registers. Otherwise it may compute them again at each
- * use. */
+/* Keeps values in registers. Otherwise the compiler may compute them again at each use. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll

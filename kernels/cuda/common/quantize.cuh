@@ -47,9 +47,8 @@ template <int V, int N> struct Quantized {
     }
 };
 
-/* Returns the largest absolute value of N elements as the bits of a float32. Callers compare
- * these bits as integers, which gives the order of nonnegative floats, with NaNs as the
- * largest. */
+/* Returns the largest absolute value of N elements as the bits of a float32. As integers, these
+ * bits have the order of nonnegative floats, with NaNs as the largest. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -70,10 +69,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Returns in each lane the largest absolute value, as bits of a float32, of one block: the
- * block that contains the lane's vector lane_id() % V. A block consists of vector v of several
- * adjacent lanes. On entry own[v] is the largest absolute value in this lane's vector v. Called
- * by a whole warp. */
+/* Returns in each lane the largest absolute value, as bits of a float32, of the block that
+ * contains the lane's vector lane_id() % V. A block consists of vector v of several adjacent
+ * lanes. On entry own[v] is the largest absolute value in this lane's vector v. Called by a
+ * warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -221,8 +220,8 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
         piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
-/* Quantizes a piece of a row, and returns this lane's elements and scales. Overwrites x. Called
- * by a whole warp. */
+/* Quantizes a piece of a row; returns this lane's elements and scales. Overwrites x. Called by
+ * a warp. */
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint32_t how)
 {

@@ -19,9 +19,8 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Calls use(first) for each group of 32 ranks, `first` to first + 31, of which the last ones
- * may not exist. In the usual libraries it calls use(0) without a loop. Called by a whole
- * warp. */
+/* Calls use(first) for each group of 32 ranks, `first` to first + 31; the last ones may not
+ * exist. In the usual libraries this is use(0) without a loop. Called by a whole warp. */
 template <class Use>
 __device__ __forceinline__ void for_each_group(const p2p_self &self, Use use)
 {
@@ -115,8 +114,8 @@ __device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, 
     return some;
 }
 
-/* Returns the ranks that the lanes of a warp pass. `rank`: -1 if the lane passes none. Called
- * by a whole warp. */
+/* Returns the ranks that the lanes of a warp pass (`rank`; -1: none). Called by a whole
+ * warp. */
 __device__ __forceinline__ RankMask ranks_of_lanes(int rank)
 {
     RankMask mask;

@@ -256,8 +256,7 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 /* ----------------------------------------------------------------------- element types ---- */
 
 /* Element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD: the
- * word that replaces poison when rows are sent. MINUS_ZERO: a word whose elements are all
- * -0. */
+ * word that replaces poison in sent rows. MINUS_ZERO: a word whose elements are all -0. */
 struct Bf16 {
     static constexpr int N = 8; /* elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -386,8 +385,8 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Returns how many units a token has: roles times spans of its row. `vectors`: vectors per lane
- * of a piece. */
+/* Returns how many units a token has: roles times spans. `vectors`: those of a lane and
+ * piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
@@ -422,8 +421,7 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    /* If a long row must be divided into several spans, its spans have at most two pieces
-     * each. */
+    /* spans of a long row that is divided into several have at most two pieces each */
     const bool parts = spans > 1 && pieces > 5;
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);

@@ -220,8 +220,7 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the token counts of all ranks are known */
-    /* log2 of the number of slabs (one per expert) into which this warp also writes padding;
-     * negative: none */
+    /* log2 of the number of slabs (one per expert) that this warp also pads; negative: none */
     int slab_bits;
 };
 

@@ -79,8 +79,8 @@ static __device__ void fill_constants(const void *memory)
     __syncthreads();
 }
 
-/* Makes the warp's stores to its buffers visible to the bulk stores that follow. Called by a
- * whole warp. */
+/* Makes the warp's stores to its buffers visible to later bulk stores. Called by a whole
+ * warp. */
 __device__ __forceinline__ void fence_buffers(void)
 {
     fence_bulk();
@@ -89,8 +89,7 @@ __device__ __forceinline__ void fence_buffers(void)
 
 /* -------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy the row and the scales of this rank's token to a buffer. Called by a whole
- * warp. */
+/* Starts to copy row and scales of this rank's token to a buffer. Called by a whole warp. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
@@ -109,8 +108,7 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a packed row of `rank` from staging to a buffer; words that have not arrived
- * are poison. */
+/* Starts to copy a packed row of `rank` from staging to a buffer; missing words are poison. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -153,8 +151,8 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Calls change(q) for this lane's vectors of a piece of a packed row in its buffer. Called by a
- * whole warp. */
+/* Calls change(q) for this lane's vectors of a piece of a row in its buffer. Called by a
+ * warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
@@ -310,8 +308,7 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison to the staging of a received packed row for the next use. Called by a whole
- * warp. */
+/* Stores poison to the staging of a received row for the next use. Called by a whole warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {

@@ -277,8 +277,7 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* read the next slot before the stores to this one, because the shuffle would wait for
-         * them */
+        /* read the next slot first: the shuffle would wait for the stores to this one */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
@@ -313,8 +312,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Zeroes a piece of a padding slot's row and, with piece 0, the slot's weight. Called by a
- * whole warp. */
+/* Zeroes a piece of a padding slot's row, and with piece 0 its weight. Called by a whole
+ * warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
@@ -334,8 +333,7 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the header of the plan in memory; volatile, because a planner CTA may still be
- * writing it. */
+/* Returns the plan's header in memory; volatile, as a planner CTA may still be writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
@@ -370,8 +368,7 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Sets `tokens` to the token counts of all ranks in the plan, or to 0 if the kernel makes the
- * plan. */
+/* Sets `tokens` to the token counts in the plan, or to 0 if the kernel makes the plan. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
                                                  const p2p_self &self)

@@ -44,11 +44,9 @@ template <class OwnPiece> struct PieceFeed {
     /* The scales of the unit's token, minus 16 * row_end: in a packed row they follow the
      * row_end vectors of the row, so vector v is at scales + 16 * v if v >= row_end. */
     const uint8_t *scales;
-    /* first vector that comes from `scales`, not from `row`, and first vector that is not
-     * copied */
+    /* first vector that comes from `scales`, not `row`, and first vector that is not copied */
     int32_t row_end, copy_end;
-    /* first vector of the next piece to copy, and pieces of the unit that have not been
-     * copied */
+    /* first vector of the next piece to copy, and pieces of the unit that are not copied */
     int32_t vector, pieces_left;
     int32_t round_end;
 
@@ -103,8 +101,8 @@ template <class OwnPiece> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts to copy one more piece, then waits for the oldest piece of the ring and reads it
-     * into q. */
+    /* Starts to copy one more piece, waits for the oldest one of the ring and reads it into
+     * q. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();

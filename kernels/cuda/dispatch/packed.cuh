@@ -28,9 +28,8 @@
 /* A quantized piece of 1024 elements: two runs of 16 adjacent elements per lane. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments that all functions for packed rows share. `shape` describes packed rows, except
- * shape.row_bytes and shape.aligned, which describe rows of the receive buffer, without
- * scales. */
+/* Arguments that all functions for packed rows share. `shape` describes packed rows, but
+ * shape.row_bytes and shape.aligned are about rows of the receive buffer, without scales. */
 struct PackedMove : DispatchMove {
     /* shape of the caller's rows; own_shape.pieces: how many pieces are made from such a row */
     RowShape own_shape;
@@ -65,8 +64,7 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
 /* Returns vector i (16 bytes) of a row, or of its scales, which may be unaligned and end inside
- * the vector. Bytes past the end are 0. Loads words if the row is aligned to 4 bytes, otherwise
- * bytes. */
+ * the vector (bytes past the end are 0). Loads words if rows are aligned to 4 bytes. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -78,8 +76,8 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector i (16 bytes) of a row, or of its scales, which may be unaligned, without bytes
- * past the end. */
+/* Stores vector i (16 bytes) of a row or of its scales, unaligned, without bytes past the
+ * end. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -111,8 +109,7 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row to a slot, faster if the piece has no scales. Called by a
- * whole warp. */
+/* Stores a piece of a packed row to a slot; faster without scales. Called by a whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -165,8 +162,7 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* read the next slot before the stores to this one, because the shuffle would wait for
-         * them */
+        /* read the next slot first: the shuffle would wait for the stores to this one */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -183,8 +179,7 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Replaces E8M0_STAND_IN by E8M0_NANS in the scales of the piece whose first vector is
- * `vector`. */
+/* Replaces E8M0_STAND_IN by E8M0_NANS in the scales of the piece that begins at `vector`. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -324,7 +319,7 @@ struct JoinedPiece {
         });
     }
     /* Stores the piece to the slots of all lanes (`slot`: this lane's, or -1). Called by a
-     * whole warp. */
+     * warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {
@@ -379,8 +374,7 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    /* Quantizes the vectors that load_raw() has loaded or, if rows are unaligned, loads them
-     * first. */
+    /* Quantizes the vectors of load_raw() or, if rows are unaligned, loads them first. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
@@ -429,8 +423,7 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* Returns the offset in bytes of this lane's run v in the quantized row (one byte per
-     * element). */
+    /* Returns the offset of this lane's run v in the quantized row (one byte per element). */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;

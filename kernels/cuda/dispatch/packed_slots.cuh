@@ -29,9 +29,8 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Zeroes rows, scales and weights of the receive buffer from row `first` on. With layout FLAT,
- * recv_expert becomes -1 there. Each of `threads` threads calls it with its own index
- * `thread`. */
+/* Zeroes rows, scales and weights of the receive buffer from row `first` on (FLAT: recv_expert
+ * becomes -1). Each of `threads` threads calls it with its own index `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)

@@ -17,8 +17,7 @@ template <bool EXACT> struct PieceFeed {
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* this lane's first vector of the next piece to copy; NULL: do not copy this unit's
-     * pieces */
+    /* this lane's first vector of the next piece to copy; NULL: do not copy this unit */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* pieces of the unit that have not been copied */

@@ -38,8 +38,7 @@ cudaError_t p2p_load_dense_tokens(void);
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan;
-    /* outputs [num_local]: set to zero if the plan does not fit, so that no rows are
-     * processed */
+    /* outputs [num_local]: zero if the plan does not fit, so that no rows are processed */
     int32_t *expert_rows, *expert_tokens;
     /* the layer's memory has space for this many experts per rank */
     int32_t num_local;

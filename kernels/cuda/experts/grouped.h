@@ -71,8 +71,7 @@ typedef struct p2p_gemm {
     const float *bias_weights;
     /* row_type EPIC_E4M3: [slots, blocks], scales of a, one for each 128 elements of a row */
     const float *a_scales;
-    /* row_type EPIC_E4M3: [experts, blocks, blocks], scales of b, for 128 x 128 elements
-     * each */
+    /* row_type EPIC_E4M3: [experts, blocks, blocks], scales of b for 128 x 128 elements each */
     const float *b_scales;
     /* INPUT: an array with the shape and type of out that is added to the result; NULL: none */
     const void *addend;
@@ -93,8 +92,7 @@ typedef struct p2p_gemm {
     int32_t sms; /* maximum number of CTAs to launch */
     /* The kernel computes the tiles of `out` in groups of this many rows of tiles, and in a
      * group column by column, so that the tiles of a column read the same part of matrix b from
-     * the L2 cache. Clusters of two CTAs count pairs of rows. 0: the launcher chooses the
-     * value. */
+     * the L2 cache. Clusters of two CTAs count pairs of rows. 0: chosen by the launcher. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* Above 1: each sum is divided into this many slices, which different CTAs compute. Only
@@ -231,8 +229,7 @@ typedef struct p2p_components_job {
     /* [columns], added to each row of the result; NULL: none; not used by split */
     const float *bias;
     int64_t rows, columns;
-    /* split: components stored for each value; the same component may be stored several
-     * times */
+    /* split: components stored per value; the same component may be stored several times */
     int32_t places;
     /* split: bits 2 * i and 2 * i + 1 select the component at position i: 0 is the high
      * component, 1 the middle one, 2 the low one. */

@@ -28,8 +28,7 @@ static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, i
 }
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
- * rows. `weights`: the column's weights; the distance between two of them is `stride`
- * elements. */
+ * rows. `weights`: the column's weights, `stride` elements apart. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,

@@ -62,8 +62,7 @@ static bool has_slices(const p2p_gemm *g)
     return g->pass == EPIC_GEMM_FORWARD && g->slices > 1;
 }
 
-/* Sets *maps to the tensor maps of matrices a, b and out. Their shapes and boxes depend on the
- * pass. */
+/* Sets *maps to the tensor maps of a, b and out, whose shapes and boxes depend on the pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;

@@ -142,9 +142,8 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* The positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines them.
- * Result d[4 * j + i] is in row `row` (i < 2) or row + 8 (i >= 2), and in column 8 * j + column
- * + i % 2. */
+/* Positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines. Result d[4
+ * * j + i] is in row `row` (i < 2) or row + 8, and in column 8 * j + column + i % 2. */
 struct Lane {
     int row, column;
 
@@ -155,8 +154,7 @@ struct Lane {
     }
 };
 
-/* Returns elements i and i + 1 of an array, whose type the last argument selects, as
- * float32. */
+/* Returns elements i and i + 1 of an array of the last argument's type, as float32. */
 static __device__ __forceinline__ float2 pair_at(const void *p, int64_t i, __nv_bfloat16)
 {
     return __bfloat1622float2(*(const __nv_bfloat162 *)((const __nv_bfloat16 *)p + i));
@@ -454,8 +452,7 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* Computes and stores 64 rows of each tile of the CTA: the first 64 (warpgroup 0) or the last
- * 64. */
+/* Computes and stores the first (warpgroup 0) or last 64 rows of each tile of the CTA. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void
 run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpgroup, int rank)

@@ -49,8 +49,7 @@ struct TileSlice {
     /* local expert of the tile, terms of a whole sum (all its slices), columns of out */
     int64_t expert, depth, columns;
     int64_t begin, end; /* the slice consists of terms begin to end - 1 of each sum */
-    /* rows: rows of the tile that are stored. tokens: how many of these rows hold a token and
-     * are computed. */
+    /* rows of the tile that are stored, and those of them that hold a token and are computed */
     int rows, tokens;
 };
 
@@ -210,8 +209,7 @@ template <int PASS, bool SCALED> struct StepTiles {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's elements of the step that begins at index `first` of the summed
-     * dimension. */
+    /* Loads this thread's elements of the step from index `first` of the summed dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const TileSlice &p,
                                               int64_t first)
     {
@@ -250,8 +248,7 @@ template <int PASS, bool SCALED> struct StepTiles {
                 b[n] = load_four(g.b, b_type, at, num_valid);
         }
     }
-    /* Writes the loaded elements to shared memory at `to`: the tile of a, then the tile of
-     * b. */
+    /* Writes the loaded elements to shared memory at `to`: the tile of a, then that of b. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -274,7 +271,7 @@ static __device__ __forceinline__ int thread_line(int first, int i, int block_di
     return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
 }
 
-/* Reads a thread's eight elements of one row of shared memory, at the positions of
+/* Reads a thread's eight elements of a row of shared memory, at the positions of
  * thread_line(). */
 static __device__ __forceinline__ void load_eight(const float *from, int block_distance,
                                                   float (&x)[THREAD_TILE])

@@ -360,8 +360,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Computes the activations and d_gate_up of all slots and, if the caller wants it,
- * d_slot_weights. */
+/* Computes the activations, d_gate_up and, if the caller wants it, d_slot_weights of all
+ * slots. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)

@@ -37,8 +37,8 @@
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* index of this worker; from a shuffle, so that the compiler knows that all lanes have
-     * equal values */
+    /* index of this worker; from a shuffle, to show the compiler that it is equal in all
+     * lanes */
     const int worker;
 
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
@@ -139,7 +139,7 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* in a valid plan, the slots are in the lowest lanes; others must not be used as
+        /* in a valid plan, slots are in the lowest lanes; others must not be used as
          * addresses */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;

@@ -118,9 +118,8 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Copies the plan from the tables in shared memory to the caller's memory: control warps the
- * header and the slabs, workers the records. Called by all warps of the CTAs that made the
- * plan. */
+/* Copies the plan from the tables to the caller's memory: control warps the header and the
+ * slabs, workers the records. Called by all warps of the CTAs that made the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {

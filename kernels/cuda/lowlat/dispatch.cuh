@@ -179,8 +179,7 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* static shared memory of a CTA; the arrays of `tables` are in dynamic shared memory */
 struct LowlatShared {
     OpState op;
-    /* the plan that the kernel reads; WITH_PLAN: only the alignment, and the tables to write,
-     * are set */
+    /* the plan that the kernel reads; WITH_PLAN: only alignment and tables to write are set */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;     /* required by the base class RowMove, but never read by these kernels */

@@ -51,8 +51,7 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* a peer's piece arrives packed; this rank's comes from the caller's arrays and must be
-         * packed first */
+        /* a peer's piece arrives packed; this rank's piece must be packed first */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

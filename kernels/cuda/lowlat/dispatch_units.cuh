@@ -36,11 +36,9 @@ struct LowlatMove : PackedMove {
     uint32_t result;
     const int32_t *fates; /* if the kernel reads a plan: for each choice of this rank, its
                            * slot or a negative fate */
-    /* true: received rows are not stored (error in the plan, or too few rows in a receive
-     * buffer) */
+    /* true: received rows are not stored (plan has an error, or a buffer has too few rows) */
     bool discards;
-    /* true: the plan is mixed (lowlat/plan.cuh), so slots come from the records that ranks
-     * send */
+    /* true: the plan is mixed (lowlat/plan.cuh): slots come from the records that ranks send */
     bool is_mixed;
     /* The CTAs that send rows, and the CTAs that receive rows. They may overlap. */
     CtaRange senders, receivers;
@@ -167,8 +165,7 @@ struct WeightSender {
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* If this is a control warp of a receiving CTA, selects its first tokens and loads their
-     * weights. */
+    /* If this control warp's CTA receives, selects its first tokens and loads their weights. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -361,8 +358,7 @@ __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWo
         w.own_slot = __ldg(m.fates + at);
 }
 
-/* Stores a weight to slot_weights[slot], unless slot is -1 or received data must be
- * discarded. */
+/* Stores a weight to slot_weights[slot], unless slot is -1 or m.discards is true. */
 __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, uint32_t word)
 {
     if (slot >= 0 && slot < m.job.recv_rows && !m.discards)

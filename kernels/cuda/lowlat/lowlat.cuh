@@ -93,8 +93,7 @@ __device__ __forceinline__ int bits_of(int n)
 /* The words that the control warp loads first when a kernel starts. */
 struct StartState {
     uint32_t epoch; /* epoch of the last operation that this rank has finished */
-    /* in lane 0: 1 if another operation of this rank is still running, an error
-     * (mark_running()) */
+    /* in lane 0: 1 if another operation of this rank still runs, an error (mark_running()) */
     uint32_t overlaps;
     /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, a copy in device
      * memory of the word in the net inbox, set by a kernel of this rank that has read that
@@ -109,8 +108,7 @@ struct StartState {
     uint64_t net_broken;
 };
 
-/* Reads the words of StartState at the start of a kernel. Only control warps read; others get
- * zeros. */
+/* Reads StartState at the start of a kernel. Only control warps read; others get zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};

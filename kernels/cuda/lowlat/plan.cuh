@@ -29,14 +29,12 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() is called later, because it waits
- * for the load. */
+/* An expert id as loaded from the caller's array. encode_id() later waits for the load. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
 
-/* Loads the expert id of choice k of a token of this rank, or -1 if k is past the last
- * choice. */
+/* Loads the expert id of choice k of a token of this rank, or -1 past the last choice. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;

@@ -53,8 +53,7 @@ struct LowlatPlan {
     /* for each warp, how many slots its experts in compute_slabs() have together */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* slots of all ranks together */
-    /* number of tokens per rank for which the tables have space, and of token blocks per
-     * rank */
+    /* tokens per rank for which the tables have space, and token blocks per rank */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, P2P_LOWLAT_LANE_IDS ids each. */
@@ -95,8 +94,7 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* Returns the encoded id of choice k of a token, or LOWLAT_NO_ID if k is past the last
-     * choice. */
+    /* Returns the encoded id of choice k of a token, or LOWLAT_NO_ID past the last choice. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;

@@ -53,8 +53,7 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* several threads may store; an older, smaller value only causes one more read of
-     * `taken` */
+    /* several threads may store; an older value only causes one more read of `taken` */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
@@ -96,8 +95,7 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* post_put() for bytes that the lanes of a warp have stored together. Called by the whole
- * warp. */
+/* post_put() for bytes that the lanes of a warp have stored. Called by the whole warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -242,8 +240,7 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
     return whole;
 }
 
-/* Like post_put(), for any number of words, in as many ring entries as needed. Called by one
- * thread. */
+/* post_put() for any number of words, in as many entries as needed. Called by one thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)
 {

@@ -43,14 +43,13 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* Stores the epoch of the finished operation. Called by one thread, when no CTA will read the
- * epoch any more. */
+/* Stores the epoch of the finished operation. Called by one thread, when no CTA still reads
+ * it. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* must be the last store: an operation that reads 0 (mark_running()) must see the new
-     * epoch */
+    /* must be the last store: an operation that reads 0 must see the new epoch */
     store_relaxed(&control->running, 0u);
 }
 
@@ -115,8 +114,7 @@ __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
                               : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
 }
 
-/* Only in backend `hosts`: returns the word `broken` in the net inbox, where the net writes
- * it. */
+/* Only in backend `hosts`: returns the word `broken` in the net inbox. */
 __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
 {
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));

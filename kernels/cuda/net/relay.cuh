@@ -39,8 +39,7 @@ __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns where rows of rank `by` arrive in the heap (or net inbox) `heap` of rank `to` in this
- * epoch. */
+/* Returns where rows of rank `by` arrive in the heap or net inbox of rank `to` at `heap`. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -48,8 +47,7 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns the address, in the heap of rank `to` at `heap`, of the word *wants* of rank `by` for
- * a token. */
+/* Returns the word *wants* of rank `by` for a token in the heap of rank `to` at `heap`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {

@@ -26,8 +26,7 @@ __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, 
                               : ExpertRange{rank * job.block, job.block};
 }
 
-/* Returns the size in slots of the slab of an expert with `count` choices, a multiple of
- * `alignment`. */
+/* Returns how many slots the slab of an expert with `count` choices has (`alignment`). */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
     const bool power = (alignment & (alignment - 1)) == 0;
@@ -41,8 +40,7 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
 #define PLAN_DROPS_OR_REPLICAS_BYTES \
     (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
-/* Returns the size in bytes of the dynamic shared memory that make_plan() needs for this
- * job. */
+/* Returns the size in bytes of the dynamic shared memory for make_plan(). */
 static inline int planner_bytes_with(const p2p_plan_job &job)
 {
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
@@ -331,8 +329,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports to the host process the lowest rank that has too few slots. Called by one thread of
- * CTA 0. */
+/* Reports to the host process the lowest rank with too few slots. Called by one thread of CTA
+ * 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {

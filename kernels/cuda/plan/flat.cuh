@@ -15,7 +15,7 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address in `heap` of the row word of a token. `source`: the token's rank, as
+/* Returns the address in `heap` of a token's row word. `source`: its rank, as
  * source_number(). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)

@@ -126,8 +126,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* i / 2 is the group of tokens. i % 2 is the chunk: 0 for a token's first 32 choices, 1
-         * for the others. */
+        /* group of tokens: i / 2; chunk: i % 2, 0 for a token's first 32 choices, 1 for the
+         * others */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

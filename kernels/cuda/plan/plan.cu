@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<FEATURES>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* Planner CTAs take longer, so they copy no records if at least half of all CTAs are
+    /* Planner CTAs take longer: they copy no records if at least half of all CTAs are
      * others. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     RankNumbers tokens_of = {};

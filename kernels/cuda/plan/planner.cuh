@@ -29,8 +29,7 @@
 
 /* The destination of the choice that this lane handles. */
 struct PlacedChoice {
-    /* rank to which `slot` (a slot, or RECORD_DISCARD if the plan is invalid) is sent; -1:
-     * none */
+    /* rank to which `slot` (or RECORD_DISCARD if the plan is invalid) is sent; -1: none */
     int32_t rank;
     uint32_t slot;
 };
@@ -175,8 +174,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* i / 2 is the group of tokens. i % 2 is the chunk: 0 for a token's first 32 choices, 1
-         * for the others. */
+        /* group of tokens: i / 2; chunk: i % 2, 0 for a token's first 32 choices, 1 for the
+         * others */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -48,7 +48,7 @@ struct Planner {
      * memory. */
     int32_t *before_cta;
     /* [num_tallies]: each tally, summed over all warps of all ranks. With EPIC_BY_K,
-     * prepare_by_k() later points it to the choices of each expert, [num_experts], summed over
+     * prepare_by_k() later points it to the choices of each expert [num_experts], summed over
      * k. */
     int32_t *load;
     /* Only with FLAT: the last num_ranks elements of before_cta and of load: the rows on each
@@ -105,8 +105,7 @@ struct Planner {
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns how many tallies of choices a warp has: one per expert, or with EPIC_BY_K per expert
- * and k. */
+/* Returns how many tallies of choices a warp has: one per expert (EPIC_BY_K: and k). */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
@@ -139,8 +138,8 @@ __host__ __device__ inline int planner_warps(int tallies)
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2: with twice as many tallies per warp, the arrays of Planner would need
-                * too much memory */
+               /* never 2: with twice as many tallies per warp, Planner would need too much
+                * memory */
                : most;
 }
 
@@ -242,8 +241,7 @@ __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job
     p.tokens_per_warp = (p.tokens_per_cta + warps - 1) / warps;
 }
 
-/* Returns the tokens that this warp handles: an empty range if the warp does not count
- * choices. */
+/* Returns the tokens that this warp handles; none if the warp does not count choices. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;

@@ -23,8 +23,7 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the address in `heap` at which `rank` stores how many choices of each logical expert
- * it has. */
+/* Returns where in `heap` `rank` stores how many choices of each logical expert it has. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {

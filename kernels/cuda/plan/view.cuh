@@ -24,8 +24,7 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 /* Flag in the last word of a record. In a word of `counts` (plan/counts.cuh), it means that the
  * sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* a word of a record: no choice goes to the receiving rank; in backend `hosts` also unused
- * words */
+/* a word of a record: no choice goes to the receiver; in backend `hosts` also unused words */
 #define RECORD_ABSENT 0x7fffffffu
 /* A word of a record if the plan is invalid: a choice goes to the receiving rank, but has no
  * slot. The rank receives and discards the row, which may already be on its way. */
@@ -63,7 +62,7 @@ __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, 
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header. Lane n passes the words n, n + 32, and so on. Called by one
+/* Returns the checksum of a header; lane n passes the words n, n + 32 ... Called by one
  * warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
@@ -77,8 +76,7 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Returns whether the plan was made for the layer of this call, or the call has no layer (hash
- * 0). */
+/* Returns whether the plan was made for this call's layer, or the call has none (hash 0). */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {

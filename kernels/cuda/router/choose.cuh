@@ -37,8 +37,7 @@ __device__ __forceinline__ float value_of_key(uint32_t key)
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of expert ids [first, first + count) of a lane, in V registers, in descending
- * order. */
+/* The keys of ids [first, first + count) of a lane, in V registers, in descending order. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -118,8 +117,7 @@ template <> struct Owned<0> {
             if (left && key > best) best = key, position = v;
         }
     }
-    /* Makes this lane the owner of the ids [first_id, first_id + num_ids), whose keys are in
-     * `from`. */
+    /* Makes this lane the owner of ids [first_id, first_id + num_ids), with keys in `from`. */
     __device__ void read_keys(const uint32_t *from, int first_id, int num_ids)
     {
         keys = from;

@@ -149,8 +149,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* every thread of the CTA runs the loop equally often, because count_sequence() has
-     * barriers */
+    /* all threads of the CTA run the loop equally often: count_sequence() has barriers */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);

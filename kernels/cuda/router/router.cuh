@@ -32,8 +32,7 @@
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 #define SUM_BLOCK 1024
-/* maximum number of bytes of shared memory of a CTA; every GPU since sm_80 has at least this
- * many */
+/* maximum shared memory of a CTA in bytes; every GPU since sm_80 has at least this much */
 #define SHARED_BYTES (96 << 10)
 
 __device__ __forceinline__ int lane_id()
@@ -48,8 +47,7 @@ __host__ __device__ __forceinline__ int padded_index(int i)
     return i + (i >> 5);
 }
 
-/* Returns how many words a row needs in shared memory: whole multiples of 32 columns, with
- * padding. */
+/* Returns how many words a row needs in shared memory: multiples of 32 columns, padded. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
@@ -61,8 +59,7 @@ template <int V> __host__ __device__ __forceinline__ int row_words_of(int column
     return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
-/* Calls f(i) for each of this lane's columns i in [first, end), in ascending order. first is a
- * multiple of 32. */
+/* Calls f(i) for this lane's columns i in [first, end), ascending. first: a multiple of 32. */
 template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
 {
     if (V > 0) {
@@ -274,8 +271,7 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the chosen experts, by their softmax. A choice without an expert
- * gets 0. */
+/* Replaces p, the logits of the chosen experts, by their softmax; 0 without an expert. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -337,7 +333,7 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns how many warps a CTA has, at most `most`, if each warp needs `words` words of shared
+/* Returns how many warps a CTA has, at most `most`; each needs `words` words of shared
  * memory. */
 static inline int router_warps(int words, int most)
 {
