@@ -96,7 +96,8 @@ INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64
             s[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
             s[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
         }
-        /* r[i] contains columns i % 4 and i % 4 + 4 of rows 0 to 3 (i < 4) or 4 to 7 */
+        /* r[i]: columns i % 4 and i % 4 + 4, of rows 0 to 3 if i < 4, otherwise of rows 4 to
+         * 7 */
         for (int i = 0; i < 8; i++) {
             const __m256 a = s[i / 4 * 4 + i % 4 / 2], b = s[i / 4 * 4 + i % 4 / 2 + 2];
             r[i] = i % 2 ? _mm256_shuffle_ps(a, b, 0xee) : _mm256_shuffle_ps(a, b, 0x44);

@@ -52,7 +52,7 @@ uint64_t tags_continue(tag_table *table, uint64_t tag);
 epic_result tags_pause(tag_table *table);
 /* Lets every tag begin again with sequence number `first`. No operation is in flight. */
 void tags_forget(tag_table *table, uint64_t first);
-/* Allows max_in_flight operations at a time again. */
+/* Sets the limit of operations in flight back to max_in_flight, after tags_pause(). */
 void tags_restart(tag_table *table, uint32_t max_in_flight);
 
 /* Ends the tag's operation in flight. */

@@ -94,8 +94,8 @@ static void stay_loaded(void)
         (void)dlopen(info.dli_fname, RTLD_NOW | RTLD_NOLOAD | RTLD_NODELETE);
 }
 
-/* Waits until the query is done. Returns false if the limit passes first. Then the thread of
- * the query frees it, and the caller must not use it any more. */
+/* Waits until the query is done. Returns false if the time limit passes first: the query's
+ * thread then frees the query, and the caller must not use it any more. */
 static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);

@@ -21,7 +21,7 @@ typedef struct collect_state {
     const collect *c;
     int64_t item;  /* this rank's item that is handled next */
     int32_t piece; /* the piece of this item that is handled next */
-    /* how many entries are BATCH_BYTES */
+    /* number of entries that fit into BATCH_BYTES, plus one */
     int64_t batch;
 } collect_state;
 

@@ -318,7 +318,8 @@ static void handle_propose(members *m, int from, const members_message *propose,
         reply_to_proposal(m, true, now); /* there is nothing to prepare */
 }
 
-/* Returns whether this seat has accepted the decided proposal, and so prepared it. */
+/* Returns whether this seat has prepared the decided proposal. Tests whether the seat has
+ * accepted it, because a seat prepares a proposal before it accepts it. */
 static bool has_prepared(const members *m, const members_proposal *decided)
 {
     return m->accepted.round && m->accepted_proposal.group_id == decided->group_id &&

@@ -40,15 +40,15 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
     return (replicas_error){-1, -1};
 }
 
-/* Links the replicas of each logical expert in a circular list, so that its choices go to the
- * replicas one after the other. Leaves out experts that are replicas of no logical expert, and
- * experts on vacant seats. Sets turn[logical] to the replica for the next choice, or to -1 if
- * there is none, and after[expert] to the next replica in the list. Both arrays are parts of
- * the planner's workspace that are not in use yet. Returns whether each logical expert has a
+/* Links the replicas of each logical expert in a circular list, so that its choices are
+ * assigned round-robin. Leaves out experts that are replicas of no logical expert, and experts
+ * on vacant seats. Sets turn[logical] to the replica for the next choice, or to -1 if there is
+ * none, and after[expert] to the next replica in the list. Both arrays are parts of the
+ * planner's workspace that are not in use yet. Returns whether each logical expert has a
  * replica.
  *
- * The function is compiled for each value of has_absent, so that the usual case tests nothing
- * for each expert. */
+ * The function is compiled once for each value of has_absent, so that the usual case has no
+ * test per expert. */
 static inline __attribute__((always_inline)) bool link_replicas(const planner *p, int32_t *turn,
                                                                 int32_t *after, bool has_absent)
 {

@@ -18,7 +18,8 @@ typedef struct router_row_ops {
     void (*choose_backward)(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits);
 
-    /* Returns the token's part of the balance loss: the sum over experts of P * load. */
+    /* Returns the token's part of the balance loss: the sum over experts of the expert's
+     * probability (loss_template.h) times its load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
     /* Writes the gradient of factor * balance() to d_logits or adds it (EPIC_ACCUMULATE). */

@@ -286,8 +286,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* this rank, as the peer numbers its sources: (s - r - 1) modulo num_ranks for rank s on
-     * rank r; in backend p2p, u.role is this value with the two ranks exchanged */
+    /* Index of this rank among the peer's sources. Rank r gives rank s the index (s - r - 1)
+     * modulo num_ranks. In backend p2p, u.role is the peer's index among this rank's sources,
+     * so the two indices add up to num_ranks - 2. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =

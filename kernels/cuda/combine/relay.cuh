@@ -118,9 +118,10 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
 }
 
 /* Sends this rank's partial sum for a token of `rank`, which is on another host. The mate of
- * `rank` on this host adds the partial sums of the host and puts the sum to `rank`; the other
- * ranks send theirs to the mate. `node` is valid only if `has_partial` is true. Called by a
- * whole warp. Returns false if the group has failed. */
+ * `rank` on this host (net/relay.cuh) adds the partial sums of this host, and sends the sum to
+ * `rank` with one put. The other ranks of this host send theirs to the mate. `node` is valid
+ * only if `has_partial` is true. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

@@ -88,11 +88,11 @@ typedef struct p2p_heap {
     int64_t abort_text;
     /* A struct p2p_control. Only this rank writes it. */
     int64_t control;
-    /* For each rank with wrong input: its first wrong value. Stamped words
+    /* For each rank with invalid input: its first invalid value. Stamped words
      * [2][MAX_RANKS][P2P_FAULT_WORDS]. */
     int64_t faults;
-    /* For each planner CTA of this rank, the index of the first wrong choice that it has found.
-     * Only this rank writes it: stamped words [MAX_PLANNERS]. */
+    /* For each planner CTA of this rank, the index of the first invalid choice (wrong expert
+     * id) that it has found. Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
     /* For each rank, how many choices of each expert it has. In FLAT layers instead: how many
      * rows its tokens need on each rank. With replicas, a hash of logical_of_expert comes last.
@@ -255,19 +255,19 @@ typedef struct p2p_control {
 
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
-/* The part of a heap for windows: memory of a rank into which its peers store rows directly
- * (docs/internals/windows.md). It follows the array `tallies`, and is initially zero. The first
- * index [2] is the parity of the epoch, or of an exchange's sequence number. The index
- * [DEVICE_MAX_RANKS] is the rank that writes. */
+/* The part of a heap for windows. A window is memory of a rank into which its peers store rows
+ * directly (docs/internals/windows.md). The part follows the array `tallies`, and is initially
+ * zero. Its first index [2] is the parity of the epoch, or of an exchange's sequence number.
+ * The index [DEVICE_MAX_RANKS] is the rank that writes. */
 #define P2P_MAX_WINDOWS 256      /* maximum number of windows of a context */
 #define P2P_WINDOW_PLACE_BITS 48 /* bits of the offset in a place */
 
-/* The words that a kernel which stores rows into windows sends to each peer when it begins.
- * Each word has its own stamp, so the sender needs no fence between them. */
+/* Words that a kernel which stores into windows sends to each peer when it begins. Each word
+ * has its own stamp, so the sender needs no fence between them. */
 typedef struct p2p_window_words {
-    /* How many tokens of this rank go through staging in any case, because they are sent before
-     * the plan exists. If the stamp is older, the rank's kernel moves all rows through
-     * staging. */
+    /* Number of this rank's tokens that always go through staging, because they are sent before
+     * the plan exists. If the stamp is older than the operation, the rank's kernel moves all
+     * rows through staging. */
     uint64_t begun;
     uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
     uint64_t rows; /* rows of the output */

@@ -90,15 +90,16 @@ typedef struct p2p_gemm {
     /* FORWARD, INPUT; 0: rows of `out` without a token become zero; 1: they need not */
     int32_t leave_padding;
     int32_t sms; /* maximum number of CTAs to launch */
-    /* The kernel computes the tiles of `out` in groups of this many rows of tiles, and in a
-     * group column by column, so that the tiles of a column read the same part of matrix b from
-     * the L2 cache. Clusters of two CTAs count pairs of rows. 0: chosen by the launcher. */
+    /* The kernel computes the tiles of `out` in groups of this many rows of tiles (with
+     * clusters of two CTAs: pairs of rows of tiles), and in a group column by column, so that
+     * the tiles of a column read the same part of matrix b from the L2 cache. 0: chosen by the
+     * launcher. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
-    /* Above 1: each sum is divided into this many slices, which different CTAs compute. Only
-     * for products with one slab that fills all slots. p2p_launch_plain_gemm() adds the sums of
-     * the slices. p2p_launch_hopper_slices() leaves this addition to its caller.
-     * p2p_launch_hopper_gemm() does not support slices. */
+    /* Above 1: split-K. Each sum is divided into this many slices, which different CTAs
+     * compute. Only for products with a single slab, which has all slots.
+     * p2p_launch_plain_gemm() adds the sums of the slices. p2p_launch_hopper_slices() leaves
+     * this addition to its caller. p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
     /* with slices: [slices, rows of out, columns of out], the sum of each slice */
     float *slice_sums;

@@ -28,7 +28,7 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
 /* the driver's cuTensorMapEncodeTiled; NULL if the kernels cannot be used on this GPU */
 static encode_function encode;
 
-/* `count` matrices of the same shape, one after the other. A tensor copy (TMA) moves a box:
+/* `count` matrices of the same shape, one after the other. A TMA copy moves a box:
  * `lines` rows x 128 bytes. */
 struct Matrix {
     const void *data;
@@ -239,8 +239,8 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
 }
 
 /* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the build
- * has no code of the instance for this GPU, the instance is empty, with 0 bytes of static
- * shared memory; then sets *good to false. */
+ * has no code for this GPU, the kernel's body is empty and has 0 bytes of static shared memory;
+ * in this case sets *good to false. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;

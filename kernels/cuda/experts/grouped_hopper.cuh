@@ -14,7 +14,7 @@
  *              of matrix b into stage s; the copies complete full[s]
  *   consumers  wait for full[s]; issue 4 wgmma of 64 x 256 x 16; arrive at empty[s] after
  *              the wgmma of the next stage have been issued
- *   consumers  add the bias, zero the padding, round; write out by tensor copies of 64 rows
+ *   consumers  add the bias, zero the padding, round; write out by TMA copies of 64 rows
  *              x 128 bytes (boxes) through shared memory
  *
  * The grid is persistent, and producer and consumers process the same tiles in the same order.
@@ -253,7 +253,7 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
 }
 
 /* Writes box q of this warpgroup's results (0 is the leftmost one) to shared memory for a
- * tensor copy: 64 rows of 64 columns (float32: 32). With the 128-byte swizzle of tensor copies,
+ * TMA copy: 64 rows of 64 columns (float32: 32). With the 128-byte swizzle of TMA copies,
  * 16-byte vector v of line r is at position v ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
@@ -287,7 +287,7 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box to out by ordinary stores, because a tensor copy that
+/* Copies the first `rows` lines of a box to out by ordinary stores, because a TMA copy that
  * reaches past the end of the slab would overwrite the next slab. `line_bytes`: bytes of a row
  * of out. `vectors`: 16-byte vectors of a line that are inside out. */
 static __device__ __forceinline__ void
@@ -312,7 +312,7 @@ template <int PASS> static __device__ __forceinline__ int out_row(const Job &job
 /* Rounds the results of a tile to type Out and stores them, one box of 64 rows after the other.
  * If not all rows of a box are stored, uses boxes of FEW_LINES rows or, if the row count is not
  * a multiple of FEW_LINES, store_lines(). The warpgroup writes one box in shared memory while a
- * tensor copy reads the other. */
+ * TMA copy reads the other. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,

@@ -14,12 +14,12 @@
  *
  * PASS_SLICES is FORWARD with one slab, in which each sum is cut into slices of equal length.
  * In the code, slices take the place of experts: job.num_experts counts slices, and `out` is
- * [slices, slots, n]. The last slice may extend past the end of k, where tensor copies read
+ * [slices, slots, n]. The last slice may extend past the end of k, where TMA copies read
  * zeros.
  *
  *   find_tile      rows, columns and expert of tile t
  *   Stage          position in the ring of stages, with the parity of its barriers
- *   run_producer   one thread per CTA: waits for barrier empty[s], then starts tensor copies of
+ *   run_producer   one thread per CTA: waits for barrier empty[s], then starts TMA copies of
  *                  128 x 64 elements of matrix a and 64 x 256 of matrix b into stage s. The
  *                  copies complete barrier full[s]. (e4m3: 128 x 128 and 128 x 256 elements.)
  *                  If a tile has few tokens, it can copy only the rows with a token. */
@@ -35,7 +35,7 @@
 /* 16-bit elements along the summed dimension in a stage; e4m3 has 128 */
 #define BK 64
 #define STAGES 4
-/* bytes of one box of a tensor copy: 64 lines of 128 bytes, with 128-byte swizzle */
+/* bytes of one box of a TMA copy: 64 lines of 128 bytes, with 128-byte swizzle */
 #define GROUP_BYTES (64 * 128)
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
@@ -63,7 +63,7 @@ struct E4m3 {
     uint8_t bits;
 };
 
-/* Tensor maps, which describe the three matrices to the hardware of tensor copies (TMA). */
+/* Tensor maps, which describe the three matrices to the hardware of TMA copies. */
 struct Maps {
     CUtensorMap a, b, out;
     /* the matrices a and out in boxes of FEW_LINES rows; not in WEIGHT */

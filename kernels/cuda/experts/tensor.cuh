@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Hopper's PTX instructions for experts/grouped_hopper.cuh: mbarriers, tensor copies (TMA) and
+/* Hopper's PTX instructions for experts/grouped_hopper.cuh: mbarriers, TMA copies and
  * wgmma, only on sm_90a. Addresses of shared memory have 32 bits. A "box" is the part of a
- * matrix that one tensor copy moves.
+ * matrix that one TMA copy moves.
  *
- *   barrier_*          mbarrier in shared memory: counts arrivals and bytes of tensor copies
+ *   barrier_*          mbarrier in shared memory: counts arrivals and bytes of TMA copies
  *   load_box*          global -> shared memory; a barrier counts the copied bytes
  *   store_box, add_box shared -> global memory; commit_boxes(), then wait_boxes*() to wait
  *   issue_wgmma        asynchronous product of two matrices in shared memory: fence_wgmma(),
@@ -24,7 +24,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives at the barrier. Its phase also waits for `bytes` bytes of tensor copies. */
+/* Arrives at the barrier. Its phase also waits for `bytes` bytes of TMA copies. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -64,7 +64,7 @@ __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
                  : "memory");
 }
 
-/* Makes initialized barriers visible to the other CTAs of the cluster and to tensor copies. */
+/* Makes initialized barriers visible to the other CTAs of the cluster and to TMA copies. */
 __device__ __forceinline__ void barrier_init_done()
 {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -104,7 +104,7 @@ template <int N> __device__ __forceinline__ void shrink_registers()
 
 /* ----------------------------------------------------------------------------- copies ---- */
 
-/* Starts the tensor copy of the box at (x, y) or (x, y, z) of a matrix in global memory to
+/* Starts the TMA copy of the box at (x, y) or (x, y, z) of a matrix in global memory to
  * shared memory. The barrier counts the bytes that arrive. */
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, uint32_t barrier,
                                          int x, int y)
@@ -124,7 +124,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* Starts the tensor copy of a box to the same shared address in both CTAs of the cluster. In
+/* Starts the TMA copy of a box to the same shared address in both CTAs of the cluster. In
  * each CTA, the barrier at the same offset counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
@@ -135,7 +135,7 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Start the tensor copy of a box from shared memory to a matrix in global memory, which it
+/* Start the TMA copy of a box from shared memory to a matrix in global memory, which it
  * overwrites (store_box()) or to which it is added (add_box()). */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
@@ -174,7 +174,7 @@ __device__ __forceinline__ void wait_boxes()
     asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* Makes this thread's earlier stores to shared memory visible to tensor copies and wgmma. */
+/* Makes this thread's earlier stores to shared memory visible to TMA copies and wgmma. */
 __device__ __forceinline__ void fence_async_proxy()
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

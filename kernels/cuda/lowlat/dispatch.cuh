@@ -187,8 +187,8 @@ struct LowlatShared {
     bool has_all_rows;
 };
 
-/* The words that a warp loads first: a control warp the state of the group; without WITH_PLAN,
- * the last worker of each CTA the plan's header. */
+/* The words that a warp loads first. A control warp loads `start`, the state of the group.
+ * Without WITH_PLAN, the last worker warp of each CTA loads `header`, the plan's header. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];

@@ -187,10 +187,10 @@ template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p
                                                                     : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp's tokens, and checks their ids. Stores warp_position or
- * warp_row of each choice in `counts`, the memory of the plan's array `fate` (table at the top
- * of this file). If FEATURES is 0 and choices_fit_registers() is true, stores them only in
- * `counted`, in registers. */
+/* Counts the choices of this warp's tokens, and checks their ids. For each choice, stores its
+ * warp_position or warp_row in `counts`, which reuses the memory of the plan's array `fate`
+ * (table at the top of this file). If FEATURES is 0 and choices_fit_registers() is true, stores
+ * these values only in `counted`, in registers. */
 template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,

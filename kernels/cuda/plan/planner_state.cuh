@@ -63,8 +63,8 @@ struct Planner {
          * first slot of rank 1 follows the last slot of rank 0 */
         int32_t *group_slab_start;
     };
-    /* [num_warps][num_tallies]: the tallies of each warp; after publish_tallies(), their sums
-     * over the lower warps of this CTA */
+    /* [num_warps][num_tallies]: the tallies of each warp; after publish_tallies(), their
+     * exclusive prefix sums over the warps of this CTA */
     int32_t *tally;
     /* [num_tallies]: the owner of the tally's expert, or the rank whose rows it counts */
     uint8_t *owner;

@@ -65,7 +65,7 @@ template <int V> struct Bias {
     }
 };
 
-/* Computes the key of each column i (choose.cuh) from values[i] plus the bias of the column. */
+/* Computes the sort key (choose.cuh) of each column i from values[i] plus the column's bias. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)

@@ -67,12 +67,13 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* balance loss over all tokens: [num_experts], choices of each expert */
+    /* balance loss over all tokens: [num_experts], number of choices that went to each
+     * expert */
     const int32_t *load;
     /* balance loss by sequences: [num_tokens, top_k], the chosen experts */
     const int32_t *topk_idx;
-    int64_t sequence_tokens; /* tokens of a sequence; 0: the loss is over all tokens */
-    double factor;           /* factor of the sum over the tokens */
+    int64_t sequence_tokens; /* number of tokens per sequence; 0: the loss is over all tokens */
+    double factor;           /* the sum over the tokens is multiplied by this */
     /* a plan, whose number of tokens of all ranks divides `factor`; or NULL */
     const void *plan;
     /* how many times the kernel divides `factor`: 1 or 2 */

@@ -319,7 +319,7 @@ bool progress_control(epic_group *group);
 void progress_drain(epic_group *group);
 /* polls MPI for the messages that the op slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
-/* polls MPI once per num_ranks calls of room(), entry() or op_header() that had no result */
+/* polls MPI every num_ranks-th time that room(), entry() or op_header() finds nothing */
 void progress_after_miss(epic_group *group, op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 

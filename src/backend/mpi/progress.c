@@ -138,8 +138,8 @@ void progress_slot(epic_group *group, op_slot *slot)
         progress_control(group);
 }
 
-/* Called when room(), entry() or op_header() has no result. Polls MPI once per num_ranks such
- * calls, so that a caller that never waits also makes progress. */
+/* Called when room(), entry() or op_header() finds nothing. Every num_ranks-th call polls MPI,
+ * so that a caller that never waits also makes progress. */
 void progress_after_miss(epic_group *group, op_slot *slot)
 {
     if (++slot->num_misses < group->num_ranks) return;

@@ -8,7 +8,8 @@
 
 /* with a core for each rank of the host, a thread first polls for this long without yielding */
 #define SPIN_NS 50000
-/* how long a thread waits before it sleeps; even the shortest sleep takes much longer */
+/* how long a waiting thread only yields before it sleeps, because even the shortest sleep takes
+ * much longer than requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000

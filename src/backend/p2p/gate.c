@@ -245,8 +245,7 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     return multiply_forward_or_weight(&product, gate);
 }
 
-/* Launches the gradient of the bias, d_b_gate [columns]: the sum of d_logits over all
- * tokens. */
+/* Launches the kernel that computes d_b_gate [columns], the sum of d_logits over all tokens. */
 static epic_result bias_gradient(const epic_gate_args *gate)
 {
     const p2p_bias_job job = {.slabs = slabs_of(gate),
@@ -274,8 +273,8 @@ static float *floats_at(const epic_gate_args *gate, int64_t at)
     return (float *)(void *)((uint8_t *)gate->workspace + at);
 }
 
-/* Returns a grouped product that computes `count` gradients of w_gate, each from one slab: a
- * block of tokens, or a slice of a block. */
+/* Returns a grouped GEMM that computes `count` gradients of w_gate, each from one slab: a block
+ * of tokens, or a slice of a block. */
 static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *gate,
                                  slab_range *slabs, int64_t count, int64_t sums)
 {
@@ -294,8 +293,8 @@ static epic_result launch_leaves(const p2p_leaves_job *job, epic_stream stream)
                     "launching the sum of the gate's blocks");
 }
 
-/* Launches the gradient of w_gate of several blocks on tensor cores, like
- * multiply_components(). */
+/* Computes the gradient of w_gate for several blocks on tensor cores
+ * (multiply_components()). */
 static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
                                                  const p2p_gemm *components,
                                                  const epic_gate_args *gate)
@@ -325,8 +324,8 @@ static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
     return launch_leaves(&leaves, gate->stream);
 }
 
-/* Launches the gradient of w_gate of several blocks with float32 products. The slices of the
- * blocks are the slabs of one grouped product. */
+/* Computes the gradient of w_gate for several blocks in float32, with one grouped GEMM: each
+ * slice of each block is one group (slab) of it. */
 static epic_result multiply_slices(const p2p_gemm *weight, const epic_gate_args *gate,
                                    const gate_leaves *at)
 {

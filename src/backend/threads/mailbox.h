@@ -9,9 +9,10 @@
 
 typedef struct mailbox mailbox;
 
-/* Creates a mailbox with one user for num_seats seats. Returns NULL if out of memory. */
+/* Creates a mailbox for num_seats seats, with one reference. Returns NULL if out of memory. */
 mailbox *mailbox_new(int num_seats);
-/* Adds a user. Each user calls mailbox_release() once; the last one frees the mailbox. */
+/* Adds a reference. Each holder calls mailbox_release() once; the last call frees the
+ * mailbox. */
 void mailbox_retain(mailbox *m);
 void mailbox_release(mailbox *m);
 

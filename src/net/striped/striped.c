@@ -21,7 +21,7 @@
 #define STRIPED_LARGE (32u << 10) /* puts of at least this many bytes are large */
 #endif
 #define MAX_JOBS 64 /* maximum number of puts in the queue of a stripe's thread */
-/* maximum number of puts in flight to one host, including words; put() refuses more */
+/* maximum number of puts (put() and put_word()) in flight to one host */
 #define MAX_IN_FLIGHT 1024
 #define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this long */
 
