@@ -15,15 +15,15 @@
 
 #include "epic/epic.h"
 
-#define HOST_DOT_BLOCK 1024 /* elements of a block of the dot product */
+#define HOST_DOT_BLOCK 1024 /* number of elements in a block of the dot product */
 
-#define HOST_PRODUCT_DEPTH 256 /* terms of a chunk of a sum in host_kernels.product */
-/* floats of memory that host_kernels.product needs: 448 KB */
+#define HOST_PRODUCT_DEPTH 256 /* number of terms in a chunk of a sum in host_kernels.product */
+/* number of floats of memory that host_kernels.product needs: 448 KB */
 #define HOST_PRODUCT_MEMORY ((384 + 64) * HOST_PRODUCT_DEPTH)
 /* With at most this many rows of A, and B not transposed, the product reads B in place. Other
  * products first copy B to contiguous memory, which takes longer than few rows save. */
 #define HOST_FEW_ROWS 16
-/* floats of memory that a product with at most HOST_FEW_ROWS rows needs: 48 KB */
+/* number of floats of memory that a product with at most HOST_FEW_ROWS rows needs: 48 KB */
 #define HOST_FEW_MEMORY ((HOST_FEW_ROWS + 32) * HOST_PRODUCT_DEPTH)
 
 /* A product of matrices: C [m, n] = op(A) op(B), or C += op(A) op(B) if `add` is set. op(A) is

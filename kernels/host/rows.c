@@ -191,7 +191,7 @@ static void fence_copies(void)
 {
 }
 #else
-#define LINE 256 /* bytes that copy_line() copies at a time */
+#define LINE 256 /* number of bytes that copy_line() copies at a time */
 /* shorter rows are copied by memcpy(), because unaligned bytes are a large part of them */
 #define MIN_PAST_CACHES 1024
 

@@ -129,7 +129,7 @@ typedef struct epic_transport {
     /* The functions for windows; NULL: ranks cannot store into memory of other ranks. */
     const epic_window_transport *windows;
 
-    /* The functions that make the next generation; NULL: the members of a group never change. */
+    /* The functions that make the next generation; NULL: the members never change. */
     const epic_regroup_transport *regroup;
 
     /* True if the backend has a ring to EVERYONE. */

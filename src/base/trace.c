@@ -20,8 +20,8 @@
 struct epic_trace {
     int fd;
     bool has_failed;       /* true: a write has failed, and nothing is written any more */
-    int64_t written;       /* bytes in the file */
-    size_t filled;         /* bytes in `buffer` */
+    int64_t written;       /* number of bytes in the file */
+    size_t filled;         /* number of bytes in `buffer` */
     pthread_mutex_t mutex; /* guards all fields: operations of different tags run in parallel */
     unsigned char buffer[BUFFER_BYTES];
 };

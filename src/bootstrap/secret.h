@@ -9,7 +9,7 @@
 
 #include "bootstrap/frames.h"
 
-#define SECRET_PROOF 32 /* bytes of an HMAC-SHA-256, and of a SHA-256 */
+#define SECRET_PROOF 32 /* size in bytes of an HMAC-SHA-256, and of a SHA-256 */
 
 typedef struct epic_secret {
     const char *text; /* string of the caller; NULL: this rank has no secret */

@@ -40,7 +40,7 @@ struct epic_context {
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
     /* windows of a host context; NULL: the caller has added no window */
     _Atomic(struct window_table *) windows;
-    _Atomic uint64_t bytes_sent; /* bytes of rows that this rank has written into rings */
+    _Atomic uint64_t bytes_sent; /* how many bytes of rows this rank has written into rings */
 
     int64_t pid;         /* process that opened the context */
     uint32_t generation; /* process_generation() at open; a forked child has a higher one */

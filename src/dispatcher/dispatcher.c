@@ -121,7 +121,8 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-/* Opens the context, computes the sizes, allocates the buffers. If it fails, the caller closes s. */
+/* Opens the context, computes the sizes, allocates the buffers. If it fails, the caller
+ * closes s. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
     TRY(check_config(&s->config));

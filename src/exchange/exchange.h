@@ -48,7 +48,7 @@ typedef struct ring_write_time {
 /* An output of a peer in a window, into which this rank may store rows directly. */
 typedef struct window_target {
     unsigned char *base; /* address in this process; NULL: this rank must not store into it */
-    int64_t bytes;       /* bytes from `base` to the end of the peer's window */
+    int64_t bytes;       /* number of bytes from `base` to the end of the peer's window */
 } window_target;
 
 /* State of the operation in one op slot of this rank. One thread at a time uses it. */
@@ -79,7 +79,7 @@ typedef struct exchange {
     /* element r: number of items of rank r; in a collect flow, of items whose home is rank r */
     int64_t *items;
     int64_t *sends, *receives; /* entries to and from each rank in this flow */
-    /* entries that were sent to and read from each rank so far */
+    /* number of entries sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
     int64_t *next_item_to;   /* next item to send to each peer */
     int32_t *next_piece_to;  /* next piece of item next_item_to[r] for each peer r */

@@ -43,9 +43,9 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
+       /* number of rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
        LOCAL_ROWS,
-       LOCAL_NEEDED_ROWS, /* slots that the plan uses */
+       LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
        /* dispatch_signature() of the dispatch that follows in the same public call; 0: none */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */

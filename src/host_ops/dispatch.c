@@ -78,8 +78,8 @@ static const float *weights_part(const dispatch_call *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies bytes of a message. `from` has the bytes [begin, end) of the message, and `to` has room
- * for the bytes [at, at + size). Copies the bytes that are in both ranges. */
+/* Copies bytes of a message. `from` has the bytes [begin, end) of the message, and `to` has
+ * room for the bytes [at, at + size). Copies the bytes that are in both ranges. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {

@@ -118,8 +118,8 @@ typedef struct members {
     int64_t phase_ns; /* when the phase began */
     members_ballot ballot;
     uint32_t abandoned; /* last own round that was given up because a seat refused */
-    /* seats that have promised, or accepted, this ballot. In MEMBERS_NO_QUORUM: `came` are those
-     * that had promised the ballot that failed */
+    /* seats that have promised, or accepted, this ballot. In MEMBERS_NO_QUORUM: `came` are
+     * those that had promised the ballot that failed */
     seat_set came, acks;
     seat_set leaving, refused; /* seats that must not be in a new proposal */
     int64_t steps[SEAT_SET_MAX];

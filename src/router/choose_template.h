@@ -12,8 +12,8 @@
  * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value 0.
  */
 
-/* Returns true if a column with value a is chosen before a column with value b and a lower index.
- * With equal values it is not: the lower index comes first. */
+/* Returns true if a column with value a is chosen before a column with value b and a lower
+ * index. With equal values it is not: the lower index comes first. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);

@@ -13,8 +13,8 @@
  * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
  * formulas. */
 
-/* Writes the probabilities P to job->scores. Returns 1 for a softmax. Otherwise returns the sum of
- * the scores, by which the scores were divided unless it is 0. */
+/* Writes the probabilities P to job->scores. Returns 1 for a softmax. Otherwise returns the
+ * sum of the scores, by which the scores were divided unless it is 0. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;

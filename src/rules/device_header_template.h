@@ -13,13 +13,13 @@ typedef struct DEVICE_HEADER {
         partial_type;
     uint32_t result;   /* epic_result; if it is an error, the plan has no slots */
     int32_t num_local; /* maximum number of experts that a rank owns */
-    int32_t owned;     /* experts that this rank owns */
-    int32_t tokens_of[DEVICE_HEADER_RANKS]; /* tokens of each rank */
-    int32_t slots_of[DEVICE_HEADER_RANKS];  /* slots of each rank */
+    int32_t owned;     /* number of experts that this rank owns */
+    int32_t tokens_of[DEVICE_HEADER_RANKS]; /* number of tokens of each rank */
+    int32_t slots_of[DEVICE_HEADER_RANKS];  /* number of slots of each rank */
     /* With EPIC_TREE, the experts form num_ranks equal blocks, and rank_at[i] is the rank that
      * owns block i. The leaves of these experts are subtree i of the tree. */
     uint8_t rank_at[DEVICE_HEADER_RANKS];
-    int32_t capacity; /* slots that this rank may use */
+    int32_t capacity; /* number of slots that this rank may use */
     /* with EPIC_TREE: id of this rank's first expert; its experts are contiguous */
     int32_t first_expert;
     uint32_t layout;

@@ -20,9 +20,9 @@
 
 #define GATE_UNITS 512    /* desired number of CTAs of a product: a few per SM */
 #define GATE_LEAST 128    /* sums of this length or less are not split */
-#define GATE_COLUMNS 64   /* columns of a tile */
+#define GATE_COLUMNS 64   /* number of columns of a tile */
 #define GATE_SLICES 8     /* with EPIC_INVARIANT: maximum number of slices of a sum */
-#define GATE_STEP 64      /* terms that tensor cores add in a step */
+#define GATE_STEP 64      /* number of terms that tensor cores add in a step */
 #define GATE_BLOCKS 8     /* maximum number of blocks of one call; a power of two */
 #define GATE_COMPONENTS 3 /* bf16 values whose sum represents a float32 */
 #define GATE_PAIRS 6 /* products of two components that replace one product of two float32 */

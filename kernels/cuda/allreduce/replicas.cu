@@ -46,7 +46,7 @@ struct Replicas {
     /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     int32_t num_replicated;
-    /* leaves of the sum tree on this rank; 1 if sums are not added in a tree */
+    /* number of leaves of the sum tree on this rank; 1 if sums are not added in a tree */
     int32_t leaves;
 };
 

@@ -9,7 +9,7 @@
 
 /* in groups of at most this many ranks, a thread keeps the vectors of all ranks in registers */
 #define MAX_UNROLLED_RANKS 8
-/* levels of a binary tree over up to DEVICE_MAX_RANKS ranks, including the root */
+/* number of levels of a binary tree over up to DEVICE_MAX_RANKS ranks, including the root */
 #define RANK_LEVELS (MANY_RANKS ? 9 : 6)
 static_assert(1 << (RANK_LEVELS - 1) == DEVICE_MAX_RANKS, "a tree over all ranks");
 

@@ -29,7 +29,7 @@
 #include "cuda/combine/combine.cuh"
 
 #define STREAM_V 4
-/* levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES */
+/* number of levels of the sum tree within a rank: log2 of P2P_STREAM_LEAVES */
 #define TREE_LEVELS 3
 
 /* A slot of the token that a unit works on. */

@@ -176,7 +176,7 @@ typedef struct p2p_net {
     int64_t host_inbox_bytes;
     /* bit mask of the ranks on this host, including this rank */
     uint32_t host_ranks[DEVICE_RANK_WORDS];
-    /* ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
     int32_t ranks_per_host;
     /* this rank sends at least this many tokens before it waits for a token; 0: no minimum */
     int32_t window_tokens;
@@ -219,7 +219,7 @@ typedef struct p2p_plan_job {
     int32_t num_tokens;
     /* slots of the receive buffer; 0: no limit; see read_capacity() (plan/view.cuh) */
     int32_t capacity;
-    int32_t block;         /* experts per rank if rank_of_expert is NULL */
+    int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
     /* how many of the first CTAs of the grid make the plan; 0: the plan exists */
     int32_t planners;
@@ -274,7 +274,7 @@ typedef struct p2p_dispatch_job {
     float *slot_weights;
     int32_t *recv_expert; /* FLAT only: output [recv_rows, top_k], local experts of each row */
     int64_t row_bytes;
-    int32_t num_tokens, recv_rows; /* recv_rows: rows of recv */
+    int32_t num_tokens, recv_rows; /* recv_rows: number of rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
     /* 1: the kernel for FLAT plans must be used. The other kernels can move rows with a FLAT
      * plan, but cannot make the plan, move weights or write recv_expert. */
@@ -293,8 +293,8 @@ typedef struct p2p_dispatch_job {
     int32_t catch_up;
     /* Set by the launcher (common/rows.cuh, which also defines piece and unit). */
     int32_t lag;         /* how many tokens receiving stays behind sending */
-    int32_t span;        /* pieces of a row that a unit moves */
-    int32_t total_warps; /* warps of all CTAs that move rows */
+    int32_t span;        /* number of pieces of a row that a unit moves */
+    int32_t total_warps; /* number of warps of all CTAs that move rows */
     /* From here to scales_in_words, except token_bytes: only for packed rows, which are rows
      * together with their scales (dispatch/packed.cuh). scale_bytes is 0 if rows have no
      * scales. */
@@ -302,7 +302,7 @@ typedef struct p2p_dispatch_job {
     const uint8_t *scales;
     uint8_t *recv_scales; /* output [recv_rows, scale_bytes] */
     int64_t scale_bytes;
-    /* bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
+    /* size in bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
     /* epic_type of the elements of `tokens`; how dispatch quantizes them (epic_quantize, 0:
      * not) */
@@ -313,7 +313,7 @@ typedef struct p2p_dispatch_job {
     int32_t scales_aligned, scales_in_words;
     /* only for bulk stores (dispatch/bulk.cuh); the launcher sets the last two */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
-    int32_t warps; /* warps of a CTA that move rows */
+    int32_t warps; /* number of warps of a CTA that move rows */
     /* packed rows that fit in the shared memory of each warp */
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
@@ -322,7 +322,7 @@ typedef struct p2p_dispatch_job {
      * (p2p_window_words.place). */
     const p2p_mapped_window *windows;
     uint64_t recv_place;
-    int32_t num_remote_ctas; /* CTAs that store rows to peers; set by the launcher */
+    int32_t num_remote_ctas; /* number of CTAs that store rows to peers; set by the launcher */
     int32_t pad;
 } p2p_dispatch_job;
 
@@ -382,7 +382,7 @@ typedef struct p2p_combine_backward_job {
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
     float *d_slot_weights;     /* output [num_rows]: gradient of slot_weights, or NULL */
     int64_t row_bytes;
-    int32_t num_tokens, num_rows; /* num_rows: rows of d_rows and of `rows` */
+    int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
     /* as in p2p_dispatch_job; if d_rows is quantized, `aligned` is about the other arrays */
     int32_t aligned;
@@ -390,7 +390,7 @@ typedef struct p2p_combine_backward_job {
     int32_t top_k, lag, span, total_warps;
     /* only for quantized d_rows, as are the next fields; output [num_rows, scale_bytes] */
     uint8_t *d_rows_scales;
-    /* bytes of a row of d_rows_scales, and of d_rows */
+    /* size in bytes of a row of d_rows_scales, and of d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
     /* 1: rows of d_rows are aligned, so that a lane stores its elements of a vector at once */
@@ -408,7 +408,7 @@ typedef struct p2p_combine_backward_job {
 typedef struct p2p_sum_job {
     p2p_self self;
     float *data;
-    int64_t count;  /* floats in `data`, at most self.at.source_bytes / 4 */
+    int64_t count;  /* number of floats in `data`, at most self.at.source_bytes / 4 */
     uint32_t order; /* EPIC_BY_RANK or EPIC_TREE */
     uint32_t pad;
 } p2p_sum_job;
@@ -420,7 +420,7 @@ typedef struct p2p_sum_replicas_job {
     int64_t plan_bytes;
     /* [num_rows, count]: the floats of this rank's experts; each sum replaces its addends */
     float *data;
-    int64_t count; /* floats in `data` per expert of this rank */
+    int64_t count; /* number of floats in `data` per expert of this rank */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;

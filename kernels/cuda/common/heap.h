@@ -138,8 +138,8 @@ typedef struct p2p_heap {
     /* Choices per rank for which `records`, `floats` and `parts` have space: at least
      * max_tokens * max_top_k. */
     int64_t choices;
-    int64_t source_bytes; /* bytes of `staging` per source rank and half */
-    int64_t escape_words; /* words of `escapes` per source rank and half */
+    int64_t source_bytes; /* number of bytes of `staging` per source rank and half */
+    int64_t escape_words; /* number of words of `escapes` per source rank and half */
     int64_t part_words;   /* 32-bit words of `parts` per rank */
 } p2p_heap;
 
@@ -270,7 +270,7 @@ typedef struct p2p_window_words {
      * rows through staging. */
     uint64_t begun;
     uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
-    uint64_t rows; /* rows of the output */
+    uint64_t rows; /* number of rows of the output */
     /* Place of the output of the call, as its low and its high 32 bits. A place is (1 + index
      * of a window) << P2P_WINDOW_PLACE_BITS, plus the offset in the window in bytes. */
     uint64_t place[2];

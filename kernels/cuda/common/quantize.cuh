@@ -28,7 +28,7 @@
 template <int V, int N> struct Quantized {
     /* A word of scales has the scales of vector v of this many adjacent lanes. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
-    /* words of scales per piece */
+    /* number of words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
     static constexpr int BYTES = V * WARP * N;
     /* this lane's e4m3 elements, four per word */

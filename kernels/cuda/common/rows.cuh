@@ -258,7 +258,7 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 /* Element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD: the
  * word that replaces poison in sent rows. MINUS_ZERO: a word whose elements are all -0. */
 struct Bf16 {
-    static constexpr int N = 8; /* elements per vector */
+    static constexpr int N = 8; /* number of elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
     static __device__ __forceinline__ void unpack_floats(uint4 q, float *x)
     {

@@ -29,7 +29,7 @@ static constexpr int V = 4;
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
     int32_t num_early_tokens; /* sent while the plan is made: tokens [0, num_early_tokens) */
-    RankNumbers tokens_of;    /* tokens of each rank */
+    RankNumbers tokens_of;    /* number of tokens of each rank */
     /* maximum of tokens_of; an upper limit until the ranks have announced their counts */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */

@@ -33,9 +33,9 @@ typedef Quantized<2, 16> Sixteens;
 struct PackedMove : DispatchMove {
     /* shape of the caller's rows; own_shape.pieces: how many pieces are made from such a row */
     RowShape own_shape;
-    /* vectors of a packed row that belong to the row; the others are scales */
+    /* number of vectors of a packed row that belong to the row; the others are scales */
     int32_t row_vectors;
-    int32_t own_span; /* pieces per span if the rows are the caller's */
+    int32_t own_span; /* number of pieces per span if the rows are the caller's */
 };
 
 /* Sets row_vectors, own_shape and own_span of m. `spans`: spans per row. */

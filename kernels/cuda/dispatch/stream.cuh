@@ -20,7 +20,7 @@ template <bool EXACT> struct PieceFeed {
     /* this lane's first vector of the next piece to copy; NULL: do not copy this unit */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
-    int32_t pieces_left; /* pieces of the unit that have not been copied */
+    int32_t pieces_left; /* number of pieces of the unit that have not been copied */
     int32_t round_end;   /* the first token after the running round */
 
     __device__ __forceinline__ PieceFeed(const DispatchMove &move, const UnitWalk &first,

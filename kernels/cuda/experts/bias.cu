@@ -16,7 +16,7 @@
 
 #define THREADS 256
 #define WARPS (THREADS / 32)
-/* rows that a warp loads before it adds the first one, so that the loads overlap */
+/* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
 /* Adds rows `warp`, warp + WARPS, ... of an expert's slab, each times its weight, to sum. Each

@@ -23,7 +23,7 @@
 #include "rules/gate_layout.h"
 #include "rules/rule.h"
 
-/* terms that the kernels without tensor cores add per step (experts/grouped_plain.cu) */
+/* number of terms that kernels without tensor cores add per step (experts/grouped_plain.cu) */
 #define EXPERTS_PLAIN_STEP 16
 /* maximum number of rows of the kernel for few rows (experts/grouped_few.cu) */
 #define EXPERTS_FEW_ROWS 128
@@ -47,7 +47,7 @@ typedef struct p2p_slabs {
     const int32_t *expert_rows;
     /* [num_experts]: rows of each slab that hold a token, not padding; NULL: all rows */
     const int32_t *expert_tokens;
-    int32_t *num_tiles; /* [1]: tiles that the slabs have */
+    int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
     /* [most_tiles]: up to EXPERTS_TILE_ROWS rows of one slab each */
     slab_tile *tiles;
     slab_range *slabs; /* [num_experts]: first row and token count of each slab */
@@ -173,7 +173,7 @@ typedef struct p2p_scale_job {
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
-    int32_t sms; /* SMs of the GPU; the size of the grid depends on it */
+    int32_t sms; /* number of SMs of the GPU; the size of the grid depends on it */
     int32_t pad;
 } p2p_scale_job;
 
@@ -194,7 +194,7 @@ typedef struct p2p_quantize_job {
 typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: zeros */
-    int64_t count;    /* elements of each array */
+    int64_t count;    /* number of elements of each array */
     uint32_t type;    /* epic_type of the elements */
     int32_t replace;  /* 1: to = from; 0: to += from */
 } p2p_rows_job;

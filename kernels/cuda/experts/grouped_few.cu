@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Product of a few rows and float32 weights, with sums that are cut into slices: the gate of a
- * layer that decodes.
+/* Product of a few rows and float32 weights, with sums that are cut into slices (split-K): the
+ * gate of a layer that decodes.
  *
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
@@ -17,7 +17,7 @@
 #define COLUMNS 64
 #define THREADS 128
 #define ROWS_EACH (ROWS * COLUMNS / THREADS)
-#define TERMS 128 /* terms of all rows that are in shared memory at a time */
+#define TERMS 128 /* number of terms of all rows that are in shared memory at a time */
 #define BATCH 32  /* weights that a thread loads at a time */
 /* with more than ROWS rows and more multiplications than this, plain_kernel is faster */
 #define MOST_PRODUCTS (INT64_C(1) << 26)

@@ -318,9 +318,9 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
                                                   const Job &job, const Tile &w, uint32_t boxes,
                                                   int warpgroup, int thread)
 {
-    /* WIDE: columns of a box. COUNT: boxes next to each other in the tile. */
+    /* WIDE: number of columns of a box. COUNT: boxes next to each other in the tile. */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
-    /* rows of the slab, from this warpgroup's first row on */
+    /* number of rows of the slab, from this warpgroup's first row on */
     const int rows = w.rows - warpgroup * 64;
 #pragma unroll
     for (int q = 0; q < COUNT; q++) {

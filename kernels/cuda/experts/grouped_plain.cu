@@ -20,7 +20,7 @@
  * (p2p_as_input), which reads both matrices contiguously along the summed dimension.
  *
  * A product with few tiles and long sums would leave most SMs idle. So the host sets
- * p2p_gemm.slices. Then each sum is cut into slices, which different CTAs compute.
+ * p2p_gemm.slices. Then each sum is cut into slices (split-K), which different CTAs compute.
  * plain_kernel, or few_rows_kernel (experts/grouped_few.cu), stores the partial sum of each
  * slice, and slices_kernel adds the partial sums in order. */
 #include "cuda/common/launch.cuh"

@@ -12,10 +12,10 @@
  *   INPUT     gradient of the input                        n
  *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
- * PASS_SLICES is FORWARD with one slab, in which each sum is cut into slices of equal length.
- * In the code, slices take the place of experts: job.num_experts counts slices, and `out` is
- * [slices, slots, n]. The last slice may extend past the end of k, where TMA copies read
- * zeros.
+ * PASS_SLICES is FORWARD with one slab, in which each sum is cut into slices of equal length
+ * (split-K). In the code, slices take the place of experts: job.num_experts counts slices, and
+ * `out` is [slices, slots, n]. The last slice may extend past the end of k, where TMA copies
+ * read zeros.
  *
  *   find_tile      rows, columns and expert of tile t
  *   Stage          position in the ring of stages, with the parity of its barriers
@@ -35,12 +35,12 @@
 /* 16-bit elements along the summed dimension in a stage; e4m3 has 128 */
 #define BK 64
 #define STAGES 4
-/* bytes of one box of a TMA copy: 64 lines of 128 bytes, with 128-byte swizzle */
+/* size in bytes of one box of a TMA copy: 64 lines of 128 bytes, with 128-byte swizzle */
 #define GROUP_BYTES (64 * 128)
 #define A_BYTES (2 * GROUP_BYTES)
 #define B_BYTES (4 * GROUP_BYTES)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
-/* rows of the smaller boxes for parts of tiles; the swizzle repeats after 8 rows */
+/* number of rows of the smaller boxes for parts of tiles; the swizzle repeats after 8 rows */
 #define FEW_LINES 16
 /* space for two boxes of results per consumer warpgroup */
 #define STORE_BYTES (2 * GROUP_BYTES)
@@ -81,7 +81,7 @@ struct Job {
     const float *a_scales, *b_scales;
     void *out;
     const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
-    int64_t columns;    /* columns of out */
+    int64_t columns;    /* number of columns of out */
     int64_t lines;      /* only in WEIGHT and PASS_SLICES: rows of out[expert] */
     int num_experts;    /* in PASS_SLICES: slices of each sum */
     int tiles_down;     /* only in WEIGHT: rows of tiles of out[expert] */
@@ -89,7 +89,7 @@ struct Job {
     int tiles_across;
     /* not in WEIGHT: stages of a tile; each adds BK (e4m3: 128) products to every sum */
     int steps;
-    /* rows of tiles (with clusters: pairs of rows) in a group (p2p_gemm.group) */
+    /* number of rows of tiles (with clusters: pairs of rows) in a group (p2p_gemm.group) */
     int group;
     int accumulate;
     int leave_padding;
@@ -104,7 +104,7 @@ struct Tile {
     int column, expert, steps;
     /* WEIGHT: first slot of the slab. PASS_SLICES: first term of the slice. Otherwise 0. */
     int first;
-    /* rows of the tile (WEIGHT: of the slab) that hold a token */
+    /* number of rows of the tile (WEIGHT: of the slab) that hold a token */
     int tokens;
     /* FORWARD, INPUT: rows of the tile that are stored (rows_to_store()) */
     int rows;

@@ -45,15 +45,15 @@ struct LowlatPlan {
     /* [num_ranks][max_tokens][id_lanes * P2P_LOWLAT_LANE_IDS]: encoded expert ids of all choices */
     uint16_t *ids;
     int32_t tokens[DEVICE_MAX_RANKS];
-    int32_t recv_rows[DEVICE_MAX_RANKS]; /* rows of each rank's receive buffer */
+    int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
     /* For each rank, the first choice (token * top_k + k) that is wrong, or NO_INDEX. A choice
      * is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already chosen the
      * expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
     /* for each warp, how many slots its experts in compute_slabs() have together */
     int32_t warp_slots[LOWLAT_WORKERS];
-    int32_t total_slots; /* slots of all ranks together */
-    /* tokens per rank for which the tables have space, and token blocks per rank */
+    int32_t total_slots; /* number of slots of all ranks together */
+    /* number of tokens per rank for which the tables have space, and token blocks per rank */
     int32_t max_tokens, num_groups;
     /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
      * token, P2P_LOWLAT_LANE_IDS ids each. */

@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* words of the header that each lane loads if one warp loads the header */
+/* number of words of the header that each lane loads if one warp loads the header */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
 /* A plan that a kernel reads. The struct is in shared memory; the arrays are in the plan. */

@@ -14,7 +14,7 @@
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int taken[MAX_DEVICES]; /* SMs in use on each device; guarded by mutex */
+static int taken[MAX_DEVICES]; /* number of SMs in use on each device; guarded by mutex */
 
 int p2p_budget_taken(int device)
 {

@@ -41,7 +41,8 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
 
 #define RANK_NAMES_BYTES 160 /* size of a text that lists all ranks */
 
-/* Writes a list of culprits (p2p_status.culprits), for example "rank 1, 3". Returns its length. */
+/* Writes a list of culprits (p2p_status.culprits), for example "rank 1, 3". Returns its
+ * length. */
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
     int n = 0;

@@ -155,9 +155,9 @@ static bool has_components(const p2p_gemm *components, const epic_gate_args *gat
     return (is_large || (gate->is_invariant && forward)) && !p2p_gemm_is_slow(components);
 }
 
-/* Returns into how many slices a product without components is cut, for pass EPIC_GEMM_FORWARD
- * or EPIC_GEMM_WEIGHT. The number depends on gate->block or, with is_invariant and forward,
- * only on `hidden`. */
+/* Returns into how many slices the sums of a product without components are cut (split-K),
+ * for pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. The number depends on gate->block or, with
+ * is_invariant and forward, only on `hidden`. */
 static int32_t plain_slices(const p2p_gemm *product, const epic_gate_args *gate)
 {
     if (product->pass != EPIC_GEMM_FORWARD)

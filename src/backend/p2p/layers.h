@@ -27,9 +27,9 @@ void p2p_sign_layer(signature *a, const epic_layer *layer);
  * it. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Reads the layer of an existing plan. Returns the errors of p2p_read_layer(), and EPIC_EINVAL if
- * plan_bytes is less than the layer needs, because kernels read parts of the plan before they
- * have checked its header. */
+/* Reads the layer of an existing plan. Returns the errors of p2p_read_layer(), and
+ * EPIC_EINVAL if plan_bytes is less than the layer needs, because kernels read parts of the
+ * plan before they have checked its header. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
                                 const epic_layer *layer, int64_t plan_bytes);
 

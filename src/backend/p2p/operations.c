@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plan, dispatch and the sums, and the table of all operations. Each call turns checked arguments
- * into a kernel launch. No call waits or allocates, so a CUDA graph can capture it. */
+/* Plan, dispatch and the sums, and the table of all operations. Each call turns checked
+ * arguments into a kernel launch. No call waits or allocates, so a CUDA graph can capture
+ * it. */
 #include "backend/p2p/operations.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"

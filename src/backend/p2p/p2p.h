@@ -11,7 +11,7 @@
 #include "backend/p2p/beats.h"
 #include "cuda/common/cuda_kernels.h"
 
-#define P2P_DEFAULT_SMS 64 /* SMs of an operation if config.max_sms is 0 */
+#define P2P_DEFAULT_SMS 64 /* number of SMs of an operation if config.max_sms is 0 */
 /* default number of SMs for a context whose operations have few and small rows (budget.c) */
 #define P2P_SMALL_SMS 32
 #define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
@@ -38,8 +38,8 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
-/* One rank's state in a group. After join it is read-only, except `windows`, `waits` and the memory
- * of *status, *beats and *word. */
+/* One rank's state in a group. After join it is read-only, except `windows`, `waits` and the
+ * memory of *status, *beats and *word. */
 struct epic_group {
     const p2p_hooks *hooks;
     /* copied into the arguments of every kernel; fill_self() completes the copy */
@@ -49,7 +49,7 @@ struct epic_group {
     epic_peer peers[DEVICE_MAX_RANKS];
     int32_t rank, num_ranks;
     int device;
-    int device_sms; /* SMs of the whole GPU */
+    int device_sms; /* number of SMs of the whole GPU */
     int num_sms;    /* maximum number of SMs that an operation uses (budget.c) */
     int ranks_here; /* how many ranks of the group use this GPU */
     /* for each rank, true if its heap belongs to another process and is mapped here */
@@ -152,8 +152,8 @@ static inline void p2p_mark_dead(p2p_status *status, int peer)
     __atomic_fetch_or(&status->dead[peer / 32], 1u << peer % 32, __ATOMIC_RELEASE);
 }
 
-/* Returns the word that names one culprit, as in p2p_status.culprits. Kernels make such words with
- * pack_ranks() (ranks.cuh). */
+/* Returns the word that names one culprit, as in p2p_status.culprits. Kernels make such
+ * words with pack_ranks() (ranks.cuh). */
 static inline uint32_t p2p_culprit_word(int rank)
 {
     return MANY_RANKS ? 1u << 30 | (uint32_t)rank : 1u << rank % 32;

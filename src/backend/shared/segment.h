@@ -8,8 +8,8 @@
  *   staging: for each slot, the broadcast ring, then one ring to each peer in rank order;
  *            page-aligned
  *
- * The staging takes most of the addresses, and small operations use none of it. So the states of
- * all ranks are next to each other: then a process needs few page tables for them.
+ * The staging takes most of the addresses, and small operations use none of it. So the states
+ * of all ranks are next to each other: then a process needs few page tables for them.
  *
  * The segment contains no addresses, because each rank may map it elsewhere. Its memory is
  * initially zero, and the system allocates a page only when a rank uses it. Words that

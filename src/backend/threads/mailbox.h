@@ -18,8 +18,8 @@ void mailbox_release(mailbox *m);
 
 /* Appends a message to the queue of seat `to`, and wakes its rank. */
 void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes);
-/* Removes the oldest message from the queue of a seat, and sets *from to its sender. Waits for at
- * most `ms` milliseconds. Returns false if there is none. */
+/* Removes the oldest message from the queue of a seat, and sets *from to its sender. Waits
+ * for at most `ms` milliseconds. Returns false if there is none. */
 bool mailbox_receive(mailbox *m, int seat, int *from, void *message, size_t bytes, uint32_t ms);
 
 /* Marks the rank on a seat as gone, and wakes all ranks that wait for a message. */

@@ -175,8 +175,8 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
-/* Returns whether the rank on a seat has closed its context, in any generation. A rank that never
- * enters a generation marks itself as closed only here. */
+/* Returns whether the rank on a seat has closed its context, in any generation. A rank that
+ * never enters a generation marks itself as closed only here. */
 static bool threads_is_gone(epic_group *group, int seat)
 {
     const thread_seat *own = group->backend_data;

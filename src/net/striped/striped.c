@@ -88,7 +88,7 @@ struct net {
 
 /* Contents of a handle: the handles of all stripes, without their trailing zero bytes. */
 typedef struct handle {
-    uint16_t length[STRIPED_MAX]; /* bytes of each stripe's handle; 0: no such stripe */
+    uint16_t length[STRIPED_MAX]; /* size of each stripe's handle in bytes; 0: no such stripe */
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
