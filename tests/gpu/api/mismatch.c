@@ -21,11 +21,11 @@
 #define TOKENS 24
 #define LESS 23
 #else
-#define LESS 559
+#define LESS 1059
 #endif
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
-enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 2048, PLAN = 65536 };
+enum { MAX_RANKS = 8, TOP_K = 2, EXPERTS = 24, ROW = 64, SLOTS = 8192, PLAN = 1 << 18 };
 enum {
     TABLE,
     REPLICAS,
