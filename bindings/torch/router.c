@@ -31,7 +31,6 @@ static uint32_t wide_type(call_array logits)
 
 /* ---------------------------------------------------------------------------- router ---- */
 
-/* The operator epic::route. */
 static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -73,7 +72,6 @@ static void op_route(torch_value *stack, uint64_t num_arguments, uint64_t num_re
     call_end(&call);
 }
 
-/* The operator epic::route_backward. */
 static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -106,7 +104,7 @@ static void op_route_backward(torch_value *stack, uint64_t num_arguments, uint64
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* The inputs of the four loss operators. `out` is the result: the loss, or in backward the
+/* Inputs of the four loss operators. `out` is the result: in forward the loss, in backward the
  * gradient of the logits. */
 typedef struct loss_job {
     torch_call call;
@@ -205,7 +203,7 @@ static void op_z_loss_backward(torch_value *stack, uint64_t num_arguments, uint6
 
 /* ---------------------------------------------------------------- update of the bias ---- */
 
-/* The operator epic::bias_update_, which changes the bias in place. */
+/* Implements the operator epic::bias_update_, which changes the bias in place. */
 static void op_bias_update_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;

@@ -15,9 +15,9 @@ static int (*lock_python)(void);
 static void (*unlock_python)(int);
 static const uint64_t torch_2_10 = 0x020a000000000000; /* torch.abi_version() of torch 2.10 */
 
-/* Deletes tensors while it holds Python's lock. Since version 2.10, torch locks it for each
- * tensor that only Python still owns, such as the caller's arguments. Each time it might have
- * to wait for other threads. So this function locks it once for all tensors. */
+/* Deletes tensors. Since version 2.10, torch acquires Python's lock for each tensor that only
+ * Python still owns, such as the caller's arguments, and each time it may have to wait for
+ * other threads. So this function acquires the lock once for all tensors. */
 void torch_delete_tensors(torch_tensor *tensors, int count)
 {
     const bool locks = lock_python != NULL && count > 1;
@@ -36,8 +36,8 @@ static bool find_symbol(void *library, const char *name, void *out)
     return found != NULL;
 }
 
-/* Finds the functions for Python's lock, if this version of torch locks it when it deletes
- * tensors. */
+/* Finds the functions for Python's lock. They stay NULL for versions of torch that do not
+ * acquire the lock when they delete tensors. */
 static void find_python(void)
 {
     if (torch.abi_version() < torch_2_10) return;

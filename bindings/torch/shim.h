@@ -16,10 +16,10 @@ typedef uint64_t torch_value;              /* PyTorch's type StableIValue */
 typedef struct torch_handle *torch_tensor; /* PyTorch's type AtenTensorHandle */
 typedef void torch_kernel(torch_value *stack, uint64_t num_arguments, uint64_t num_results);
 
-enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
+enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* values of torch's enum of device types */
 
 /* The functions of torch, with the types of their results and arguments. Each returns 0 on
- * success, with two exceptions: dtype_*() return the number of a dtype, and abi_version()
+ * success, with two exceptions: dtype_*() return the enum value of a dtype, and abi_version()
  * returns a version. */
 #define TORCH_FUNCTIONS(F)                                                                     \
     F(int32_t, library_init_fragment, const char *, const char *, uint32_t, void **)           \
@@ -55,7 +55,6 @@ enum { TORCH_CPU = 0, TORCH_CUDA = 1 }; /* torch's numbers of device types */
     F(int32_t, delete_cuda_guard, void *)
 
 #define TORCH_DECLARE(type, name, ...) type (*name)(__VA_ARGS__);
-/* One pointer for each function. */
 typedef struct torch_functions {
     TORCH_FUNCTIONS(TORCH_DECLARE)
     TORCH_CUDA_FUNCTIONS(TORCH_DECLARE)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operators plan, dispatch, combine, their gradients, and sums. Each kernel reads its
- * arguments in the order of its schema, at the end of this file. A `!` in a schema marks a
- * tensor that the kernel may write. */
+/* The operators plan, dispatch and combine, their gradients, and the all-reduce operators. Each
+ * function reads its arguments in the order of the operator's schema, at the end of this file.
+ * A `!` in a schema marks a tensor that the operator may write. */
 #include <string.h>
 
 #include "ops.h"
@@ -15,7 +15,7 @@ typedef struct plan_job {
     epic_plan_args args;
     /* top_k: number of columns of topk_idx; the others: lengths of the two tables */
     int64_t top_k, table_length, logical_length;
-    /* options of a whole layer that the program composes of single operators */
+    /* options of the whole MoE layer, if the program composes the layer of single operators */
     compared_options compared;
 } plan_job;
 
@@ -30,8 +30,8 @@ static call_array read_choices(torch_call *call, plan_job *job)
     return chosen;
 }
 
-/* Reads the layer, the capacity, the tag and the placement tables. A negative capacity stands for
- * the capacity that always suffices. */
+/* Reads the layer, the capacity, the tag and the placement tables. If the capacity is negative,
+ * uses the capacity that always suffices. */
 static void read_layout(torch_call *call, plan_job *job)
 {
     job->args.call = call_enter_layer(call, &job->stored);
@@ -102,7 +102,6 @@ static void read_limit_and_options(torch_call *call, plan_job *job, bool is_comp
     job->args.moe = &job->compared.moe;
 }
 
-/* Runs the operator epic::plan, or its overload `compared`. */
 static void make_plan(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan", stack, num_results);
@@ -129,8 +128,8 @@ DEFINE_OVERLOAD(op_plan_compared, make_plan, true)
 
 /* -------------------------------------------------------------------------- dispatch ---- */
 
-/* Reads the number of the plan's layer and the tag. Begins a use of the group, and copies the
- * layer to *layer. */
+/* Reads the plan's layer id and the tag. Marks the group as in use, and copies the layer to
+ * *layer. */
 static epic_call enter_layer(torch_call *call, epic_layer *layer)
 {
     group_layer stored = {0};
@@ -140,7 +139,6 @@ static epic_call enter_layer(torch_call *call, epic_layer *layer)
     return out;
 }
 
-/* Reads the argument `plan`, a tensor of bytes. */
 static void read_plan(torch_call *call, const void **plan, int64_t *bytes)
 {
     const call_array array = call_arg(call, "plan", CALL_U8, 1);
@@ -158,7 +156,7 @@ static void read_weights(torch_call *call, call_array tokens, epic_dispatch_args
                   (long long)weights.rows, (long long)tokens.rows);
 }
 
-/* Reads the tokens and weights of an operator that accepts only rows of types that the core can
+/* Reads the tokens and weights of an operator that accepts only row types that the core can
  * add. */
 static call_array read_tokens(torch_call *call, epic_dispatch_args *args)
 {
@@ -186,7 +184,6 @@ static void dispatch_results(torch_call *call, call_array tokens, int64_t capaci
     slot_weights_result(call, args);
 }
 
-/* The operator epic::dispatch. */
 static void op_dispatch(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -242,7 +239,6 @@ static call_array read_chosen(torch_call *call, call_array chosen, epic_dispatch
     return tokens;
 }
 
-/* Runs the operator epic::plan_dispatch, or its overload `compared`. */
 static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is_compared)
 {
     torch_call call = call_begin("plan_dispatch", stack, num_results);
@@ -264,8 +260,8 @@ static void make_plan_dispatch(torch_value *stack, uint64_t num_results, bool is
 DEFINE_OVERLOAD(op_plan_dispatch, make_plan_dispatch, false)
 DEFINE_OVERLOAD(op_plan_dispatch_compared, make_plan_dispatch, true)
 
-/* The operator epic::dispatch_flat: sends each token once to each rank that has experts for it,
- * and returns these experts in recv_expert. */
+/* Implements the operator epic::dispatch_flat, which sends each token once to each rank that
+ * has experts for it, and returns these experts in recv_expert. */
 static void op_dispatch_flat(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -300,7 +296,6 @@ static void quantized_results(torch_call *call, const char *name, uint32_t quant
     *scales = call_rows(call_result(call, "scales", wide ? EPIC_F32 : CALL_U8, slots, blocks));
 }
 
-/* The operator epic::dispatch_quantized. */
 static void op_dispatch_quantized(torch_value *stack, uint64_t num_arguments,
                                   uint64_t num_results)
 {
@@ -323,8 +318,8 @@ static void op_dispatch_quantized(torch_value *stack, uint64_t num_arguments,
     call_end(&call);
 }
 
-/* The operator epic::dispatch_bytes: sends rows of an 8-bit type as bytes. A second array of
- * rows, the scales, may be sent with them. */
+/* Implements the operator epic::dispatch_bytes, which sends rows of an 8-bit type as bytes. A
+ * second array of rows, the scales, may be sent with them. */
 static void op_dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -353,7 +348,6 @@ static void op_dispatch_bytes(torch_value *stack, uint64_t num_arguments, uint64
     call_end(&call);
 }
 
-/* The operator epic::dispatch_backward. */
 static void op_dispatch_backward(torch_value *stack, uint64_t num_arguments,
                                  uint64_t num_results)
 {
@@ -382,7 +376,6 @@ static void op_dispatch_backward(torch_value *stack, uint64_t num_arguments,
 
 /* --------------------------------------------------------------------------- combine ---- */
 
-/* Reads the rows and slot weights of combine. */
 static call_array read_rows(torch_call *call, epic_combine_args *args)
 {
     const call_array rows = call_arg(call, "rows", CALL_ROWS, 2);
@@ -396,7 +389,6 @@ static call_array read_rows(torch_call *call, epic_combine_args *args)
     return rows;
 }
 
-/* The operator epic::combine. */
 static void op_combine(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -420,7 +412,6 @@ typedef struct gradient_job {
     int64_t slots, columns; /* shape of d_rows */
 } gradient_job;
 
-/* Reads the inputs of a gradient of combine. */
 static void read_gradient(torch_call *call, gradient_job *job)
 {
     epic_combine_backward_args *args = &job->args;
@@ -447,7 +438,6 @@ static void d_slot_weights_result(torch_call *call, gradient_job *job)
         call_no_result(call, "d_slot_weights");
 }
 
-/* The operator epic::combine_backward. */
 static void op_combine_backward(torch_value *stack, uint64_t num_arguments,
                                 uint64_t num_results)
 {
@@ -465,7 +455,6 @@ static void op_combine_backward(torch_value *stack, uint64_t num_arguments,
     call_end(&call);
 }
 
-/* The operator epic::combine_backward_quantized. */
 static void op_combine_backward_quantized(torch_value *stack, uint64_t num_arguments,
                                           uint64_t num_results)
 {
@@ -486,7 +475,7 @@ static void op_combine_backward_quantized(torch_value *stack, uint64_t num_argum
 
 /* ------------------------------------------------------------------------------- sum ---- */
 
-/* The operator epic::sum_, which sums x over the ranks in place. */
+/* Implements the operator epic::sum_, an all-reduce of x in place. */
 static void op_sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -500,8 +489,8 @@ static void op_sum_(torch_value *stack, uint64_t num_arguments, uint64_t num_res
     call_end(&call);
 }
 
-/* The operator epic::sum_replicas_: adds the rows of all replicas of each logical expert, in
- * place. x has one row for each local expert. */
+/* Implements the operator epic::sum_replicas_: all-reduces the rows of the replicas of each
+ * logical expert, in place. x has one row for each local expert. */
 static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -520,8 +509,7 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 /* --------------------------------------------------------------------------- schemas ---- */
 
 /* torch needs host time for each argument of an operator, even if the caller leaves it out. So
- * the group stores the options of a layer, and operators have the number of the layer as
- * argument. */
+ * the group stores the options of a layer, and operators take only the layer's id. */
 #define GROUP_ARGS ", int group, int tag=0"
 #define PLANNED_BY ", int layer, int tag=0" /* the layer of the plan */
 #define FLAGS ", int flags=1"
@@ -536,9 +524,9 @@ static void op_sum_replicas_(torch_value *stack, uint64_t num_arguments, uint64_
 #define LIMIT ", Tensor? capacity_limit=None"
 
 /* The overload "compared", for programs that compose a layer of single operators. Its last
- * arguments are the 26 options of the whole layer, which the ranks compare. As arguments with
- * defaults of the other overload they would need 1.5 us of host time per call (torch 2.15, see
- * docs/lab/torch.md). */
+ * arguments are the 26 options of the whole layer, which the ranks compare. They are not
+ * arguments with defaults of the other overload, because these would cost 1.5 us of host time
+ * per call (torch 2.15, see docs/lab/torch.md). */
 #define COMPARED_LAYOUT                       \
     ", int layer, SymInt capacity, int tag, " \
     "Tensor? rank_of_expert, Tensor? logical_of_expert"

@@ -20,16 +20,16 @@ static epic_result check_context(epic_context *ctx)
     return context_check(ctx);
 }
 
-/* Mixes the hash of the layer's options into call->tag. A device backend uses the tag only for
- * the call's signature, the hash that ranks compare. So the ranks also compare the options. */
+/* Mixes the hash of the layer's options into call->tag. A device backend hashes the tag into
+ * the call's signature, which the ranks compare. So the ranks also compare the options. */
 static void add_options_hash(epic_call *call, const op_header_extra *extra)
 {
     if (extra && extra->options && extra->options->hash)
         call->tag = hash_join(call->tag, extra->options->hash);
 }
 
-/* Sets the row_bytes of a matrix without rows to `bytes` if the caller passed {NULL, 0, 0}. A
- * macro, because it is used for epic_rows and for epic_const_rows. */
+/* Sets the row_bytes of a matrix to `bytes` if the caller passed the empty matrix {NULL, 0, 0}.
+ * A macro, because it is used for epic_rows and for epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
@@ -76,10 +76,10 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
     return call_plan(ctx, args, sizeof *args, extra);
 }
 
-/* A matrix without rows may have row_bytes 0. Then this function computes it from the other
- * matrix: recv.row_bytes from tokens.row_bytes, or the reverse. A quantized row has one byte
- * for each element. The sizes have not been checked yet. If a product overflows, row_bytes
- * becomes INT64_MAX, which check_rows() rejects later. */
+/* A matrix without rows may have row_bytes 0. In this case, computes its row_bytes from the
+ * other matrix: recv.row_bytes from tokens.row_bytes, or the reverse. A quantized row has one
+ * byte per element. The sizes have not been checked yet, so the product may overflow: row_bytes
+ * is then INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -93,9 +93,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 }
 
 /* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
- * to *out. EPIC_BY_HOSTS becomes EPIC_BY_RANK, except on GPUs of several hosts. There the
- * meaning of EPIC_BY_HOSTS depends on whether the plan was made with a rank_of_expert, which
- * this call does not know. */
+ * to *out. Replaces EPIC_BY_HOSTS by EPIC_BY_RANK, except on GPUs of several hosts: there the
+ * meaning of EPIC_BY_HOSTS depends on whether the plan was made with a rank_of_expert, and this
+ * function cannot see that. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -105,7 +105,6 @@ static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
     return EPIC_OK;
 }
 
-/* Implements epic_dispatch and api_dispatch. extra is NULL for epic_dispatch. */
 static epic_result call_dispatch(epic_context *ctx, const epic_dispatch_args *args, size_t size,
                                  const op_header_extra *extra)
 {
@@ -149,8 +148,8 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
     return EPIC_OK;
 }
 
-/* Implements epic_plan_dispatch and api_plan_dispatch. The fields `call`, `layer` and `plan` of
- * `dispatch` are ignored: those of `plan` are used. */
+/* Implements epic_plan_dispatch and api_plan_dispatch. Ignores the fields `call`, `layer` and
+ * `plan` of `dispatch` and uses those of `plan`. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)
@@ -229,8 +228,6 @@ static void default_combine_backward_rows(epic_combine_backward_args *a)
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_rows, a->d_out.row_bytes);
 }
 
-/* Implements epic_combine_backward and api_combine_backward. extra: NULL for the public
- * call. */
 static epic_result call_combine_backward(epic_context *ctx,
                                          const epic_combine_backward_args *args, size_t size,
                                          const op_header_extra *extra)

@@ -8,9 +8,9 @@
 #include "exchange/op_header.h"
 
 /* Each function works like the public call of that name, and also adds `extra`, which may be
- * NULL, to its op header. If extra->fault is set (host contexts only), all ranks return this
- * error, the outputs are zeros, and the group stays usable. If extra->options differ, all ranks
- * return EPIC_EMISMATCH. */
+ * NULL, to its op header. If any rank sets extra->fault (host contexts only), all ranks return
+ * this error, the outputs are zeros, and the group stays usable. If extra->options differs
+ * between ranks, all ranks return EPIC_EMISMATCH. */
 epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
                      const op_header_extra *extra);
 epic_result api_dispatch(epic_context *ctx, const epic_dispatch_args *args,

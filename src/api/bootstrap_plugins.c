@@ -28,7 +28,8 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Makes a bootstrap with the function of the named backend. `native`: the communicator. */
+/* Creates a bootstrap with the function of the named backend. `native` is the communicator of
+ * MPI or NCCL. */
 static epic_result make_bootstrap(epic_bootstrap *out, const char *name, const void *native,
                                   uint32_t timeout_ms)
 {

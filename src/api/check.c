@@ -100,8 +100,8 @@ static epic_result check_pair(const char *a, const void *given_a, const char *b,
 }
 
 /* Checks the row sizes of a quantization. A row of `in` has n elements of `type`, and a row of
- * `out` n bytes. A row of `scales` has 4 bytes for every 128 elements (EPIC_QUANTIZE_1X128) or
- * 1 byte for every 32 elements (EPIC_QUANTIZE_1X32). */
+ * `out` has n bytes. A row of `scales` has 4 bytes for every 128 elements (EPIC_QUANTIZE_1X128)
+ * or 1 byte for every 32 elements (EPIC_QUANTIZE_1X32). */
 static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, uint32_t type,
                                    const char *in_name, epic_const_rows in,
                                    const char *out_name, epic_const_rows out,
@@ -161,8 +161,8 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
-/* Checks the tables of replicas: logical_of_expert is set exactly if the layer has replicas.
- * Without replicas logical_load must be NULL too. */
+/* Checks the tables of replicas: logical_of_expert must be set if the layer has replicas. If it
+ * has none, logical_of_expert and logical_load must be NULL. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -220,7 +220,8 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
             "plan_bytes is %lld: must be at least %lld, the result of epic_plan_bytes",
             (long long)a->plan_bytes, (long long)needed);
     const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
-    /* the smallest num_local_experts: with a table, all experts may be on vacant seats */
+    /* the smallest num_local_experts of any rank: with a placement table, all experts may be on
+     * vacant seats */
     const bool any_empty = a->rank_of_expert && context_members(ctx);
     const int64_t local = any_empty ? 0 : (experts + ctx->num_ranks - 1) / ctx->num_ranks;
     const call_array arrays[] = {
@@ -272,8 +273,8 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
 }
 
 /* Returns EPIC_EINVAL if the layer is EPIC_FLAT and the caller has set an array with an element
- * per slot, such as slot_weights. In a FLAT layer a slot is for a token with all its choices on
- * this rank, so it has no single weight. */
+ * per slot, such as slot_weights. In a FLAT layer a slot holds a token for all its choices on
+ * this rank, so the slot has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -439,7 +440,7 @@ epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_arg
 
 epic_result check_window_args(const epic_window_args *a, bool registers)
 {
-    /* window_place() stores a window's index and an offset (48 bits) in 64 bits. */
+    /* window_place() packs a window's index and a 48-bit offset into 64 bits */
     const int64_t most = (INT64_C(1) << 48) - 1;
     TRY(check_reserved(a->reserved));
     if (a->bytes < 0 || a->bytes > most)

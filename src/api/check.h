@@ -14,7 +14,7 @@
 epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
 
 /* Sets *bytes to the maximum size in bytes of a plan of this layer. Returns EPIC_EINVAL if the
- * slots do not fit into int32. */
+ * number of slots does not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
 /* Check the arguments of one public call each. The caller has filled in the defaults: row_bytes
@@ -29,7 +29,8 @@ epic_result check_combine_backward_args(const epic_context *ctx,
                                         const epic_combine_backward_args *args);
 epic_result check_sum_args(const epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *args);
-/* Checks the arguments of epic_window_register (`registers`) or of epic_window_alloc. */
+/* Checks the arguments of epic_window_register (`registers` is true) or of
+ * epic_window_alloc. */
 epic_result check_window_args(const epic_window_args *args, bool registers);
 
 #endif

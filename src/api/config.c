@@ -28,7 +28,7 @@ static epic_result read_timeout_env(uint32_t *timeout_ms)
     if (!text || !*text) return EPIC_OK;
     uint64_t value = 0;
     bool is_number = true;
-    /* this loop rejects texts such as " -1", which strtoul() would accept */
+    /* this loop rejects texts such as " -1", which strtoul() accepts */
     for (const char *at = text; *at && is_number; at++) {
         is_number = *at >= '0' && *at <= '9' && value <= UINT32_MAX;
         if (is_number) value = value * 10 + (uint64_t)(*at - '0');

@@ -12,21 +12,22 @@
  * Errors: EPIC_EINVAL. */
 epic_result config_read(epic_config *out, const epic_config *config, size_t size);
 
-/* Reads the config of a size query, in which num_ranks must be set: there is no bootstrap. */
+/* Reads the config of a size query. config->num_ranks must be set, because there is no
+ * bootstrap that has it. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
-/* Writes to *out the config for a call that returns how much memory something needs: the config
- * of ctx, or the caller's config if ctx is NULL. Sets *on_device to true if a context with this
- * config computes in device memory. If the caller's num_ranks is 0, out->num_ranks stays 0.
- * Loads no plugin. Errors: EPIC_EINVAL, EPIC_ECLOSED, and the failure of the group of ctx. */
+/* Writes the config for a size query to *out: the config of ctx, or the caller's config if ctx
+ * is NULL. Sets *on_device to true if a context with this config computes in device memory. If
+ * the caller's num_ranks is 0, out->num_ranks stays 0. Loads no plugin. Errors: EPIC_EINVAL,
+ * EPIC_ECLOSED, and the failure of the group of ctx. */
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 
 /* Returns the folder for traces (EPIC_TRACE), or NULL. */
 const char *config_trace(void);
 
-/* Returns true if the environment variable EPIC_CHECK_WEIGHTS is set. Then the calls of a layer
- * compare checksums of those weights that must be equal on all ranks. */
+/* Returns true if the environment variable EPIC_CHECK_WEIGHTS is set: the calls of a layer then
+ * compare checksums of the weights that must be equal on all ranks. */
 bool config_checks_weights(void);
 
 /* Replaces "gpu" by "p2p" on one host and by "hosts" on several hosts. Returns any other name
@@ -37,10 +38,10 @@ const char *backend_resolve_name(const char *name, int num_hosts);
  * false if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
-/* Finds the backend of a group of num_ranks ranks by name, and loads its plugin if it has one
- * (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so; libepic_cuda_many.so and
- * libepic_hosts_many.so for groups of more than 32 ranks). Returns EPIC_EINVAL if no backend
- * has that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call it. */
+/* Finds the backend with this name for a group of num_ranks ranks, and loads its plugin if it
+ * has one (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so). For more than 32 ranks, it loads
+ * libepic_cuda_many.so or libepic_hosts_many.so instead. Returns EPIC_EINVAL if no backend has
+ * that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call it. */
 epic_result backend_find(const epic_backend **out, const char *name, int num_ranks);
 
 /* Copies bytes to host memory. `from` is host memory, or device memory of a backend whose

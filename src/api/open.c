@@ -29,7 +29,8 @@ int64_t context_bytes(const epic_config *config, bool host)
 
 /* ----------------------------------------------------------------------------- opening ---- */
 
-/* Implements bootstrap.gather for a group of one rank: the only entry of `all` is `mine`. */
+/* Implements bootstrap.gather for a group of one rank: copies `mine` to the only entry of
+ * `all`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
@@ -37,7 +38,6 @@ static epic_result gather_alone(void *self, const void *mine, void *all, int64_t
     return EPIC_OK;
 }
 
-/* Checks the fields of a bootstrap, which a caller may have filled in. */
 static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
 {
     if (!bootstrap->gather)
@@ -61,9 +61,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* Chooses the backend that the config names, or the first backend of epic_backends that can
- * join these ranks. If none of them can, tries mpi. If that fails too, the error sentence lists
- * the reason of each backend. */
+/* Chooses the backend that the config names. If it names none, chooses the first backend of
+ * epic_backends that can join these ranks, or mpi if none of them can. If mpi cannot either,
+ * the error text lists the reason of each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -92,7 +92,7 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
 
 /* Calls a bootstrap's gather function, which may be a user's, and checks its result: it must be
  * an epic_result, and element `rank` of `all` must equal this rank's bytes. If gather fails
- * without an error sentence, writes one. If it succeeds, restores the sentence that this thread
+ * without an error text, writes one. If it succeeds, restores the error text that this thread
  * had before. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
@@ -124,7 +124,7 @@ static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Gathers the results of all ranks. If one is an error, every rank returns the same error. So
+/* Gathers the results of all ranks. If one is an error, every rank returns the same error, so
  * epic_open succeeds on all ranks or on none. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, rank_info *mine,
                                    rank_info *all, epic_result result)
@@ -136,7 +136,6 @@ static epic_result agree_on_result(const epic_bootstrap *bootstrap, rank_info *m
     return rank_info_compare(all, bootstrap->num_ranks);
 }
 
-/* Returns the number of different hosts among the peers. */
 static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 {
     int32_t hosts = 0;
@@ -149,8 +148,8 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 }
 
 /* Chooses a backend, gathers the choices of all ranks, and checks that they are equal. Without
- * this gather, a rank whose host lacks a plugin could not join, and all other ranks would wait
- * for it. */
+ * this gather, a rank whose host lacks a plugin would fail alone, and all other ranks would
+ * wait for it in join. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, rank_info *mine,
                                     rank_info *all, const epic_peer *peers)
@@ -234,16 +233,17 @@ static void release_context(epic_context *ctx)
     if (ctx->backend && ours) ctx->backend->leave(ctx->group);
     if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);
     ctx->backend = NULL;
-    /* A thread of the backend may write to the recorder until it has left the group. */
+    /* close the recorder only now, because a thread of the backend may write to it until the
+     * group is left */
     (ours ? recorder_close : recorder_forget)(ctx->recorder);
     ctx->recorder = NULL;
     trace_close(ctx->trace);
     ctx->trace = NULL;
 }
 
-/* Opens a group in three parts, each of which ends with a gather. All ranks compare their
- * configurations, then their choices of a backend, then their results of joining. `num_ranks`
- * is the caller's config.num_ranks. `all` and `peers` have one element for each rank. */
+/* Opens a group. All ranks compare first their configurations, then their choices of a backend,
+ * then their results of joining. Each of the three parts ends with a gather. `num_ranks` is the
+ * caller's config.num_ranks. `all` and `peers` have one element per rank. */
 static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, rank_info *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
@@ -288,9 +288,9 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     return result;
 }
 
-/* Makes a bootstrap for a caller that passed none: from config.native (MPI), or from the
- * environment. Fails if the environment describes no job. A group of one rank would be a bad
- * default, because a job of several processes would silently become several groups. */
+/* Creates a bootstrap for a caller that passed none: from config.native (MPI), or from the
+ * environment. Fails if the environment describes no job. A default group of one rank would be
+ * wrong, because each process of a job would silently get a group of its own. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)

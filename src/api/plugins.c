@@ -17,14 +17,14 @@ typedef struct plugin {
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    /* Second halves of the error text. when_absent: the library does not exist. when_broken:
-     * the library exists but cannot be loaded. */
+    /* Second half of the error text, if the library does not exist (when_absent), or exists but
+     * cannot be loaded (when_broken). */
     const char *when_absent, *when_broken;
 } plugin;
 
 #define NUM_PLUGINS 5
-/* A backend may have several plugins. A group uses the first one that allows its number of
- * ranks, or the last one, which then refuses the group. */
+/* A backend may have several plugins. A group uses the first one whose max_ranks is large
+ * enough. If none is, it uses the last one, which refuses the group. */
 static const plugin plugins[NUM_PLUGINS] = {
     {EPIC_MAX_RANKS, "mpi", "libepic_mpi.so", "epic_backend_mpi",
      "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "
@@ -61,8 +61,8 @@ static epic_result load_plugin(const epic_backend **out, const plugin *p)
         return EPIC_OK;
     }
     const char *why =
-        /* the text begins with the missing file: the plugin itself, or a library that it
-         * needs */
+        /* dlerror() begins with the name of the missing file: the plugin itself, or a library
+         * that the plugin needs */
         dlerror();
     const bool absent = why && strncmp(why, p->library, strlen(p->library)) == 0;
     const epic_result result = epic_fail(

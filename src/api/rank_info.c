@@ -24,22 +24,21 @@ static uint64_t random_uint64(void)
 {
     uint64_t word;
     if (getrandom(&word, sizeof word, 0) == sizeof word) return word;
-    /* without random values, the time makes the hashes of two groups different */
+    /* without random values, the time still makes the hashes of two groups differ */
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return hash_join((uint64_t)getpid(),
                      (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec);
 }
 
-/* Returns the inode that identifies a namespace, or 0. */
 static int64_t namespace_inode(const char *path)
 {
     struct stat s;
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
-/* Reads a small file of the kernel into a string, which is empty if there is no such file, for
- * example without /proc. Returns EPIC_EDEVICE if no descriptor or memory is left to open it. */
+/* Reads a small kernel file (/proc) into a string. The string is empty if there is no such
+ * file. Returns EPIC_EDEVICE if the process is out of descriptors or memory. */
 static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -53,8 +52,8 @@ static epic_result read_kernel_file(const char *path, char *text, size_t size)
     return EPIC_OK;
 }
 
-/* Sets host[] to hashes of `name`, the value of EPIC_HOST. "%r" in it stands for the rank, and
- * "%r/4" for the rank divided by 4, so that four ranks count as one host. */
+/* Sets host[] to hashes of `name`, the value of EPIC_HOST, after replacing "%r" by the rank, or
+ * "%r/4" by the rank divided by 4. With "%r/4", four ranks count as one host. */
 static void hash_host_name(uint64_t host[2], const char *name, int rank)
 {
     char number[16];
@@ -72,9 +71,9 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
     host[1] = hash_join(host[0], 1);
 }
 
-/* Writes two hashes that identify the host. host[0] is the running kernel, by its boot id.
- * host[1] also depends on the PID namespace, because a pid has a meaning only there: two
- * namespaces count as two hosts. EPIC_HOST replaces both. */
+/* Computes two hashes that identify the host. host[0] identifies the running kernel, by its
+ * boot id. host[1] also depends on the PID namespace: a pid is valid only in its namespace, so
+ * two namespaces count as two hosts. EPIC_HOST replaces both. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};
@@ -91,8 +90,9 @@ static epic_result identify_host(uint64_t host[2], int rank)
 }
 
 /* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
- * begins after the last ')', because the program's name in parentheses may contain spaces.
- * Inode and times of /proc/self change while the process runs, so they do not identify it. */
+ * begins after the last ')', because the program's name in parentheses may contain spaces. The
+ * inode and the times of the folder /proc/self cannot identify the process, because they change
+ * while it runs. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -112,7 +112,7 @@ static epic_result identify_process(uint64_t process[2], const uint64_t host[2])
 }
 
 /* Returns a random value that identifies this copy of libepic. A process may load two copies,
- * for example from two Python wheels, and neither can read the other's global tables. */
+ * for example from two Python wheels, and one copy cannot read the other's global tables. */
 static uint64_t identify_library(void)
 {
     static _Atomic uint64_t library;
@@ -204,8 +204,8 @@ static bool is_terminated(const char *text, size_t size)
     return memchr(text, 0, size) != NULL;
 }
 
-/* Returns true if a rank with this version of EPIC wrote the rank_info. Otherwise the fields
- * after `bytes` have no defined meaning, and compare_rank_infos() returns the error. */
+/* Returns true if a rank with this version of EPIC wrote the rank_info. If not, the fields
+ * after `bytes` are undefined, and compare_rank_infos() returns the error. */
 static bool is_same_version(const rank_info *info)
 {
     return info->magic == RANK_INFO_MAGIC && info->version == EPIC_VERSION;
@@ -228,14 +228,14 @@ static epic_result check_texts(const rank_info *info, int rank)
 }
 
 /* Returns true if `refused` is an error that another rank caused, for example a timeout. The
- * error of that rank has more detail. */
+ * error of the rank that caused it has more detail, so it is reported instead. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
 }
 
-/* Returns the rank_info of the lowest rank with an error, or NULL. second_hand selects the
- * errors for which is_second_hand() is true, or the others. */
+/* Returns the rank_info of the lowest rank with an error, or NULL. Looks only at errors for
+ * which is_second_hand() returns second_hand. */
 static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool second_hand)
 {
     for (const rank_info *info = all; info < all + num_ranks; info++)
@@ -246,7 +246,7 @@ static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool s
 }
 
 /* Returns true if an error text begins with "rank N: ". If joining fails on GPUs, every rank
- * reports the text of one rank, which already begins in this way. */
+ * already reports the text of the failed rank with this prefix. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;

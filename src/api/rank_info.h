@@ -6,17 +6,17 @@
 
 #include "backend/backend.h"
 
-/* Size of an error text in a rank_info. Together with the prefix "open: rank 1023: " it fits
- * into the 511 bytes of a failure's text. */
+/* Size of an error text in a rank_info. With the prefix "open: rank 1023: " it fits into the
+ * 511 characters of a failure's text. */
 #define RANK_INFO_SENTENCE 480
 
 /* The facts about a rank that it sends to all ranks. All versions of EPIC with this `magic` use
- * this size and layout, so that ranks with two versions can notice the difference. */
+ * this size and layout, so ranks with two different versions can detect the difference. */
 typedef struct rank_info {
     uint64_t magic;
     uint32_t version;
     uint32_t bytes; /* sizeof(rank_info) */
-    /* result of opening on this rank so far; if it is an error, `sentence` is its text */
+    /* this rank's result of opening so far; if it is an error, `sentence` is its error text */
     int64_t refused;
     int64_t rank, num_ranks;
     int64_t max_tokens, max_row_bytes, staging_bytes, timeout_ms, max_in_flight, max_sms,
@@ -38,7 +38,7 @@ epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
 /* Compares the rank_infos of all ranks. Returns the same result on every rank: EPIC_OK, the
  * error of a rank that failed, EPIC_EMISMATCH with both values of a field that differs, or
  * EPIC_EPEER for a rank_info that EPIC did not write. Checks every field, because any program
- * that can connect to the bootstrap may have written the data. */
+ * that can connect to the bootstrap may have sent it. */
 epic_result rank_info_compare(rank_info *all, int num_ranks);
 
 #endif

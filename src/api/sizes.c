@@ -47,12 +47,12 @@ static int64_t min_int64(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Returns how many slots a rank with `local` experts can need at most.
+/* Returns the maximum number of slots that a rank with `local` experts can need.
  *
  * A token has at most top_k choices on one rank, and with EPIC_DISTINCT at most one for each
- * local expert. A slab holds at most expert_capacity choices, and each slab that is not empty
- * is padded to a multiple of the alignment. An EPIC_FLAT layer has at most one slot for each
- * token. */
+ * local expert. A slab (the slots of one expert) holds at most expert_capacity choices, and
+ * each slab that is not empty is padded to a multiple of the alignment. An EPIC_FLAT layer has
+ * at most one slot for each token. */
 static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t local)
 {
     const int64_t tokens = c->max_tokens * c->num_ranks;
@@ -66,8 +66,8 @@ static int64_t capacity_bound(const epic_config *c, const epic_layer *l, int64_t
                      local * round_up(slab, l->alignment));
 }
 
-/* Returns how many experts one rank can own at most. If `placed` is true, the caller may pass
- * any rank_of_expert. Otherwise each rank owns a contiguous block of experts. */
+/* Returns the maximum number of experts that one rank can own. If `placed` is true, the caller
+ * may pass any rank_of_expert. If it is false, each rank owns a contiguous block of experts. */
 static int64_t max_local_experts(const epic_config *c, const epic_layer *l, bool placed)
 {
     const bool blocks = !placed && l->num_experts % c->num_ranks == 0;
@@ -89,8 +89,7 @@ epic_result epic_capacity_bound_v1(const epic_config *config, size_t config_size
     return EPIC_OK;
 }
 
-/* Returns the memory that a context needs: the memory of its backend, and the memory of the
- * context itself (context_bytes()). */
+/* Returns the memory that a context needs: that of its backend plus context_bytes(). */
 static epic_memory_info context_memory(const epic_config *c, const epic_backend *backend)
 {
     epic_memory_info info = {0};

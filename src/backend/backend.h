@@ -15,7 +15,7 @@
 #include "epic/epic.h"
 
 #define EPIC_MAX_RANKS 1024 /* maximum number of ranks in a group of a host backend */
-/* Maximum value of max_in_flight: how many operations one rank can have in flight at a time. */
+/* maximum value of max_in_flight: number of operations that one rank can have in flight */
 #define EPIC_MAX_OP_SLOTS 64
 
 struct epic_transport; /* defined in backend/transport.h */
@@ -24,10 +24,10 @@ struct epic_ops;       /* defined in backend/ops.h */
 /* One rank's state in a group.  Each backend defines its own. */
 typedef struct epic_group epic_group;
 
-/* Facts about one rank, which all ranks exchange before epic_open chooses a backend. */
+/* Facts about one rank. All ranks exchange them before epic_open chooses a backend. */
 typedef struct epic_peer {
     /* Two ranks with equal values are on the same host and in the same PID namespace. host[0]
-     * identifies the host since its last boot, host[1] the PID namespace. */
+     * identifies the host until its next reboot, host[1] the PID namespace. */
     uint64_t host[2];
     uint64_t process[2]; /* two ranks with equal values are in the same process */
     int64_t pid;
@@ -36,8 +36,8 @@ typedef struct epic_peer {
      * address if their inodes are equal */
     int64_t network_ns;
     /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal values
-     * share the library's global tables. The value is random, because an address would reveal
-     * where the library is loaded. */
+     * share the library's global tables. A random value, because an address would reveal where
+     * the library is loaded (ASLR). */
     uint64_t library;
 } epic_peer;
 
@@ -53,28 +53,29 @@ typedef struct epic_backend {
     /* The value of epic_config.backend that selects this backend. */
     const char *name;
 
-    /* Returns whether these ranks can form a group with this backend. Local, without side
-     * effects. If not, writes the reason to `why`, which has 256 bytes. */
+    /* Returns whether these ranks can form a group with this backend. If it returns false, it
+     * writes the reason to `why`, which has 256 bytes. Not collective, no side effects. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Creates this rank's state in the group. Collective: all ranks call it. On an error, join
+    /* Creates this rank's state in the group. Collective: all ranks call it. If it fails, it
      * releases everything, does not change *out and sets the error text with epic_fail.
      * epic_open then gathers the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
-    /* Releases the group. Not collective, and possible after a peer is gone. A device backend
-     * waits, at most until its timeout, for peers that may still write into this rank. */
+    /* Releases the group. Not collective, and works even if a peer is gone. A device backend
+     * waits for peers that may still write into this rank's memory, at most until its
+     * timeout. */
     void (*leave)(epic_group *group);
 
-    /* Called in a forked child. Releases the child's copy of the parent's group, without any
-     * effect on the parent and its peers. NULL: the child keeps its copy until it exits. */
+    /* Releases the child's copy of the parent's group in a forked child. Does not affect the
+     * parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
     /* Computes how much memory join allocates for one rank. The defaults of *config are set. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
-    /* Returns whether `from` is memory of this backend's devices. If it is, also copies `bytes`
+    /* Returns whether `from` is memory of this backend's devices. If it is, copies `bytes`
      * bytes from `from` to host memory at `to`, waits for the copy, and sets *good to whether
      * the copy succeeded. NULL: the backend has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
@@ -93,19 +94,19 @@ typedef struct epic_backend {
      * its peers on other hosts. NULL: the backend uses no network library. */
     void (*describe_net)(const epic_group *group, char *to, size_t size);
 
-    /* Exactly one of `transport` and `ops` is set. */
+    /* exactly one of the next two is set */
     const struct epic_transport *transport; /* set by a host backend */
     const struct epic_ops *ops;             /* set by a device backend */
 
-    /* Returns the last error text of the calling thread. A backend in a plugin sets this
-     * member, because the plugin has its own copy of epic_fail. NULL: the backend uses the
-     * epic_fail of libepic.so. */
+    /* Returns the last error text of the calling thread. Set by a backend in a plugin, because
+     * the plugin has its own copy of epic_fail. NULL: the backend uses the epic_fail of
+     * libepic.so. */
     const char *(*sentence)(void);
 
-    /* Creates a bootstrap. Backend mpi: for epic_bootstrap_mpi(); `native` is config.native, a
-     * pointer to an MPI communicator, or NULL for all ranks of the MPI job. Backend p2p: for
-     * epic_bootstrap_nccl(); `native` is an ncclComm_t, never NULL. The member is NULL in
-     * backends that have no bootstrap. */
+    /* Creates a bootstrap. NULL in backends that have none.
+     * - Backend mpi, for epic_bootstrap_mpi(): `native` is config.native, a pointer to an MPI
+     *   communicator, or NULL for all ranks of the MPI job.
+     * - Backend p2p, for epic_bootstrap_nccl(): `native` is an ncclComm_t, never NULL. */
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 

@@ -17,11 +17,11 @@ typedef struct epic_loss_args {
     const void *logits;
     int64_t num_tokens;
     int64_t total_tokens;
-    /* A plan in device memory, or NULL. With a plan, the total number of tokens of all ranks is
-     * read from it, and total_tokens is not used. */
+    /* A plan in device memory, or NULL. If set, the kernel reads the number of tokens of all
+     * ranks from the plan and ignores total_tokens. */
     const void *plan;
-    /* number of tokens in a sequence, for a loss per sequence (epic_balance_loss_args); 0 for
-     * the z-loss */
+    /* number of tokens per sequence, for a balance loss per sequence (epic_balance_loss_args);
+     * 0 for the z-loss */
     int64_t sequence_tokens;
     const int32_t *load;
     const int32_t *topk_idx;
@@ -38,44 +38,47 @@ typedef struct epic_loss_args {
     epic_stream stream;
 } epic_loss_args;
 
-/* The dense layer in front of the router, logits = x w_gate + b_gate, and its backward pass. */
+/* Arguments of the gate, the dense layer in front of the router: logits = x w_gate + b_gate,
+ * and its backward pass. */
 typedef struct epic_gate_args {
     epic_stream stream;
     const void *x; /* [tokens, hidden] of row_type */
     int64_t tokens, hidden, columns;
     /* Maximum number of tokens in a block. A layer in tree order divides its tokens into
-     * blocks, whose size does not depend on the number of ranks. The gate divides its sums into
-     * slices according to `block` and not to `tokens`, so the bits do not depend on the number
-     * of ranks either. */
+     * blocks, whose size does not depend on the number of ranks. The gate chooses the number of
+     * split-K slices by `block` and not by `tokens`, so the bits do not depend on the number of
+     * ranks either. */
     int64_t block;
-    /* The gate multiplies float32 values or their bfloat16 components (p2p/gate.c), depending
-     * on this number of tokens. It must not depend on the number of ranks. 0: use `block`. */
+    /* Number of tokens by which the gate chooses its arithmetic: float32 values or their
+     * bfloat16 components (p2p/gate.c). Must not depend on the number of ranks. 0: use
+     * `block`. */
     int64_t deciding_tokens;
     /* Backward: how the tokens form blocks. With count 0 or 1, all tokens are one block. */
     gate_blocks blocks;
     const float *w_gate, *b_gate; /* b_gate may be NULL */
     /* [tokens, columns]. Forward: output. Backward: input, the gradient of the logits. */
     float *logits;
-    /* workspace with gate_forward_bytes() or gate_backward_bytes() bytes
+    /* workspace of the caller, of gate_forward_bytes() or gate_backward_bytes() bytes
      * (rules/gate_layout.h) */
     void *workspace;
-    /* [tokens, hidden] of row_type. Backward adds the gradient of x to it; may be NULL */
+    /* [tokens, hidden] of row_type. Backward adds the gradient of x to it. May be NULL. */
     void *d_x;
-    /* [tokens, hidden]. Backward also adds these rows to d_x; may be NULL */
+    /* [tokens, hidden]. Backward also adds these rows to d_x. May be NULL. */
     const void *addend;
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate; /* 1: add the gradients to d_w_gate and d_b_gate; 0: overwrite them */
-    /* 1: always split float32 values into bfloat16 components (p2p/gate.c); for tests */
+    /* for tests. 1: always split float32 values into bfloat16 components (p2p/gate.c), whatever
+     * the size of the GEMM */
     uint32_t always_split;
-    /* 1: the method of the matrix product does not depend on `tokens` or `block` */
+    /* 1: how the GEMM is computed does not depend on `tokens` or `block` */
     uint32_t is_invariant;
 } epic_gate_args;
 
 /* The operations of a device backend. Every member is set.
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
- * them. The caller in libepic.so has checked the arguments. A function with the name of a
+ * them. The caller in libepic.so has checked the arguments. A function that has the name of a
  * public call takes the arguments of that call. Functions return EPIC_OK or an error, whose
  * error text epic_backend.sentence returns. */
 typedef struct epic_ops {
@@ -104,7 +107,7 @@ typedef struct epic_ops {
     epic_result (*bias_update)(epic_group *, const epic_bias_update_args *);
 
     /* Experts. The caller has filled in the defaults of args->experts. If expert_rows is NULL,
-     * all slots belong to one expert. A layer computes its shared expert in this way. */
+     * all slots belong to one expert. A layer uses this for its shared expert. */
     epic_result (*experts_forward)(epic_group *, const epic_experts_args *);
     epic_result (*experts_backward)(epic_group *, const epic_experts_backward_args *);
 
@@ -132,12 +135,12 @@ typedef struct epic_ops {
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Adds to the output the rows that never leave this rank: the outputs of the shared expert
-     * and of zero-experts (whose output is their input). */
+     * and of zero-experts. */
     epic_result (*add_local_rows)(epic_group *, epic_stream, const layer_tokens *,
                                   const layer_rows *);
 
     /* Launches a kernel that checks the plan: no rank may have more than num_local local
-     * experts. If a rank has more, next_data_error() returns the error later. */
+     * experts. If a rank has more, next_data_error() later returns the error. */
     epic_result (*check_plan_fits)(epic_group *, const epic_plan_args *, uint32_t num_local);
 
     /* Adds the array `from` to the array `to`, or copies it if `replace` is set. Each array has
@@ -151,8 +154,8 @@ typedef struct epic_ops {
     epic_result (*read_counts)(epic_group *, epic_stream, const int32_t *from, int64_t count,
                                int32_t *to);
 
-    /* Sums each of the two rows of values [2, n] in the order of a binary tree, and writes the
-     * sums to values[0] and values[1]. n is a power of two. */
+    /* Sums each of the two rows of values [2, n] in the order of a binary tree, where n is a
+     * power of two. Writes the two sums to values[0] and values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes losses [2] (balance loss, z-loss) and their sum to those loss outputs of the layer
@@ -165,11 +168,12 @@ typedef struct epic_ops {
     epic_result (*read_d_losses)(epic_group *, epic_stream, float *d_losses,
                                  const epic_moe_backward_args *);
 
-    /* Returns EPIC_OK, or the failure of the group, which it also writes to *out. */
+    /* Returns the failure of the group, which it also writes to *out, or EPIC_OK if there is
+     * none. */
     epic_result (*poll_failure)(epic_group *, epic_failure_info *out);
 
-    /* Returns an error in the ranks' data that a kernel has reported, or EPIC_OK if there is
-     * none. Returns the oldest error first, and each error only once. */
+    /* Returns the oldest unreported error that a kernel has found in the ranks' data, or
+     * EPIC_OK if there is none. Returns each error only once. */
     epic_result (*next_data_error)(epic_group *);
 
     /* Adds to out[r] how long the kernels of this rank have waited for rank r in the operations
@@ -177,9 +181,8 @@ typedef struct epic_ops {
      * for kernels. Any thread may call it. Errors: EPIC_EDEVICE. */
     epic_result (*read_waits)(epic_group *, uint32_t first, uint32_t last, epic_wait_info *out);
 
-    /* From now on a thread of the backend copies the waiting times to this page of the flight
-     * recorder, so that epic-info shows them, until epic_backend.leave returns. NULL: there is
-     * none. */
+    /* Makes a thread of the backend copy the waiting times to this page of the flight recorder,
+     * where epic-info reads them, until epic_backend.leave returns. NULL: no page. */
     void (*record_waits)(epic_group *, struct recorder_page *);
 
     /* Returns the maximum number of SMs that one operation uses. */

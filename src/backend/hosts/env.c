@@ -7,10 +7,10 @@
 #include "base/cores.h"
 #include "base/error.h"
 
-#define MAX_THREADS 7         /* largest value of EPIC_NET_THREADS */
-#define DEFAULT_MAX_THREADS 6 /* largest default of EPIC_NET_THREADS */
-/* The smallest default of EPIC_NET_THREADS other than 0. A single net thread would only replace
- * the proxy thread, and would not be faster, so the default is never 1. */
+#define MAX_THREADS 7         /* maximum value of EPIC_NET_THREADS */
+#define DEFAULT_MAX_THREADS 6 /* maximum default of EPIC_NET_THREADS */
+/* The smallest default of EPIC_NET_THREADS other than 0. The default is never 1, because a
+ * single net thread would only do the work of the proxy thread and would not be faster. */
 #define DEFAULT_MIN_THREADS 2
 /* by default a rank starts one net thread per this many of its cores (docs/lab/hosts.md) */
 #define CORES_PER_THREAD 2
@@ -23,7 +23,7 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-/* Reads a variable whose value is 0 or 1. `without` is the end of the error text, and says
+/* Reads a variable whose value is 0 or 1. `without` is the end of the error text: it describes
  * what happens if the variable is unset. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {
@@ -46,7 +46,7 @@ static epic_result read_rdma(net_rdma *rdma)
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_RELAY: whether rows may go through relays. They may, unless it is 0. */
+/* Reads EPIC_NET_RELAY: whether rows may go through relays (hosts_env). Default: yes. */
 static epic_result read_relays(bool *relays)
 {
     int value;
@@ -74,8 +74,8 @@ static epic_result read_number(const char *name, const char *what, const char *w
     return EPIC_OK;
 }
 
-/* Reads EPIC_NET_WINDOW. With the default, a rank sends all rows of most operations before it
- * receives the first one, which keeps the net busy. */
+/* Reads EPIC_NET_WINDOW. The default is large, so that in most operations a rank sends all rows
+ * before it receives the first one, which keeps the net busy. */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

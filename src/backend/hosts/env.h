@@ -5,8 +5,8 @@
 
 #include "net/net.h"
 
-/* The memory in which inbox and outbox (net/net.h) are. HOSTS_MEMORY_ANY means GPU memory if
- * all ranks can use it, otherwise host memory. */
+/* Memory of the inbox and outbox (net/net.h). HOSTS_MEMORY_ANY: GPU memory if all ranks can use
+ * it, host memory if not. */
 typedef enum hosts_memory {
     HOSTS_MEMORY_ANY,
     HOSTS_MEMORY_GPU,
@@ -17,15 +17,16 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    /* value of EPIC_NET_RELAY. true: a row is sent only once to each host, and a rank of that
-     * host forwards the row to the other ranks there */
+    /* value of EPIC_NET_RELAY. true: a row is sent only once to each host, to a rank there (the
+     * relay), which forwards it to the other ranks of that host */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
     /* value of EPIC_NET_WINDOW: how many tokens a kernel sends before it receives the first
      * one */
     int32_t window;
-    /* value of EPIC_NET_THREADS: how many threads the net may start in addition to the proxy
-     * thread. -1: not set; hosts_env_threads() then computes it from the number of cores */
+    /* value of EPIC_NET_THREADS: number of threads that the net may start in addition to the
+     * proxy thread. -1: not set, hosts_env_threads() computes the number from the number of
+     * cores */
     int32_t threads;
 } hosts_env;
 

@@ -3,12 +3,12 @@
  * kernels and operations of backend p2p, compiled again with EPIC_HOSTS. This file joins and
  * leaves groups.
  *
- * Ranks of one host store rows directly into each other's device memory, the heap. Between
- * hosts, the net copies words from the outbox of the sender into the inbox of the receiver
- * (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and are in GPU
- * memory or in host memory. The net treats each rank as a separate host, so this file passes a
- * rank wherever the net expects a host. Liveness connections (net/liveness.h) show which ranks
- * are dead. */
+ * Ranks of one host store rows directly into each other's heap, their receive buffer in device
+ * memory. Between hosts, the net copies words from the outbox of the sender into the inbox of
+ * the receiver (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and
+ * are in GPU memory or in host memory. The net treats each rank as a separate host, so this
+ * file passes a rank wherever the net expects a host. Liveness connections (net/liveness.h)
+ * show which ranks are dead. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,20 +20,21 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
-/* maximum number of ranks per host with relays: kernels use one bit of a word for each */
+/* maximum number of ranks per host with relays: kernels use one bit of a 32-bit word per
+ * rank */
 #define MAX_RELAYS 31
 
-/* The data that each rank sends to all ranks through the bootstrap while it joins the group. */
+/* Data that each rank sends to all ranks through the bootstrap while it joins the group. */
 typedef struct peer_info {
-    uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
+    uint32_t result; /* EPIC_OK, or the first error of this rank */
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
-    uint32_t relays;           /* EPIC_NET_RELAY of this rank */
-    /* EPIC_NET_MEMORY of this rank: the memory that it requests, a hosts_memory */
+    uint32_t relays;           /* value of EPIC_NET_RELAY on this rank */
+    /* value of EPIC_NET_MEMORY on this rank (a hosts_memory): the memory that it requests */
     uint32_t requested_memory;
     uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
-    /* the error text of this rank; without an error, the reason why its inbox and outbox
-     * are not in GPU memory */
+    /* error text of this rank; if it has no error, the reason why its boxes are not in GPU
+     * memory */
     char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
@@ -46,8 +47,8 @@ typedef struct hosts_part {
     net_liveness *liveness;
     hosts_proxy *proxy;
     bool on_gpu; /* true: inbox and outbox are in GPU memory; false: in host memory */
-    /* The memory into which the ranks of this host write rows. The partial sums of this rank
-     * follow in the same allocation; only this rank uses them. */
+    /* The heap, into which the ranks of this host write rows. This rank's partial sums, which
+     * no other rank uses, are behind it in the same allocation. */
     uint8_t *heap;
     /* memory into which the net copies words from other hosts; it has the layout of a heap */
     uint8_t *inbox;
@@ -59,8 +60,8 @@ typedef struct hosts_part {
 
 _Static_assert(NET_MAX_HOSTS >= DEVICE_MAX_RANKS, "each rank may be a host of its own");
 
-/* Implements epic_backend.can_join. This process must find a GPU, the network engine must be
- * available, and there must be at most DEVICE_MAX_RANKS ranks. */
+/* Implements epic_backend.can_join. The ranks can join if this process finds a GPU, the network
+ * engine is available, and there are at most DEVICE_MAX_RANKS ranks. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -94,8 +95,8 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Allocates an inbox or outbox. *out is the address that the net uses, and *seen the address of
- * the same memory that kernels use. */
+/* Allocates an inbox or outbox. *out is the address for the net, *seen the address of the same
+ * memory for kernels. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
@@ -104,7 +105,7 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the size in bytes of the partial sums, which follow the heap. */
+/* Returns the size in bytes of the partial sums, which are behind the heap. */
 static int64_t partial_sums_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
@@ -134,16 +135,17 @@ static epic_result make_heap(epic_group *g, hosts_part *h, peer_info *mine)
     return p2p_heap_export(g, h->heap, &mine->handle);
 }
 
-/* Returns how many bytes to allocate for an inbox or an outbox. In GPU memory they may be more
- * than the at->bytes bytes of the layout (p2p_heap_bytes()). */
+/* Returns the allocation size in bytes of an inbox or outbox. In GPU memory it may be larger
+ * than the layout's at->bytes (p2p_heap_bytes()). */
 static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
 {
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
 }
 
-/* Allocates inbox and outbox, and fills the inbox with poison. Sets self.heap[q] to the outbox
- * for every other rank q: kernels write the words for rank q there, and the net sends them. If
- * rank q is on this host, p2p_heap_connect() later sets self.heap[q] to the heap of rank q. */
+/* Allocates inbox and outbox, and fills the inbox with poison (the value of a word that has not
+ * arrived). Sets self.heap[q] to the outbox for every other rank q: kernels write the words for
+ * rank q there, and the net sends them. If rank q is on this host, p2p_heap_connect() later
+ * sets self.heap[q] to the heap of rank q. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -210,7 +212,7 @@ static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
                        .outbox_bytes = (uint64_t)g->self.at.bytes};
     if (cudaDeviceGetPCIBusId(setup.gpu, sizeof setup.gpu, g->device) != cudaSuccess) {
         *setup.gpu = 0;
-        (void)cudaGetLastError(); /* otherwise the next launch would report this error */
+        (void)cudaGetLastError(); /* clears the error, which the next launch would report */
     }
     memset(mine->net, 0, sizeof mine->net);
     const epic_result result = h->env.engine->open(&h->net, &setup, mine->net, why);
@@ -240,7 +242,8 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Adds to the error text that EPIC_NET_MEMORY=gpu forbids host memory. Returns `result`. */
+/* Adds to the error text that EPIC_NET_MEMORY=gpu forbids the fallback to host memory. Returns
+ * `result`. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -250,8 +253,8 @@ static epic_result fail_on_gpu(epic_result result)
 }
 
 /* Allocates inbox and outbox and opens the net. Uses host memory if EPIC_NET_MEMORY is host or
- * the engine cannot reach the GPU, otherwise GPU memory. connect_boxes() decides later for all
- * ranks together. */
+ * the engine cannot access GPU memory, and GPU memory if not. connect_boxes() later decides for
+ * all ranks together. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->requested_memory = h->env.memory;
@@ -274,14 +277,14 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
                                 .ranks_per_host = 1,
                                 .timeout_ms = g->config.timeout_ms,
                                 .group_id = g->self.group_id};
-    /* No rank outlives another rank of its process, so they need no liveness connection. With
-     * many ranks, connections between them would also take too many sockets. */
+    /* With MANY_RANKS, ranks of one process have no liveness connection between them: they exit
+     * together, and the connections would need too many sockets. */
     for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
         setup.is_in_process[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
 }
 
-/* Does the part of joining that needs no peer, and fills in *mine, the info to send. */
+/* Performs the part of joining that needs no peer, and fills in *mine, the info to send. */
 static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
 {
     TRY(p2p_group_device(g, &mine->gpu));
@@ -307,7 +310,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* The last use of the net by this thread: later only the proxy thread uses it. */
+    /* this thread does not use the net after this; later only the proxy thread does */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -336,8 +339,8 @@ static epic_result start_proxy(epic_group *g, hosts_part *h)
     return hosts_proxy_open(&h->proxy, &setup);
 }
 
-/* Returns the error of a rank that has failed, according to the info that it sent. Another
- * program may have written the info, so this function first checks its values. */
+/* Returns the error that a rank has sent in its info, or EPIC_OK. First checks the values of
+ * the info, because another program may have written it. */
 static epic_result check_peer(const peer_info *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -359,7 +362,7 @@ static epic_result check_peers(const peer_info *infos, int num_ranks)
 
 /* Sends this rank's info to all ranks and receives theirs. infos[r] is the info of rank r.
  * infos[num_ranks] is this rank's own copy, from which it sends. All ranks receive the same
- * infos, so they take the same decisions and gather equally often. */
+ * infos, so they make the same decisions and call gather the same number of times. */
 static epic_result gather_peers(const epic_join *join, peer_info *infos, epic_result result)
 {
     peer_info *mine = &infos[join->bootstrap->num_ranks];
@@ -386,8 +389,8 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
     return -1;
 }
 
-/* Checks the memory that ranks request with EPIC_NET_MEMORY. No two ranks may request different
- * kinds. If a rank requests GPU memory, all inboxes and outboxes must already be there. */
+/* Checks the memory that ranks request with EPIC_NET_MEMORY. All requests must be equal. If a
+ * rank requests GPU memory, all inboxes and outboxes must already be in GPU memory. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -408,10 +411,10 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 }
 
 /* Connects the net, with the same kind of memory on all ranks: GPU memory if every rank can
- * connect with it. Otherwise all ranks move to host memory, or fail if a rank has set
+ * connect with it. If not, all ranks move to host memory, or fail if a rank has set
  * EPIC_NET_MEMORY=gpu.
  *
- * Before the second attempt the ranks exchange their infos, because no rank may free its boxes
+ * The ranks exchange their infos before the second attempt, so that no rank frees its boxes
  * while another rank still connects to them. */
 static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info *infos)
 {
@@ -434,7 +437,7 @@ static epic_result connect_boxes(epic_group *g, const epic_join *join, peer_info
     return connect_net(g, h, infos);
 }
 
-/* Returns the number of ranks per host if relays can be used, otherwise 0. A relay is a rank
+/* Returns the number of ranks per host if relays can be used, and 0 if not. A relay is a rank
  * that receives a row for its host and forwards it to the other ranks there
  * (kernels/cuda/net/relay.cuh). Relays need several hosts with the same number of ranks each,
  * from two to MAX_RELAYS. The ranks must be numbered host by host, and every rank must allow
@@ -515,7 +518,7 @@ static epic_group *new_group(const epic_join *join)
 }
 
 /* Implements epic_backend.join. A rank that has failed still sends its info, so that all ranks
- * return an error instead of waiting for it. */
+ * return an error and none waits for it. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -550,9 +553,9 @@ static bool are_all_gone(epic_group *g)
     return true;
 }
 
-/* Implements epic_backend.leave. Announces to all peers that this rank leaves. Then waits, at
- * most until the timeout, until every peer has left or died, because a peer may write into this
- * rank's memory until then. At last frees the memory. */
+/* Implements epic_backend.leave. Announces to all peers that this rank leaves. Waits until
+ * every peer has left or died, at most until the timeout, because a peer may write into this
+ * rank's memory until then. Frees the memory last. */
 static void hosts_leave(epic_group *g)
 {
     int device = -1;
@@ -574,8 +577,8 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
     hosts_proxy_counts(g->hosts->proxy, counts);
 }
 
-/* Implements epic_backend.forget: closes the liveness connections in a forked child. Otherwise
- * peers would not notice the end of the parent while the child runs. */
+/* Implements epic_backend.forget: closes the liveness connections in a forked child, so that
+ * peers notice the end of the parent even if the child still runs. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);
@@ -587,8 +590,9 @@ static void hosts_describe_net(const epic_group *g, char *to, size_t size)
     epic_fit_text(to, size, g->hosts->net_text);
 }
 
-/* Implements epic_backend.memory. Without EPIC_NET_MEMORY it is not known before joining where
- * the boxes will be. Then both host_bytes and device_bytes count them. */
+/* Implements epic_backend.memory. If EPIC_NET_MEMORY is not set, it is unknown before joining
+ * whether the boxes are in GPU memory or in host memory, so both host_bytes and device_bytes
+ * include them. */
 static void hosts_memory_info(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

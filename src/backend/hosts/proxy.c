@@ -2,11 +2,12 @@
 /* The proxy thread sends rows from a GPU over the net (proxy.h). It calls proxy_progress() in a
  * loop, and sleeps while there is nothing to do.
  *
- * Kernels post *pieces* through a ring in host memory. Here a piece is a range of words in the
+ * Kernels post *pieces* through a ring in host memory. A piece is a range of words in the
  * outbox that must be sent to one host. The thread collects pieces in batches, joins them into
  * *puts* (put_batch.h) and passes the puts to the network engine, which only this thread calls.
- * A put is *in flight* until the engine no longer reads its words, and then it is *done*. An
- * *epoch* is one operation of the kernels.
+ * A put is *in flight* while the engine may still read its words. After that it is *done*. An
+ * *epoch* is one operation of the kernels. *Urgent* pieces are small and kernels wait for them
+ * (put_batch.h).
  *
  * The thread exchanges data with kernels through the ring and the words next to it
  * (p2p_ring_words). It loads ring entries with acquire order and stores its own words with
@@ -24,37 +25,41 @@
 #include "base/error.h"
 #include "base/thread.h"
 
-/* Number of epochs (operations) in the array `ends`. Kernels wait until at most two epochs have
- * puts in flight, so four are enough. */
+/* Number of epochs in the array `ends`. At most two epochs have puts in flight (kernels wait
+ * for this), so four are enough. */
 #define MAX_OPEN_EPOCHS 4
-/* maximum number of ring entries (requests of kernels) read before puts are posted */
+/* maximum number of ring entries that the thread reads before it posts puts */
 #define MAX_ENTRIES 256
-/* an incomplete batch is posted only while fewer puts than this to its host are in flight */
+/* A batch that is not full is posted only while fewer than this many puts to its host are in
+ * flight. */
 #define FEW_IN_FLIGHT 4
-/* Limits for the puts in flight to one host. At the limit of urgent puts, further urgent pieces
- * wait and are joined into larger puts. The bytes of row puts have a limit too, because the net
- * may send these bytes before an urgent put that is posted later. */
+/* Limits for the puts in flight to one host. At MAX_URGENT_IN_FLIGHT, new urgent pieces wait
+ * and are joined into larger puts. MAX_BYTES_IN_FLIGHT limits the bytes of row puts, because
+ * the net may send these bytes before an urgent put that is posted later. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-/* An urgent batch that would need more puts than this waits for pieces that fill its gaps. */
+/* An urgent batch that needs more than this many puts first waits for the pieces between its
+ * ranges, which join ranges into fewer puts. */
 #define URGENT_MAX_PUTS 4
 /* an urgent batch stops waiting for pieces when no urgent piece has been read for this long */
 #define URGENT_QUIET_US 5
-/* how many cache lines ahead of the current ring entry the thread prefetches */
+/* number of cache lines ahead of the current ring entry that the thread prefetches */
 #define PREFETCH_LINES 4
-/* the thread begins to sleep after this many calls of proxy_progress() without progress */
+/* number of calls of proxy_progress() without progress after which the thread begins to
+ * sleep */
 #define IDLE_ROUNDS 64
-/* how long the thread polls before its first sleep, if it may use at least SPARE_CORES cores */
+/* time in us that the thread polls before its first sleep, if it may use at least SPARE_CORES
+ * cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
-#define FIRST_NAP_US 20    /* length of the first sleep; each later one is twice as long */
+#define FIRST_NAP_US 20    /* duration of the first sleep; each later one is twice as long */
 #define MAX_NAP_BUSY_US 50 /* longest sleep while an operation runs */
 /* longest sleep while no operation runs; hosts_proxy_wake() ends such a sleep early */
 #define MAX_NAP_IDLE_US 20000
 #define MESSAGE_TIMEOUT_MS 2000
 
-/* A value that this rank sends, in one word, to a fixed place in one peer's inbox. Puts may
- * arrive in any order, so a new value is sent only when the put of the old value is done. */
+/* A one-word value that this rank sends to a fixed offset in one peer's inbox. Puts may arrive
+ * in any order, so a new value is sent only after the put of the old value is done. */
 typedef struct state_word {
     uint64_t sent;
     /* index of the put that has sent this value; the next value waits until this put is done */
@@ -63,8 +68,8 @@ typedef struct state_word {
 
 enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
 
-/* The message of one call of hosts_proxy_send(), with its arguments `at` and `bytes`. `posted`
- * is the index of the put that sends the message. */
+/* The message of one call of hosts_proxy_send(), with the arguments `at` and `bytes` of that
+ * call. `posted` is the index of the put that sends the message. */
 typedef struct message {
     uint64_t at, posted;
     uint32_t bytes;
@@ -75,7 +80,7 @@ typedef struct message {
 struct hosts_proxy {
     hosts_proxy_setup setup;
     pthread_t thread;
-    pthread_mutex_t mutex; /* held during hosts_proxy_send(), so that one call runs at a time */
+    pthread_mutex_t mutex; /* held during hosts_proxy_send(), so only one call runs at a time */
     message messages[NET_MAX_HOSTS];
     int is_closing;
     int is_asleep;        /* 1 while the thread sleeps */
@@ -83,30 +88,31 @@ struct hosts_proxy {
     bool is_running;      /* true while kernels of an operation run */
     bool has_read;        /* true if the last call of read_entries() has read an entry */
     bool has_read_urgent; /* true if the last call of read_entries() has read an urgent piece */
-    /* by host: true if the net cannot send more puts to the host at the moment */
+    /* for each host: true if the net refuses more puts to the host at the moment */
     bool full[NET_MAX_HOSTS];
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
-    /* true: the ring entry that ends the epoch was read; the epoch ends when all batches are
-     * posted */
+    /* true: the thread has read the ring entry that ends the epoch; the epoch ends when all its
+     * batches are posted */
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
-    /* how many of these entries are pieces, not marks of the end of an epoch */
+    /* number of these entries that are pieces; the others mark the end of an epoch */
     uint64_t pieces;
-    /* number of bytes and of puts posted for pieces, without state words and messages */
+    /* number of bytes and of puts that were posted for pieces, without state words and
+     * messages */
     uint64_t bytes, puts;
     uint64_t max_puts_in_flight; /* maximum number of row puts in flight to one host */
     /* number of puts posted to each host, including state words and messages */
     uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
-    /* posted[host] after each of the last urgent puts to a host; urgent put n has the index n %
-     * MAX_URGENT_IN_FLIGHT */
+    /* value of posted[host] after each of the last urgent puts to a host; urgent put n has the
+     * index n % MAX_URGENT_IN_FLIGHT */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    /* copies of `posted` at the end of the last epochs (operations); epoch n has index n %
+    /* copies of `posted` at the end of the last epochs; epoch n has the index n %
      * MAX_OPEN_EPOCHS */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
     uint64_t num_ends;  /* number of epochs that have ended */
-    uint64_t num_freed; /* number of epochs (operations) of which all puts are done */
+    uint64_t num_freed; /* number of epochs whose puts are all done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };
 
@@ -122,7 +128,8 @@ static bool is_peer(const hosts_proxy *p, int host)
 
 /* ----------------------------------------------------------------- puts of the kernels ---- */
 
-/* Ends an epoch: records how many puts were posted to each host, for free_epochs(). */
+/* Ends an epoch: records the number of puts posted to each host so far. free_epochs() later
+ * waits for these puts. */
 static void end_epoch(hosts_proxy *p)
 {
     memcpy(p->ends[p->num_ends++ % MAX_OPEN_EPOCHS], p->posted, sizeof p->posted);
@@ -152,10 +159,10 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 /* Reads ring entries until the epoch ends, the batcher is full, the ring is empty, or
  * MAX_ENTRIES entries were read. Returns the number of entries read.
  *
- * Kernels fill the ring in laps. The top byte of an entry is its lap (P2P_ENTRY_LAP), so the
- * thread recognizes entries of earlier laps. The acquire load of an entry makes the words
- * visible that the entry describes in the outbox. The store to `taken` lets kernels reuse the
- * ring entries. */
+ * Kernels fill the ring again and again. The top byte of an entry is the lap in which it was
+ * written (P2P_ENTRY_LAP), so the thread can skip entries of earlier laps. The acquire load of
+ * an entry makes the words in the outbox visible that the entry describes. The store to `taken`
+ * lets kernels reuse the ring entries. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -189,13 +196,13 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
 }
 
 /* Implements put_batch_may_go: decides which batches are posted now.
- *   - Complete batches of rows are posted while few puts are in flight to the host
- *     (max_puts_in_flight). Otherwise they wait here, because the net would send later urgent
- *     puts only after them.
- *   - Urgent batches are posted as soon as no more urgent pieces arrive. The warps of a plan
- *     post about a thousand pieces of records one after the other, and joining them saves puts.
- *   - Partial batches are posted while kernels post nothing and the net has little to do.
- *   - At the end of an epoch, all urgent and partial batches are posted. */
+ * - Full batches of rows are posted while few puts are in flight to the host
+ *   (max_puts_in_flight). If many are in flight, the batches wait here, because the net would
+ *   send later urgent puts only after them.
+ * - Urgent batches are posted as soon as no more urgent pieces arrive. The warps of a plan post
+ *   about a thousand pieces of records one after the other, and joining them saves puts.
+ * - Partial batches are posted while kernels post nothing and the net has little to do.
+ * - At the end of an epoch, all urgent and partial batches are posted. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
 {
     const hosts_proxy *p = self;
@@ -219,8 +226,9 @@ static void record_urgent(hosts_proxy *p, int host)
 /* Posts all batches that may_go() allows, and returns the number of puts. Ends the epoch when
  * all its batches are posted.
  *
- * If the net accepts no more puts to one host, the other hosts still get theirs. Otherwise they
- * would wait for rows of this rank and report it as the culprit. */
+ * If the net accepts no more puts to one host, the function still posts those to the other
+ * hosts. If it stopped, the other hosts would wait for rows of this rank and report this rank
+ * as the culprit. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -245,9 +253,9 @@ static int post_batches(hosts_proxy *p)
     return posted;
 }
 
-/* Reports to the kernels how many epochs are completely sent (`freed`). Epochs alternate
- * between the halves of the outbox. When all puts of an epoch are done, kernels may overwrite
- * its half. */
+/* Publishes to the kernels the number of epochs that are completely sent (`freed`). Epochs use
+ * the two halves of the outbox alternately. When all puts of an epoch are done, kernels may
+ * overwrite its half. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -281,7 +289,8 @@ static uint64_t broken_word(const hosts_proxy *p)
     return P2P_BROKEN(result, s->operation, s->reporter, s->phase, s->culprits);
 }
 
-/* Sends two state words to all peers: the ranks for which this rank waits, and its failure. */
+/* Sends two state words to all peers: the ranks that this rank waits for, and the failure that
+ * it has reported. */
 static void send_state(hosts_proxy *p)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -322,8 +331,8 @@ static void mark_dead(const hosts_proxy *p)
 
 /* --------------------------------------------------------------------------- main loop ---- */
 
-/* Does each task of the thread once: reads ring entries, posts puts, lets the net progress, and
- * sends this rank's state. Returns how many entries, puts and events of the net there were. */
+/* Performs each task of the thread once: reads ring entries, posts puts, lets the net progress,
+ * and sends this rank's state. Returns the number of entries, puts and net events together. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -341,7 +350,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until hosts_proxy_wake(), and then returns true. */
+/* Sleeps for `us` microseconds, or until hosts_proxy_wake() ends the sleep. Returns true if
+ * hosts_proxy_wake() ended it. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -368,8 +378,8 @@ static int64_t longer_nap(int64_t us)
 }
 
 /* The main function of the proxy thread: calls proxy_progress() until the proxy is closed.
- * While nothing happens, the thread first yields the core, then takes longer and longer
- * naps. */
+ * While nothing happens, the thread first yields the core, then sleeps for longer and longer
+ * times. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -442,7 +452,8 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* Each host has its own message, so a host that does not receive delays no other host. */
+    /* each host has its own message, so a host that does not receive does not delay the
+     * others */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

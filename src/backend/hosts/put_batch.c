@@ -2,7 +2,7 @@
 /* Joins pieces into puts. put_batch.h explains pieces, blocks and batches. A batch is in one of
  * these lists: free, waiting for more pieces, or ready to be posted. Urgent batches and batches
  * of rows have separate lists. Only the batch that is being posted (put_batcher.current) is in
- * no list. A *span* is a range of adjacent words, and a batch is a list of spans. */
+ * no list. A *span* is a range of adjacent words, and a batch is an array of spans. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
@@ -10,27 +10,27 @@
 
 #define MAX_OPEN 2048 /* number of batches, including the free ones */
 /* A batch is stale if other batches have received this many pieces since its last piece.
- * Kernels post rows nearly in order, so no more pieces are expected for a stale batch. Only a
- * warp that other warps overtake posts late, by about as many pieces as there are warps. */
+ * Kernels post rows nearly in order, so a stale batch probably gets no more pieces. Only a slow
+ * warp posts a piece late: by about as many pieces as there are warps. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* maximum number of spans (ranges of words) in a batch */
+#define MAX_SPANS 256 /* maximum number of spans in a batch */
 
-/* A range of words within a block: one piece, or several adjacent pieces. */
+/* A range of adjacent words within a block, from one or more pieces. */
 typedef struct span {
     uint32_t first, words;
 } span;
 
-/* A batch: the pieces of one block that are not posted yet. choose_batch() sorts its spans
+/* The pieces of one block for one host that are not posted yet. choose_batch() sorts the spans
  * before they are posted. */
 typedef struct put_batch {
     int host;
-    uint32_t block; /* index of this block in the heap */
+    uint32_t block; /* index of the block in the heap */
     uint32_t words;
     int num_spans;
     /* value of put_batcher.added when the batch got its last piece */
     uint64_t added;
     int next;   /* index of the next batch in its list; -1: last */
-    int before; /* index of the batch before it in its list; -1: first */
+    int before; /* index of the previous batch in its list; -1: first */
     span spans[MAX_SPANS];
 } put_batch;
 
@@ -38,7 +38,6 @@ typedef struct list { /* a linked list of batches, the oldest first */
     int first, last;
 } list;
 
-/* The batches of all hosts. */
 struct put_batcher {
     uint32_t block_words;
     uint32_t blocks_per_heap;
@@ -54,7 +53,6 @@ struct put_batcher {
     put_batch open[MAX_OPEN];
 };
 
-/* Adds batch i at the end of a list. */
 static void list_append(put_batcher *all, list *to, int i)
 {
     put_batch *p = &all->open[i];
@@ -67,7 +65,6 @@ static void list_append(put_batcher *all, list *to, int i)
     to->last = i;
 }
 
-/* Adds batch i at the beginning of a list. */
 static void list_prepend(put_batcher *all, list *to, int i)
 {
     put_batch *p = &all->open[i];
@@ -118,8 +115,8 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* Returns whether there are enough free batches for a piece of `words` words. Each block that
- * the piece touches may need one: the blocks that it fills, and one more at each end. */
+/* A piece may need a batch for each block that it touches: the blocks that it fills completely,
+ * and one partly filled block at each end. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->block_words) + 2;
@@ -145,8 +142,9 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* Takes a free batch for a block and a host, puts it into the waiting list, and returns its
- * index. Takes the batch that was freed last, because its memory is probably in the cache. */
+/* Takes a free batch for a block and a host, appends it to the waiting list, and returns its
+ * index. Takes the batch that was freed last, because its memory is probably still in the
+ * cache. */
 static int open_batch(put_batcher *all, int host, uint32_t block)
 {
     const int i = all->free.last;
@@ -161,7 +159,7 @@ static int open_batch(put_batcher *all, int host, uint32_t block)
     return i;
 }
 
-/* Removes a batch from its waiting list. Later pieces of its block open a new batch. */
+/* Removes a batch from its waiting list, so later pieces of the same block open a new batch. */
 static void stop_waiting(put_batcher *all, int i)
 {
     const put_batch *p = &all->open[i];
@@ -188,7 +186,8 @@ static void join_spans(put_batch *p)
     p->num_spans = last + 1;
 }
 
-/* Adds a range of words to a batch, if possible by extending the last span. */
+/* Adds a range of words to a batch. Extends the last span if the range begins where that span
+ * ends. */
 static void add_span(put_batch *p, uint32_t first, uint32_t words)
 {
     span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;
@@ -199,8 +198,9 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
         p->spans[p->num_spans++] = (span){first, words};
 }
 
-/* Moves the oldest waiting batch of rows to the ready list if it is stale. Otherwise it could
- * wait until the end of the operation, although its receiver may already wait for its rows. */
+/* Moves the oldest waiting batch of rows to the ready list if it is stale. Without this, the
+ * batch could wait until the end of the operation, although its receiver may already wait for
+ * the rows. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;

@@ -20,7 +20,7 @@
 
 typedef struct put_batcher put_batcher;
 
-/* The words that one put sends: `words` words of the heap, from word `word` on. */
+/* The words that one put sends: `words` words of the heap, starting at word `word`. */
 typedef struct put_range {
     int host;
     uint64_t word;
@@ -36,11 +36,12 @@ typedef enum put_batch_kind {
 } put_batch_kind;
 
 /* A function of the caller that returns whether a batch of this kind may be sent to the host
- * now. The batch needs at most `puts` puts. `self` is the argument of put_batcher_next(). */
+ * now. Sending the batch takes at most `puts` puts. `self` is the argument of
+ * put_batcher_next(). */
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
 /* Creates an empty batcher for heaps of `heap_words` words, of which the first `urgent_words`
- * are urgent. batch_words: words in a block. Returns NULL if memory is short. */
+ * are urgent. batch_words is the number of words in a block. Returns NULL if out of memory. */
 put_batcher *put_batcher_new(int num_hosts, uint64_t heap_words, uint64_t urgent_words,
                              uint32_t batch_words);
 void put_batcher_free(put_batcher *all); /* NULL is allowed */
@@ -54,22 +55,24 @@ bool put_batcher_is_empty(const put_batcher *all);
 /* Returns whether word `word` of the heap belongs to an urgent block. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece for a host: `words` words of the heap, from word `word` on. The caller has
- * checked put_batcher_has_room(). Pieces that wait for one host do not overlap. */
+/* Adds a piece for a host: `words` words of the heap, starting at word `word`.
+ * put_batcher_has_room() must have returned true. The waiting pieces for one host must not
+ * overlap. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
-/* Stores to *out the next put. Only batches for which may() returns true are considered: first
- * urgent batches, then complete batches of rows, then partial ones, and the oldest of each kind
- * first. Returns false if there is none. After true, the caller must call
- * put_batcher_mark_posted() or put_batcher_put_back(). */
+/* Writes the next put to *out. Considers only batches for which may() returns true: first
+ * urgent batches, then complete batches of rows, then partial ones, and of each kind the oldest
+ * first. Returns false if there is none. If it returns true, the caller must call
+ * put_batcher_mark_posted() or put_batcher_put_back() next. */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
-/* Removes the words of the put that put_batcher_next() returned, after it was posted. */
+/* Removes from the batch the words of the put that put_batcher_next() returned. Called after
+ * the put was posted. */
 void put_batcher_mark_posted(put_batcher *all);
 
-/* Keeps the words of the put that put_batcher_next() returned, because the net had no room.
- * Their batch becomes the first of its kind. */
+/* Keeps the words of the put that put_batcher_next() returned. Called if the net did not accept
+ * the put. The batch becomes the first of its kind. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif

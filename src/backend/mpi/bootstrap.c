@@ -7,10 +7,11 @@
  *
  * While the duplicate is created, a rank cannot see which ranks are missing. So after half of
  * the time limit each rank sends a roll call, an empty message, to all ranks on the caller's
- * communicator. A rank whose roll call does not arrive is missing, and the error names it.
+ * communicator. If the roll call of a rank does not arrive, the error text reports that rank as
+ * missing.
  *
- * MPI cannot cancel a duplicate or messages in flight. So after a failure their memory is not
- * freed. */
+ * MPI can cancel neither the creation of a duplicate nor messages in flight, so after a failure
+ * their memory is not freed. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdio.h>
@@ -21,7 +22,7 @@
 #include "base/deadline.h"
 
 #define GATHER_TAG 0
-#define ROLL_TAG 32767 /* MPI tag of roll calls: the greatest tag that every MPI allows */
+#define ROLL_TAG 32767 /* MPI tag of roll calls: the largest tag that every MPI allows */
 #define NAP_NS 100000
 
 /* The state of a bootstrap made from a communicator; epic_bootstrap.self points to it. */
@@ -33,14 +34,14 @@ typedef struct bootstrap {
     char sentence[512];
 } bootstrap;
 
-/* The state of one gather. `requests` has a receive for each rank, then a send for each rank;
- * the two requests for this rank itself stay MPI_REQUEST_NULL. */
+/* The state of one gather. `requests` has one receive per rank, then one send per rank. The two
+ * requests for this rank itself stay MPI_REQUEST_NULL. */
 typedef struct gather_round {
     unsigned char *bytes;  /* [num_ranks, size]: the bytes of each rank */
     MPI_Request *requests; /* [2, num_ranks]: a receive from, and a send to, each rank */
     MPI_Status *statuses;  /* [2, num_ranks]: output of MPI_Testsome */
     int *indices;          /* [2, num_ranks]: output of MPI_Testsome */
-    bool *missing;         /* [num_ranks]: ranks of which no message has arrived */
+    bool *missing;         /* [num_ranks]: true for ranks whose message has not arrived */
     size_t size;
 } gather_round;
 
@@ -65,8 +66,8 @@ static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
     }
 }
 
-/* Receives one roll call (an empty message that shows that its sender is present), and clears
- * the `missing` flag of the sender. Returns false if no roll call has arrived. */
+/* Receives one roll call, if one has arrived, and clears the `missing` flag of its sender.
+ * Returns false if none has arrived. */
 static bool receive_roll_call(MPI_Comm comm, bool *missing)
 {
     int came = 0;
@@ -79,10 +80,10 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Receives roll calls. Sends this rank's roll call once, when `late` is set or another rank's
- * roll call has arrived, and then clears missing[m->rank]. Ignores errors of MPI, because roll
- * calls only improve an error text. Meanwhile MPI_ERRORS_RETURN replaces the communicator's
- * error handler, which may end the program. */
+/* Receives roll calls. Sends this rank's own roll call once, as soon as `late` is set or a roll
+ * call of another rank has arrived. missing[m->rank] is true until this rank has sent it.
+ * Ignores MPI errors, because roll calls only improve an error text. Sets MPI_ERRORS_RETURN
+ * during the call, because the communicator's error handler may end the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -97,7 +98,6 @@ static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing
     MPI_Errhandler_free(&theirs);
 }
 
-/* Returns EPIC_ETIMEOUT; the error text names the missing ranks. */
 static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 {
     char names[160];
@@ -183,7 +183,6 @@ static epic_result make_round(gather_round *r, const bootstrap *m, const void *m
     return EPIC_OK;
 }
 
-/* Posts the receives and sends of a gather. */
 static int post_messages(gather_round *r, const bootstrap *m)
 {
     const unsigned char *mine = r->bytes + (size_t)m->rank * r->size;
@@ -209,8 +208,8 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* Handles one finished request, the i-th one that MPI_Testsome has reported. `code` is the
- * result of MPI_Testsome. Returns EPIC_EMISMATCH if the peer sent another number of bytes. */
+/* Handles one finished request: the i-th one that MPI_Testsome has reported with the result
+ * `code`. Returns EPIC_EMISMATCH if the peer sent a different number of bytes. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
@@ -227,7 +226,7 @@ static epic_result finish_request(gather_round *r, const bootstrap *m, int i, in
     return EPIC_OK;
 }
 
-/* Polls all requests, and subtracts from *left how many of them have finished. */
+/* Polls all requests, and subtracts the number of finished requests from *left. */
 static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
 {
     int count = 0;
@@ -282,7 +281,8 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
 /* ---------------------------------------------------------------------- open and close ---- */
 
 /* Returns whether `comm` can be used for a bootstrap: it must be a valid intracommunicator. If
- * not, writes the reason to `why`, which has `size` bytes and calls the communicator `name`. */
+ * not, writes the reason to `why`, which has `size` bytes. That text calls the communicator
+ * `name`. */
 bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 {
     int inter = 0;
@@ -295,8 +295,8 @@ bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
     return false;
 }
 
-/* Checks that `native` points to a communicator that can be used. If `native` is NULL, starts
- * MPI unless it already runs. */
+/* Checks that `native` points to a usable communicator. If `native` is NULL, starts MPI unless
+ * it already runs. */
 static epic_result check_native(const void *native)
 {
     char why[128];
@@ -321,9 +321,9 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm; NULL
+/* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm. NULL
  * means MPI_COMM_WORLD. Collective. If some ranks do not call this function in time, returns
- * EPIC_ETIMEOUT; the error text names these ranks. */
+ * EPIC_ETIMEOUT with an error text that lists these ranks. */
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {
     TRY(check_native(native));

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
- * receives from any source are always posted; progress.c polls them. Control messages are
- * small, so MPI completes a send at once, and the sender does not wait for the peer. */
+ * receives from any source are always posted, and progress.c polls them. Control messages are
+ * small, so MPI completes a send at once, and the sender does not wait for the peer to poll
+ * MPI. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -40,7 +41,8 @@ static void broadcast_message(epic_group *group, const control_message *message,
         if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
-/* Ends the waits of all threads of this rank: increments num_events of every op slot. */
+/* Ends the waits of all threads of this rank: increments num_events of every op slot, which
+ * wait() compares with an earlier value. */
 void control_notify_all(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
@@ -50,7 +52,7 @@ void control_notify_all(epic_group *group)
 
 /* Stores the group's first failure, and ends all waits of this rank. If should_broadcast is
  * set, also sends the failure to all ranks. `broken` is stored last, with release order,
- * because threads read the failure without the mutex once `broken` is true. */
+ * because threads that see it set read the failure without the mutex. */
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast)
 {
     if (is_broken(group)) return;
@@ -77,7 +79,6 @@ void control_fail(epic_group *group, int code, const char *what)
     control_break(group, &failure, true);
 }
 
-/* Posts NUM_RECEIVE_BUFFERS receives for control messages from any source. */
 epic_result control_start(epic_group *group)
 {
     for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) {
@@ -90,7 +91,6 @@ epic_result control_start(epic_group *group)
     return EPIC_OK;
 }
 
-/* Cancels and frees the posted receives. */
 void control_stop(epic_group *group)
 {
     for (int i = 0; i < NUM_RECEIVE_BUFFERS; i++) {
@@ -103,7 +103,6 @@ void control_stop(epic_group *group)
 
 /* ----------------------------------------------------------------------------- leaving ---- */
 
-/* Sends the close message to all peers, without waiting. */
 void control_close(epic_group *group)
 {
     group->close_message = (control_message){.kind = MESSAGE_CLOSED};
@@ -112,7 +111,7 @@ void control_close(epic_group *group)
 }
 
 /* Returns whether all control messages of this rank have been sent. Also returns true if MPI
- * fails, because waiting longer would not help. */
+ * fails, because they will never be sent then. */
 bool control_is_sent(epic_group *group)
 {
     int sent = 1;

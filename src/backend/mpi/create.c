@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * The only MPI call for this purpose that the other ranks need not make is
- * MPI_Comm_create_group. It waits forever if one of its ranks dies. So if MPI allows several
+ * The only MPI call for this that is collective over the new ranks alone is
+ * MPI_Comm_create_group. It waits forever if one of these ranks dies. So if MPI allows several
  * threads, a separate thread calls it. At the deadline create_comm() *abandons* the thread: it
  * returns an error and no longer waits. If the MPI call returns later, the thread itself frees
  * its `creation`. */
@@ -15,8 +15,8 @@
 
 #define NAP_NS 50000
 
-/* Arguments and result of MPI_Comm_create_group. create_comm() shares this struct with the
- * thread that calls MPI_Comm_create_group. */
+/* Arguments and result of MPI_Comm_create_group. The thread that calls it shares this struct
+ * with create_comm(). */
 typedef struct creation {
     pthread_mutex_t mutex; /* guards done and is_abandoned */
     MPI_Comm parent, comm;
@@ -31,7 +31,8 @@ static void free_creation(creation *c)
     free(c);
 }
 
-/* Calls MPI_Comm_create_group. Frees *c if create_comm() has abandoned this thread. */
+/* The main function of the thread: calls MPI_Comm_create_group and stores the result. Frees *c
+ * if create_comm() has abandoned this thread. */
 static void *run_creation(void *self)
 {
     creation *c = self;
@@ -45,8 +46,8 @@ static void *run_creation(void *self)
     return NULL;
 }
 
-/* Returns whether MPI_Comm_create_group has returned. If not and `abandon` is set, marks *c as
- * abandoned, so that the thread will free it. */
+/* Returns whether MPI_Comm_create_group has returned. If it has not and `abandon` is set, marks
+ * *c as abandoned, so that the thread will free *c. */
 static bool is_done(creation *c, bool abandon)
 {
     pthread_mutex_lock(&c->mutex);
@@ -87,9 +88,10 @@ static epic_result wait_for_creation(epic_group *group, creation *c)
     return EPIC_OK;
 }
 
-/* Creates group->comm from the `ranks` of `parent`. Collective over these ranks. If MPI allows
- * only one thread, or if no thread can be started, calls MPI directly, without a deadline.
- * Errors: EPIC_ETIMEOUT, EPIC_EPEER (a rank of this host died), EPIC_EDEVICE, EPIC_ENOMEM. */
+/* Creates group->comm from the group `ranks` of ranks of `parent`. Collective over these ranks.
+ * If MPI allows only one thread, or no thread can be started, calls MPI directly, without a
+ * deadline. Errors: EPIC_ETIMEOUT, EPIC_EPEER (a rank of this host died), EPIC_EDEVICE,
+ * EPIC_ENOMEM. */
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag)
 {
     pthread_t thread;

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The drain thread: polls MPI until the rows of finished exchanges are sent.
  *
- * When this rank has finished an exchange, a slow peer may not have received all its rows. MPI
- * moves these rows only while this rank calls MPI, but the rank may compute for a long time or
- * never call EPIC again. So while there are unsent rows and no other thread polls, the drain
- * thread polls MPI once per millisecond.
+ * When this rank has finished an exchange, a slow peer may not have received all rows of this
+ * rank. MPI moves these rows only while this rank calls MPI, but the rank may compute for a
+ * long time or never call EPIC again. So while there are unsent rows and no other thread polls,
+ * the drain thread polls MPI once per millisecond.
  *
  * After IDLE_LOOKS polls without unsent rows the thread sleeps until mpi_finish() wakes it. It
  * does not sleep at once, because waking it costs more than a short operation. */
@@ -21,8 +21,8 @@ static void wake_drain(epic_group *group)
     if (group->drain_sleeps) pthread_cond_signal(&group->drain_wake_up);
 }
 
-/* Sleeps for PACE_NS without the mutex. Then polls MPI, unless another thread has polled
- * meanwhile. The caller holds the mutex. */
+/* Sleeps for PACE_NS without the mutex. Polls MPI after that, unless another thread has polled
+ * during the sleep. The caller holds the mutex. */
 static void drain_once(epic_group *group)
 {
     const uint64_t looks = group->num_looks;
@@ -61,7 +61,6 @@ epic_result drain_start(epic_group *group)
     return epic_fail(EPIC_ENOMEM, "backend mpi: the system refused one more thread");
 }
 
-/* Ends and joins the drain thread, if it runs. The caller does not hold the mutex. */
 void drain_stop(epic_group *group)
 {
     if (!group->drain_runs) return;
@@ -73,7 +72,8 @@ void drain_stop(epic_group *group)
     group->drain_runs = false;
 }
 
-/* Implements epic_transport.finish. The op slot becomes free when MPI has sent all its rows. */
+/* Implements epic_transport.finish. The op slot is in the state SLOT_DRAINING until MPI has
+ * sent all its rows, then it becomes free. */
 void mpi_finish(epic_group *group, int index)
 {
     op_slot *slot = &group->slots[index];

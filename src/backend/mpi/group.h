@@ -1,24 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A rank's view of a group whose ranks are processes of one MPI job. In this folder, a slot is
- * an op slot (backend/transport.h). A control message carries no rows, for example an op header
- * or a failure. To poll MPI is to call MPI_Test or MPI_Testsome. These are the files of this
- * folder in the order of their layers:
+ * an op slot: the state of one exchange in flight (backend/transport.h). A control message
+ * carries no rows, for example an op header (the arguments of an operation, which the ranks
+ * compare) or a failure. To poll MPI is to call MPI_Test or MPI_Testsome. The files of this
+ * folder, in the order of their layers:
  *
- *   runtime.c      starts MPI; its lock and its errors
- *   tables.c       allocates the memory of a group
- *   liveness.c     finds peers whose process ended without a close message
- *   control.c      sends control messages (MPI tag 0); the failure of the group
- *   op_slots.c     claims op slots and stores the headers of peers
- *   peer_status.c  exchanges the status of waiting ranks, to find culprits
- *   staging.c      sends and receives rows, on MPI tag 1 + the receiver's op slot
- *   progress.c     polls MPI and passes what arrived to the files above
- *   wait.c         waits for a change
- *   drain.c        a thread that polls MPI until finished slots are sent
- *   lifecycle.c    starts and ends MPI; keeps the groups that this rank has left
- *   create.c       creates a communicator within a deadline
- *   bootstrap.c    creates a bootstrap from a communicator
- *   join.c         joins and leaves a group
- *   mpi.c          the table of transport functions
+ * - runtime.c: starts MPI; its lock and its errors
+ * - tables.c: allocates the memory of a group
+ * - liveness.c: finds peers whose process ended without a close message
+ * - control.c: sends control messages (MPI tag 0); the failure of the group
+ * - op_slots.c: claims op slots and stores the headers of peers
+ * - peer_status.c: exchanges the status of waiting ranks, to find culprits
+ * - staging.c: sends and receives rows, on MPI tag 1 + the receiver's op slot
+ * - progress.c: polls MPI and passes what arrived to the files above
+ * - wait.c: waits for a change
+ * - drain.c: a thread that polls MPI until finished slots are sent
+ * - lifecycle.c: starts and ends MPI; keeps the groups that this rank has left
+ * - create.c: creates a communicator within a deadline
+ * - bootstrap.c: creates a bootstrap from a communicator
+ * - join.c: joins and leaves a group
+ * - mpi.c: the table of transport functions
  *
  * A file calls only functions of files above it in this list.
  *
@@ -40,7 +41,7 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define CONTROL_TAG 0
 #define FIRST_ROW_TAG 1
-/* smallest size in bytes of half a ring, and largest size of an entry */
+/* minimum size in bytes of half a ring, and maximum size of an entry */
 #define MIN_SEGMENT 8704
 /* number of receives for control messages that are always posted */
 #define NUM_RECEIVE_BUFFERS 16
@@ -55,11 +56,11 @@ enum message_kind {
     MESSAGE_STATUS_REPLY    /* answers MESSAGE_STATUS_REQUEST */
 };
 
-/* The status of a rank, which it sends to a peer that waits for it. */
+/* The status that a rank sends to a peer that waits for this rank. */
 typedef struct status_report {
     uint32_t is_waiting;
     uint32_t phase;
-    /* the operation that the rank announced last; tag and sequence belong to it */
+    /* the operation that the rank announced last, with this tag and sequence number */
     uint32_t operation;
     uint32_t is_inside;
     uint64_t tag;
@@ -67,7 +68,8 @@ typedef struct status_report {
     uint64_t waits_for[RANK_WORDS];
 } status_report;
 
-/* A control message, sent on MPI tag 0. Only the members that its kind needs are sent. */
+/* A control message, sent on MPI tag 0. Only the members that the message kind needs are
+ * sent. */
 typedef struct control_message {
     uint32_t kind;
     /* In MESSAGE_HEADER: index of an op slot of the sender. In MESSAGE_STATUS_*: index of an op
@@ -88,7 +90,7 @@ typedef struct send_buffer {
     MPI_Request request;
 } send_buffer;
 
-/* A peer's op header that arrived before this rank began the exchange. */
+/* An op header of a peer that arrived before this rank began the exchange. */
 typedef struct early_header {
     bool is_used;
     int32_t slot_index;
@@ -98,7 +100,8 @@ typedef struct early_header {
 
 /* The last known state of one peer. */
 typedef struct peer {
-    /* the peer's close message has arrived, but its older messages may still arrive */
+    /* true: the peer's close message has arrived, but earlier messages of the peer may still
+     * arrive */
     bool is_closing;
     bool closed;
     uint32_t num_early;
@@ -117,27 +120,29 @@ typedef struct peer_status {
     status_report status_report;
 } peer_status;
 
-/* The state of the ring of one op slot to or from one peer. A *segment* is the part of a flow
- * that one MPI message carries, and each half of the ring holds one segment. Segments are
- * counted over all flows of the ring: segment n uses half n % 2. */
+/* The state of one op slot's ring to or from one peer. A *flow* is one array of entries that
+ * moves through the ring. A *segment* is the part of a flow that one MPI message carries, and
+ * each half of the ring holds one segment. Segments are numbered through all flows of the ring:
+ * segment n uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries in this flow */
-    /* how many entries of this flow this rank has sent (writer), or read and dropped
-     * (reader) */
+    /* number of entries of this flow that this rank has sent (as writer) or has read and
+     * dropped (as reader) */
     int64_t moved;
-    /* index of this flow's first segment, counted over all flows */
+    /* number of this flow's first segment */
     uint64_t first;
-    /* how many segments (MPI messages) were passed to MPI so far, in all flows together */
+    /* number of segments that were passed to MPI so far, in all flows together */
     uint64_t num_started;
-    /* distance in bytes from the beginning of a half to this flow's first entry; only at the
-     * writer's end (staging.c) */
+    /* distance in bytes from the beginning of a half to this flow's first entry; used only by
+     * the writer (staging.c) */
     int64_t offset;
 } staging_ring;
 
 enum { REQUEST_HEADER, REQUEST_SEND, REQUEST_RECEIVE = REQUEST_SEND + 2, NUM_REQUESTS = 5 };
 
-/* The states of an op slot, in their order. SLOT_OPEN: this rank has announced the exchange.
- * SLOT_DRAINING: this rank has finished it, but MPI still reads from the slot's rings. */
+/* The states of an op slot, in the order in which a slot passes through them. SLOT_OPEN: this
+ * rank has announced the exchange. SLOT_DRAINING: this rank has finished the exchange, but MPI
+ * still reads from the slot's rings. */
 enum op_slot_state { SLOT_FREE, SLOT_CLAIMED, SLOT_OPEN, SLOT_DRAINING };
 
 /* The state that wait() keeps between its calls. Each op slot has one, and the group one more
@@ -160,19 +165,20 @@ typedef struct op_slot {
     int index;
     uint64_t tag, sequence;
     control_message announcement;
-    /* num_events: how many changes so far could end a call of wait(). num_seen_events: value of
-     * num_events when wait() last found a change. */
+    /* num_events: number of changes so far that can end a call of wait(). num_seen_events:
+     * value of num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
-    /* calls of room(), entry() or op_header() without a result since the last poll of MPI */
+    /* number of calls of room(), entry() or op_header() without a result since the last poll of
+     * MPI */
     int num_misses;
-    unsigned num_looks;  /* how often wait() has polled MPI while it waited for rows */
+    unsigned num_looks;  /* number of polls of MPI by wait() during the current wait for rows */
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */
     wait_state wait;
-    /* how many flows all exchanges of this op slot have had so far */
+    /* number of flows in all exchanges of this op slot so far */
     int64_t num_flows;
-    /* Sizes for the current flow. entry_bytes: size of an entry. stride: distance in bytes
-     * between two entries in the ring. per_segment: number of entries in a segment; 0 before
-     * the first flow of the exchange. */
+    /* Sizes for the current flow, in bytes: entry_bytes is the size of an entry, and stride the
+     * distance between two entries in the ring. per_segment is the number of entries in a
+     * segment. It is 0 before the first flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each: the op header of each peer, and whether it has arrived */
@@ -196,7 +202,7 @@ struct epic_group {
 
     op_slot *slots; /* [num_slots]: the op slots of this rank */
     peer *peers;    /* [num_ranks]: the state of each peer */
-    /* [num_ranks]: pidfds of the processes of ranks on this host; -1 for the others */
+    /* [num_ranks]: pidfds of ranks on this host; -1 for the other ranks */
     struct pollfd *pidfds;
     int64_t liveness_checked_ns; /* time at which the pidfds were last polled */
     send_buffer *send_buffers;
@@ -207,12 +213,13 @@ struct epic_group {
     uint64_t last_tag, last_sequence;
     uint32_t last_operation;
     wait_state wait; /* the wait of the threads that wait for a free op slot */
-    int *indices;    /* [num_ranks * NUM_REQUESTS]: output of MPI_Testsome */
+    /* [num_ranks * NUM_REQUESTS]: output of MPI_Testsome, indices of finished requests */
+    int *indices;
 
     atomic_bool broken;
     epic_failure_info failure;  /* written once, before `broken` */
     send_buffer failure_buffer; /* the message that sends the failure to all ranks */
-    /* [2, num_ranks]: sends of the failure message, then of the close message */
+    /* [2, num_ranks]: requests of the failure message, then of the close message */
     MPI_Request *broadcast_requests;
     control_message close_message;
 
@@ -220,20 +227,20 @@ struct epic_group {
     pthread_cond_t drain_wake_up;
     bool drain_runs, drain_sleeps, leaving;
     int num_draining;
-    uint64_t num_looks;        /* how often all threads together have polled MPI */
+    uint64_t num_looks;        /* number of polls of MPI by all threads together */
     _Atomic int64_t polled_ns; /* time (clock_ns()) of the last poll for control messages */
 
     unsigned char *rings;
     int64_t ring_bytes;
     _Atomic uint64_t bytes_sent;
 
-    void *memory; /* one mapping that contains first the tables, then the rings */
+    void *memory; /* one mapping: first the tables, then the rings */
     size_t table_bytes, memory_bytes;
     epic_group *next; /* next in the list of groups that this rank has left */
 };
 
 /* Returns an MPI request of the op slot for a peer. `which` is REQUEST_HEADER, or REQUEST_SEND
- * or REQUEST_RECEIVE plus the half of the ring. */
+ * + half, or REQUEST_RECEIVE + half, where half is the half of the ring. */
 static inline MPI_Request *request_of(op_slot *slot, int peer, int which)
 {
     return &slot->requests[peer * NUM_REQUESTS + which];
@@ -245,14 +252,14 @@ static inline bool is_broken(epic_group *group)
     return atomic_load_explicit(&group->broken, memory_order_acquire);
 }
 
-/* Returns whether the bit mask contains the rank. */
 static inline bool has_rank(const uint64_t *ranks, int rank)
 {
     return ranks[rank / 64] >> (rank % 64) & 1;
 }
 
-/* Functions of runtime.c. Most functions from here on are described where they are defined. A
- * function that returns epic_result also sets the error text of the thread (epic_fail()). */
+/* Functions of runtime.c. The functions from here on are described where they are defined,
+ * except the short ones. A function that returns epic_result also sets the error text of the
+ * thread (epic_fail()). */
 void runtime_nap(int64_t ns);
 /* starts MPI if necessary; sets *ours to true if this call started MPI */
 epic_result runtime_start(bool *ours);
@@ -271,7 +278,7 @@ void mpi_memory(const epic_config *config, epic_memory_info *out);
 /* liveness.c: finds dead processes on this host. The caller holds the mutex. */
 void liveness_watch(epic_group *group, const epic_peer *peers);
 void liveness_check(epic_group *group, int64_t now); /* polls at most every 5 ms */
-/* the peer has closed its context, or its process has exited */
+/* returns true if the peer has closed its context or its process has exited */
 bool liveness_is_gone(const epic_group *group, int peer);
 void liveness_unwatch(epic_group *group);
 
@@ -294,7 +301,7 @@ void op_slots_add_header(epic_group *group, const control_message *message, int 
 void mpi_announce(epic_group *group, int index, uint64_t tag, uint64_t sequence,
                   const epic_op_header *header);
 
-/* peer_status.c: asks peers what they wait for. The caller holds the mutex. */
+/* peer_status.c: requests from peers which ranks they wait for. The caller holds the mutex. */
 void peer_status_request(epic_group *group, op_slot *slot, int64_t now);
 void peer_status_reply(epic_group *group, const control_message *question, int from);
 void peer_status_store(epic_group *group, const control_message *reply, int from);
@@ -319,7 +326,7 @@ bool progress_control(epic_group *group);
 void progress_drain(epic_group *group);
 /* polls MPI for the messages that the op slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
-/* polls MPI every num_ranks-th time that room(), entry() or op_header() finds nothing */
+/* polls MPI if the last num_ranks calls of room(), entry() or op_header() all found nothing */
 void progress_after_miss(epic_group *group, op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 
@@ -336,8 +343,9 @@ void mpi_finish(epic_group *group, int op_slot);
 /* calls runtime_start() and hooks MPI_Finalize */
 epic_result lifecycle_start(void);
 void lifecycle_add_open(void);
-void lifecycle_mark_broken(void);         /* this process must not call MPI_Finalize */
-void lifecycle_retire(epic_group *group); /* takes over a group that this rank has left */
+void lifecycle_mark_broken(void); /* this process must not call MPI_Finalize */
+/* takes ownership of a group that this rank has left */
+void lifecycle_retire(epic_group *group);
 
 /* create.c: makes the communicator of the group. Sets group->comm, except on an error. */
 epic_result create_comm(epic_group *group, MPI_Comm parent, MPI_Group ranks, int tag);

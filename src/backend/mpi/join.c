@@ -1,6 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Joins and leaves a group. To join, the ranks exchange data through the bootstrap, and then
- * create an MPI communicator. */
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -18,7 +16,8 @@
 
 /* ---------------------------------------------------------------- check before joining ---- */
 
-/* Returns how many ranks mpirun has started, or 0 if it did not start this process. */
+/* Returns the number of ranks that mpirun has started, or 0 if mpirun did not start this
+ * process. */
 static int launched_ranks(void)
 {
     const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};
@@ -35,7 +34,7 @@ static MPI_Comm parent_of(const epic_config *config)
 }
 
 /* Returns whether two of the ranks are threads of one process, which backend mpi does not
- * support. If so, writes the reason with their ranks to `why`. */
+ * support. If so, writes the two ranks and the reason to `why`. */
 static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
 {
     for (int a = 0; a < num_ranks; a++)
@@ -51,7 +50,7 @@ static bool find_threads(const epic_peer *peers, int num_ranks, char *why)
     return false;
 }
 
-/* Returns whether the communicator is valid and has num_ranks ranks or more. Otherwise writes
+/* Returns whether the communicator is valid and has at least num_ranks ranks. If not, writes
  * the reason to `why`. */
 static bool fits_started(const epic_config *config, int num_ranks, char *why)
 {
@@ -86,7 +85,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         return false;
     }
     const int launched = launched_ranks();
-    /* If mpirun started exactly these ranks, all of them will initialize MPI when they join. */
+    /* All these ranks will initialize MPI when they join. */
     if (launched == num_ranks) return true;
     if (launched)
         snprintf(why, SENTENCE,
@@ -109,7 +108,8 @@ typedef struct join_info {
     core_set cores;
 } join_info;
 
-/* Returns a hash (FNV-1a) of the name of the MPI job, to detect ranks of different jobs. */
+/* Returns a hash (FNV-1a) of the name of the MPI job, so that check_infos() can detect ranks of
+ * different jobs. */
 static uint64_t job_id(void)
 {
     const char *name = getenv("PMIX_NAMESPACE");
@@ -118,7 +118,7 @@ static uint64_t job_id(void)
     return hash;
 }
 
-/* Does the part of joining that needs no other rank: starts MPI, checks the communicator,
+/* Performs the part of joining that needs no other rank: starts MPI, checks the communicator,
  * allocates the group. Fills in *mine for the gather. */
 static epic_result prepare_rank(const epic_join *join, epic_group **group, join_info *mine)
 {
@@ -136,8 +136,8 @@ static epic_result prepare_rank(const epic_join *join, epic_group **group, join_
     return drain_start(*group);
 }
 
-/* Checks the infos of all ranks: every rank has succeeded so far, and the ranks are different
- * ranks of one communicator. */
+/* Checks the infos of all ranks: every rank must have succeeded so far, and the ranks must be
+ * different ranks of one communicator. */
 static epic_result check_infos(const join_info *infos, int num_ranks)
 {
     uint32_t taken[(1 << 20) / 32] = {0};
@@ -167,8 +167,8 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether the ranks of this host may together run on at least one core per rank.
- * Otherwise two ranks share a core, and a waiting rank must yield it. */
+/* Returns whether the ranks of this host together may run on at least one core per rank. If
+ * not, ranks share cores, so a waiting rank must yield its core. */
 static bool find_core_per_rank(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -199,7 +199,8 @@ static epic_result make_connections(epic_group *group, const epic_join *join,
     liveness_watch(group, join->peers);
     const epic_result result =
         create_comm(group, parent, ours, (int)(join->group_id % (CREATE_TAGS - 1)));
-    /* MPI_Comm_create_group may not have returned (create.c), so MPI may still read `ours` */
+    /* if MPI_Comm_create_group has not returned (create.c), MPI may still read `ours`, so do
+     * not free it */
     if (group->comm == MPI_COMM_NULL) return result;
     MPI_Group_free(&ours);
     MPI_Comm_set_errhandler(group->comm, MPI_ERRORS_RETURN);
@@ -214,8 +215,8 @@ static void discard_group(epic_group *group)
     tables_free(group);
 }
 
-/* Locks the mutex and calls make_connections(). The collective MPI call in that function is
- * short, because all peers make it at the same time. */
+/* Locks the mutex and calls make_connections(). The mutex may be held during the collective MPI
+ * call, because all peers make this call at the same time, so it is short. */
 static epic_result connect_locked(epic_group *group, const epic_join *join,
                                   const join_info *infos)
 {
@@ -225,8 +226,8 @@ static epic_result connect_locked(epic_group *group, const epic_join *join,
     return result;
 }
 
-/* Joins the group. Collective: a failed rank still takes part in the gather, so that all
- * fail. */
+/* Joins the group. Collective. A rank that failed still takes part in the gather, so that all
+ * ranks return an error. */
 epic_result mpi_join(epic_group **out, const epic_join *join)
 {
     const int num_ranks = join->bootstrap->num_ranks;
@@ -260,9 +261,9 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
 
 /* ----------------------------------------------------------------------------- leaving ---- */
 
-/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Until
- * then its close message may still arrive. *since is the time at which the first dead peer was
- * found, or 0. */
+/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Waits
+ * that long, because the close message may arrive after the exit. *since is the time at which
+ * the first dead peer was found, or 0. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
@@ -309,8 +310,9 @@ static bool test_slots(epic_group *group)
     return idle;
 }
 
-/* Cancels the receives that no peer will serve, and waits at most CANCEL_NS for all requests.
- * Returns false if some are still pending: MPI may still access the rings, which must stay. */
+/* Cancels the receives for which no message will come, and waits at most CANCEL_NS for all
+ * requests. Returns false if some are still pending: MPI may still access the rings, so they
+ * must not be freed. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
@@ -328,8 +330,8 @@ static bool cancel_requests(epic_group *group)
 }
 
 /* Breaks the group, because a peer died or did not receive rows before the deadline. The
- * communicator of a broken group is never freed. So MPI cannot reuse its id, and late messages
- * cannot reach another group. */
+ * communicator of a broken group is never freed, so that MPI cannot reuse its id and deliver
+ * late messages to another group. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,

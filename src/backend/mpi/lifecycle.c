@@ -2,16 +2,16 @@
 /* Starts and ends MPI. A process can start MPI only once, so this file keeps one state for the
  * whole process: whether EPIC started MPI, and which groups this rank has left.
  *
- * The communicator of a group is freed only after all peers have left the group too. Otherwise
- * MPI could give its id to another group, and a late message would reach the wrong group.
- * Communicators are freed when this rank opens or leaves another group, and when MPI ends. The
- * communicator of a broken group is never freed. */
+ * The communicator of a group is freed only after all peers have left the group too. If it were
+ * freed earlier, MPI could reuse its id for another group, which would receive late messages of
+ * this one. Communicators are freed when this rank opens or leaves another group, and when MPI
+ * ends. The communicator of a broken group is never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
-#define LAST_CALL_NS 1000000000 /* longest time that MPI_Finalize waits for peers to leave */
+#define LAST_CALL_NS 1000000000 /* maximum time that MPI_Finalize waits for peers to leave */
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
@@ -33,7 +33,6 @@ static bool all_closed(const epic_group *group)
     return true;
 }
 
-/* If all peers have left the group, frees it and returns true. */
 static bool free_if_all_closed(epic_group *group)
 {
     if (is_broken(group)) return false;
@@ -49,8 +48,8 @@ static bool free_if_all_closed(epic_group *group)
     return over;
 }
 
-/* Frees the groups that all peers have left. Returns how many groups remain that are not
- * broken. The caller holds lifecycle.mutex. */
+/* Frees the groups that all peers have left. Returns the number of unbroken groups that remain.
+ * The caller holds lifecycle.mutex. */
 static int free_left_groups(void)
 {
     int whole = 0;
@@ -67,7 +66,7 @@ static int free_left_groups(void)
     return whole;
 }
 
-/* Counts a group that this rank has joined. */
+/* Counts one more group that this rank has joined. */
 void lifecycle_add_open(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -75,8 +74,8 @@ void lifecycle_add_open(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* Records that a group is broken or MPI may be stuck in a call, so that this process does not
- * call MPI_Finalize at its end. */
+/* Records that a group is broken or MPI may hang in a call, so that this process does not call
+ * MPI_Finalize when it exits. */
 void lifecycle_mark_broken(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -84,7 +83,8 @@ void lifecycle_mark_broken(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* Takes over a group that this rank has left, and frees the groups that all peers have left. */
+/* Takes ownership of a group that this rank has left, and frees the groups that all peers have
+ * left. */
 void lifecycle_retire(epic_group *group)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -98,8 +98,9 @@ void lifecycle_retire(epic_group *group)
 
 /* ----------------------------------------------------------------------- start and end ---- */
 
-/* MPI calls this at the beginning of MPI_Finalize, whoever calls that. Waits up to LAST_CALL_NS
- * for peers that are leaving, then cancels the posted receives. */
+/* MPI calls this function at the beginning of MPI_Finalize, whether EPIC or the program calls
+ * MPI_Finalize. It waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted
+ * receives. */
 static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
 {
     (void)comm, (void)key, (void)value, (void)state;
@@ -115,8 +116,9 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* Runs at the end of the process. Calls MPI_Finalize if EPIC started MPI, but not with a broken
- * or open group: MPI_Finalize could then wait forever. In that case mpirun ends the job. */
+/* Runs when the process exits. Calls MPI_Finalize if EPIC started MPI. Does not call it if a
+ * group is broken or still open, because MPI_Finalize could then wait forever. Without the
+ * call, mpirun ends the whole job. */
 __attribute__((destructor)) static void finalize_at_exit(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;
@@ -131,8 +133,6 @@ static int attach_finalize_hook(void)
     return code;
 }
 
-/* Starts MPI if necessary, attaches before_finalize() once. The caller holds
- * lifecycle.mutex. */
 static epic_result start_locked(void)
 {
     bool ours = false;

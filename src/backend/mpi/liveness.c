@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds peers whose process has exited without a close message. MPI may not report that. If
- * mpirun does not end the job either, the other ranks would wait until their deadline.
+/* Finds peers whose process has exited without a close message. MPI may not report such an
+ * exit. If mpirun does not end the job either, the other ranks would wait until their deadline.
  *
  * A pidfd shows that a process on this host and in this PID namespace has exited. The rank that
  * finds a dead peer breaks the group, so that ranks on other hosts return the error too. If a
- * rank is alone on its host, its death is not found. A lost MPI connection is no sign, because
- * it does not prove that a process has exited. */
+ * rank is alone on its host, no rank detects its death. A lost MPI connection is not used as a
+ * sign of death, because the process may still run. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -15,7 +15,6 @@
 
 #define PACE_NS 5000000 /* time between two polls of the pidfds */
 
-/* Opens a pidfd for every peer on this host. */
 void liveness_watch(epic_group *group, const epic_peer *peers)
 {
     const epic_peer *mine = &peers[group->rank];
@@ -45,14 +44,14 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* Returns whether the peer has closed its context or its process has exited. Its messages may
- * not be handled yet, so src/exchange checks twice before it reports the peer. */
+/* Returns whether the peer has closed its context or its process has exited. Earlier messages
+ * of the peer may not be handled yet, so src/exchange checks twice before it reports the
+ * peer. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;
 }
 
-/* Closes all pidfds. */
 void liveness_unwatch(epic_group *group)
 {
     for (int r = 0; r < group->num_ranks; r++) {

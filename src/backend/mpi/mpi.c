@@ -1,18 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend mpi: ranks are processes of one MPI job, which share no memory and only exchange
- * messages. This file has the table of transport functions, and those functions that poll MPI
- * when they have no result yet. */
+ * messages. This file has the table of transport functions, and the transport functions that
+ * poll MPI if they have no result yet. */
 #include "backend/mpi/group.h"
 #include "base/error.h"
 
 #define RECENT_NS 1000000
 
-/* Implements epic_transport.claim: reserves a free op slot, and returns its index or -1. */
+/* Implements epic_transport.claim: reserves a free op slot for an operation. Returns its index,
+ * or -1. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* Free the op slots of finished exchanges first, so that op_slots_find_free() can return
-     * one whose memory is still in the cache. */
+    /* first free the op slots of finished exchanges, because their memory is still in the
+     * cache */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;
@@ -69,7 +70,7 @@ static bool has_polled_recently(epic_group *group)
  *
  * Polls until two polls in a row find nothing, because MPI may receive a message in one poll
  * and report it only in the next. So a rank that calls EPIC after a long time finds the failure
- * before it joins an operation that its peers have given up. */
+ * of an operation before it joins that operation. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

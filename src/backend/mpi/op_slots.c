@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Op slots, here called slots: the state of one rank for one exchange. A slot is free, claimed,
  * open (announced), draining (finished, but MPI still reads its rings), and then free again. If
- * a peer's op header arrives before this rank has opened a slot for the exchange, the list
- * `early` of that peer stores it. */
+ * a peer's op header arrives before this rank has opened a slot for the exchange, it is stored
+ * in the list `early` of that peer. */
 #include "backend/mpi/group.h"
 
 /* -------------------------------------------------------------------------- op headers ---- */
@@ -18,8 +18,8 @@ op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
     return NULL;
 }
 
-/* Stores a peer's op header in this rank's op slot. has_header is stored with release order, so
- * that the thread of the slot can read the header without the mutex. */
+/* Stores a peer's op header in this rank's op slot. Stores has_header with release order,
+ * because the thread of the slot reads it and the header without the mutex. */
 static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_header *header)
 {
     slot->headers[from] = *header;
@@ -28,8 +28,8 @@ static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_h
     slot->num_events++;
 }
 
-/* Stores a peer's op header for an exchange that this rank has not begun. Breaks the group if
- * the peer's list is full: then the peer has more than max_in_flight operations in flight. */
+/* Stores a peer's op header for an exchange that this rank has not begun. If the peer's list is
+ * full, the peer has more than max_in_flight operations in flight: breaks the group. */
 static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -52,7 +52,8 @@ static void store_early_header(epic_group *group, const control_message *message
     control_break(group, &failure, true);
 }
 
-/* Stores an op header of a peer in the op slot of its exchange, or among the early headers. */
+/* Stores an op header of a peer in the op slot of its exchange, or in the peer's list of early
+ * headers. */
 void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];
@@ -98,7 +99,7 @@ static void reset_slot(epic_group *group, op_slot *slot)
     for (int r = 0; r < group->num_ranks; r++) {
         atomic_store_explicit(&slot->has_header[r], false, memory_order_relaxed);
         slot->send_rings[r] = (staging_ring){
-            /* Each exchange begins in another half of the ring than the exchange before it. */
+            /* each exchange begins in the other half of the ring than the previous exchange */
             .num_started = (uint64_t)slot->num_flows};
         slot->receive_rings[r] = (staging_ring){0};
         slot->statuses[r].is_pending = false;

@@ -1,27 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Exchanges the status of ranks. A rank that waits for a long time sends status requests to the
- * ranks for which it waits, to the ranks for which those wait, and so on. A rank that itself
- * waits in EPIC polls MPI, so it replies. At its deadline a rank can therefore distinguish
- * waiting peers from silent ones, and names only the silent ones as culprits. */
+ * ranks for which it waits, to the ranks for which those ranks wait, and so on. A rank that
+ * waits inside EPIC polls MPI, so it replies. At its deadline a rank can therefore distinguish
+ * waiting peers from silent ones, and reports only the silent ones as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
 
 #define MS 1000000ll
-/* a rank sends its first requests when a wait has lasted this long */
+/* a rank sends its first status requests after it has waited this long */
 #define PATIENCE_NS (50 * MS)
-#define PACE_NS (10 * MS) /* shortest time between two calls that send status requests */
-/* After a peer has replied, the next request is sent to it at the earliest after this time. */
+#define PACE_NS (10 * MS) /* minimum time between two rounds of status requests */
+/* minimum time between a reply of a peer and the next request to this peer */
 #define AGAIN_NS (100 * MS)
-/* A peer that does not reply gets another request after this time. The time is long, so that
- * few messages accumulate at a stuck peer. */
+/* A peer that does not reply gets the next request after this time. The time is long, so that
+ * few messages accumulate at a peer that hangs. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-/* after wait() has returned, a thread still counts as waiting for this time, because it usually
- * waits again */
+/* A thread counts as waiting until this long after wait() has returned, because it usually
+ * calls wait() again. */
 #define MOMENT_NS (100 * MS)
 
-/* Returns a send buffer whose last message has been sent, or NULL. */
 static send_buffer *find_free_buffer(epic_group *group)
 {
     for (int i = 0; i < NUM_SEND_BUFFERS; i++) {
@@ -38,8 +37,8 @@ static bool is_fresh(const peer_status *s, int64_t now)
     return s->replied_ns && now - s->replied_ns <= FRESH_NS;
 }
 
-/* Sends a status request to a peer that is not gone. Does nothing if a request of the last
- * SILENT_NS is pending, if a reply is more recent than AGAIN_NS, or if no send buffer is
+/* Sends a status request to a peer that is not gone. Does nothing if a request sent within
+ * SILENT_NS is pending, if the last reply is younger than AGAIN_NS, or if no send buffer is
  * free. */
 static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
 {
@@ -58,8 +57,8 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* Adds to `whom`, a bit mask of ranks, the ranks for which its members wait according to their
- * latest replies. Repeats this until no rank is added any more. */
+/* Adds to `whom`, a bit mask of ranks, the ranks for which these ranks wait according to their
+ * last replies. Repeats this until it adds no more ranks (transitive closure). */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -94,9 +93,9 @@ static void add_wait(status_report *out, const wait_state *w, int64_t now)
     for (int i = 0; i < RANK_WORDS; i++) out->waits_for[i] |= w->waits_for[i];
 }
 
-/* Returns this rank's reply to a status request. If this rank takes part in the exchange (tag,
- * sequence), the reply has the ranks for which it waits there. Otherwise it has the ranks for
- * which it waits in any exchange, or for a free op slot. */
+/* Returns this rank's reply to a status request. The reply contains the ranks for which this
+ * rank waits in the exchange (tag, sequence). If this rank does not take part in that exchange,
+ * the reply contains the ranks for which it waits in any exchange or for a free op slot. */
 static status_report make_report(epic_group *group, uint64_t tag, uint64_t sequence)
 {
     status_report out = {
@@ -131,11 +130,11 @@ void peer_status_reply(epic_group *group, const control_message *question, int f
     control_send(group, &l->message, from, &l->request);
 }
 
-/* Stores a peer's reply if this rank is still in the exchange that sent the request. */
+/* Stores a peer's reply, if this rank is still in the exchange of the request. */
 void peer_status_store(epic_group *group, const control_message *reply, int from)
 {
     op_slot *slot = op_slots_find(group, reply->tag, reply->sequence);
-    /* the exchange of the request is over, so its reply is not needed */
+    /* the exchange is over, so the reply is not needed */
     if (!slot || slot->index != reply->slot_index) return;
     peer_status *s = &slot->statuses[from];
     s->is_pending = false;
@@ -167,8 +166,8 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
     out->is_inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
-/* Copies a report to *out. Every report shows which phase the peer has reached. Only a report
- * of the last FRESH_NS (`fresh`) shows that the peer still waits. */
+/* Copies a report to *out. The phase that the peer has reached is always valid. Only a report
+ * received within FRESH_NS (`fresh`) shows that the peer still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;
@@ -181,8 +180,8 @@ static void copy_report(const status_report *a, bool fresh, epic_peer_status *ou
     out->is_inside = a->is_inside;
 }
 
-/* Implements epic_transport.look with the peer's last op header and its last status report.
- * Also sends a new status request. */
+/* Implements epic_transport.look: fills in *out from the peer's last op header and last status
+ * report. Also sends a new status request. */
 void peer_status_read(epic_group *group, int from, uint64_t tag, uint64_t sequence,
                       epic_peer_status *out)
 {

@@ -5,7 +5,6 @@
 
 /* -------------------------------------------------------------------- control messages ---- */
 
-/* Passes a control message to the function for its kind. */
 static void dispatch_message(epic_group *group, const control_message *message, int from)
 {
     switch (message->kind) {
@@ -38,7 +37,7 @@ static void mark_closed(epic_group *group)
  *
  * MPI may report a peer's messages in another order than they were sent. So after a close
  * message this function polls until nothing more arrives, and only then marks the peer as
- * closed. By then it has handled every message that the peer sent before the close message. */
+ * closed. By then it has handled all messages that the peer sent before the close message. */
 bool progress_control(epic_group *group)
 {
     bool any_closing = false, any = false;
@@ -68,7 +67,7 @@ bool progress_control(epic_group *group)
 }
 
 /* Implements epic_transport.break_group. Polls first, because a failure that a peer has already
- * sent takes precedence over the failure of this rank. */
+ * sent takes precedence over the failure that this rank reports. */
 void progress_break_group(epic_group *group, const epic_failure_info *failure)
 {
     pthread_mutex_lock(group->mutex);
@@ -79,9 +78,9 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Polls the sends and receives of an op slot. Each message with rows that has arrived
- * increments num_events, which ends a wait. So does each finished send, if the op slot waits
- * for room. */
+/* Polls the sends and receives of an op slot. Increments num_events, which ends a wait, for
+ * each message with rows that has arrived and, if the op slot waits for room, for each finished
+ * send. */
 static void poll_slot(epic_group *group, op_slot *slot)
 {
     int count;
@@ -92,7 +91,7 @@ static void poll_slot(epic_group *group, op_slot *slot)
         control_fail(group, code, "MPI_Testsome");
         return;
     }
-    /* MPI sets count to a negative number if no request is active */
+    /* MPI sets count to a negative value if no request is active */
     for (int i = 0; i < count; i++) {
         const int which = group->indices[i] % NUM_REQUESTS;
         if (which >= REQUEST_RECEIVE || (which >= REQUEST_SEND && slot->waits_for_room))
@@ -118,7 +117,7 @@ static void free_if_idle(epic_group *group, op_slot *slot)
     group->num_draining--;
 }
 
-/* Polls the finished op slots that MPI still reads, and frees those that are complete. */
+/* Frees the draining op slots whose requests are complete. */
 void progress_drain(epic_group *group)
 {
     for (int i = 0; group->num_draining && i < group->num_slots; i++)
@@ -127,9 +126,9 @@ void progress_drain(epic_group *group)
 
 /* ------------------------------------------------------------- progress of one op slot ---- */
 
-/* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, otherwise op
- * headers. It does not poll both, because an MPI call that finds nothing yields the core.
- * Yielding is slow if there are more ranks than cores. */
+/* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, op headers
+ * if not. Does not poll both, because an MPI call that finds nothing yields the core, which is
+ * slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)
@@ -138,8 +137,8 @@ void progress_slot(epic_group *group, op_slot *slot)
         progress_control(group);
 }
 
-/* Called when room(), entry() or op_header() finds nothing. Every num_ranks-th call polls MPI,
- * so that a caller that never waits also makes progress. */
+/* Called when room(), entry() or op_header() finds nothing. Polls MPI at every num_ranks-th
+ * such call, so that MPI makes progress even if the caller never waits. */
 void progress_after_miss(epic_group *group, op_slot *slot)
 {
     if (++slot->num_misses < group->num_ranks) return;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starts MPI, determines whether several threads may call it, and reports its errors. */
+/* Starts MPI, determines whether several threads may call MPI, and reports MPI errors. */
 #include <time.h>
 
 #include "backend/mpi/group.h"
@@ -23,7 +23,7 @@ pthread_mutex_t *runtime_mutex(void)
     return level < MPI_THREAD_MULTIPLE ? &one_thread : NULL;
 }
 
-/* Returns EPIC_EDEVICE: the MPI call `what` returned the error `code`. */
+/* Returns EPIC_EDEVICE with an error text for the result `code` of the MPI call `what`. */
 epic_result runtime_fail(int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";
@@ -41,8 +41,9 @@ bool runtime_is_up(void)
     return initialized && !finalized;
 }
 
-/* Starts MPI with MPI_THREAD_MULTIPLE, unless the program has started it, and sets *ours if so.
- * Returns EPIC_ENOTSUP if MPI was finalized or does not allow calls from several threads. */
+/* Starts MPI with MPI_THREAD_MULTIPLE, unless the program has started MPI. Sets *ours to true
+ * if this call started MPI. Returns EPIC_ENOTSUP if MPI was finalized or does not allow calls
+ * from several threads. */
 epic_result runtime_start(bool *ours)
 {
     int initialized = 0, finalized = 0, level = MPI_THREAD_SINGLE, code;

@@ -3,14 +3,14 @@
  * *segment* at a time: the entries that one MPI message carries. MPI moves one half while this
  * rank fills or reads the other half.
  *
- * Both ranks know the number of entries in a flow, so no message describes a segment. A segment
- * holds as many entries as fit into half of the ring, and the last segment of a flow holds the
- * rest. The writer sends a segment when all its entries are written. The reader posts a receive
- * only when a half of its ring is free. MPI delays large sends until then, so the reader need
- * not report free halves.
+ * Both ranks know the number of entries in a flow (one array of entries), so no message
+ * describes a segment. A segment holds as many entries as fit into half of the ring, and the
+ * last segment of a flow holds the rest. The writer sends a segment when all its entries are
+ * written. The reader posts a receive only when a half of its ring is free. MPI delays large
+ * sends until then, so the reader need not report free halves.
  *
  * If a flow fills only a small part of half a ring, the writer places it at another offset than
- * the flow before. The cache lines of the previous offset are still in the reader's cache, so
+ * the previous flow. The cache lines at the previous offset are still in the reader's cache, so
  * writing to them would be slow.
  *
  * The MPI tag of rows is FIRST_ROW_TAG plus the index of the reader's op slot. A rank reuses a
@@ -18,8 +18,8 @@
  * exchange, and MPI keeps the order of messages with equal tags. */
 #include "backend/mpi/group.h"
 
-/* Small flows change their offset, and may use together this many bytes of all rings of an op
- * slot. The bytes are few, so that they stay in a cache that several ranks share. */
+/* Small flows change their offset, and together use at most this many bytes of all rings of an
+ * op slot. So these bytes fit in a cache that several ranks share. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE. */
@@ -46,9 +46,9 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
 }
 
 /* Returns staging_ring.offset for a flow: the distance in bytes from the beginning of half a
- * ring to the flow's first entry. A small flow begins where the previous one ended. It begins
- * at 0 if it would otherwise leave the half, or this ring's share of ROUND_BYTES. A large flow
- * always begins at 0. */
+ * ring to the flow's first entry. A small flow begins where the previous one ended, or at 0 if
+ * there is no room in the half or in this ring's share of ROUND_BYTES. A large flow always
+ * begins at 0. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {
@@ -106,8 +106,8 @@ static void begin_flow(staging_ring *ring, int64_t num_entries)
     ring->first = ring->num_started;
 }
 
-/* Implements epic_transport.shape: sets the number of entries per segment (MPI message), and
- * posts receives for the first segments of each peer. */
+/* Implements epic_transport.shape: sets the number of entries per segment, and posts receives
+ * for the first segments of each peer. */
 void mpi_shape(epic_group *group, int index, const epic_flow *flow)
 {
     op_slot *slot = &group->slots[index];
@@ -139,7 +139,7 @@ void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
     return sent_segment(group, slot, to, number) + entry % slot->per_segment * slot->stride;
 }
 
-/* Sends each segment with an index below `end` that was not sent yet as one MPI message. */
+/* Sends each unsent segment with a number below `end`, as one MPI message each. */
 static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
 {
     staging_ring *ring = &slot->send_rings[to];
@@ -155,7 +155,8 @@ static void start_sends(epic_group *group, op_slot *slot, int to, uint64_t end)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.send: counts the entries, and sends each complete segment. */
+/* Implements epic_transport.send: updates the number of written entries, and sends each
+ * complete segment. */
 void mpi_send(epic_group *group, int index, int to, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -176,7 +177,8 @@ static bool has_arrived(op_slot *slot, int from, uint64_t number)
            *request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
 }
 
-/* Implements epic_transport.entry: returns NULL if the segment of the entry has not arrived. */
+/* Implements epic_transport.entry: returns NULL if the segment with this entry has not
+ * arrived. */
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
 {
     const staging_ring *ring = &slot->receive_rings[from];
@@ -186,8 +188,8 @@ const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t en
            entry % slot->per_segment * slot->stride;
 }
 
-/* Implements epic_transport.drop: counts the entries, and posts a receive for each free
- * half. */
+/* Implements epic_transport.drop: updates the number of dropped entries, and posts a receive
+ * for each half of the ring that became free. */
 void mpi_drop(epic_group *group, int index, int from, int64_t upto)
 {
     op_slot *slot = &group->slots[index];
@@ -200,7 +202,7 @@ void mpi_drop(epic_group *group, int index, int from, int64_t upto)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Returns how many bytes of rows this rank has sent. */
+/* Returns the number of bytes of rows that this rank has sent. */
 uint64_t mpi_bytes_sent(const epic_group *group)
 {
     return atomic_load_explicit(&group->bytes_sent, memory_order_relaxed);

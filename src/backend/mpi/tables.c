@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The memory of a group: tables, then rings, in one mapping. The system allocates a page only
- * when it is first used. */
+ * when it is first accessed. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -14,12 +14,12 @@
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-/* The rings of an op slot get huge pages only if all of them together have at most this many
- * bytes. Partly used huge pages of larger rings could waste much memory. */
+/* Maximum size of all rings of an op slot together for which huge pages are used. Partly used
+ * huge pages of larger rings could waste much memory. */
 #define MAX_HUGE_PAGES (32ll << 20)
 
-/* Divides the memory at `base` into consecutive parts. If `base` is NULL, only counts the
- * bytes, to compute the size of the memory. */
+/* Divides the memory at `base` into consecutive parts. If `base` is NULL, only adds up the
+ * sizes of the parts. */
 typedef struct carver {
     unsigned char *base;
     size_t used;
@@ -45,7 +45,7 @@ static void carve_slot(carver *from, int num_ranks, op_slot *slot)
     slot->requests = CARVE(from, num_ranks * NUM_REQUESTS, MPI_Request);
 }
 
-/* Sets the pointers to all tables, or only counts their bytes. */
+/* Sets the pointers to all tables. If from->base is NULL, only adds up their sizes. */
 static void carve_tables(carver *from, epic_group *group)
 {
     const int num_ranks = group->num_ranks;
@@ -71,8 +71,8 @@ static int64_t num_rings(const epic_config *config, int num_ranks)
     return 2ll * (num_ranks - 1) * config->max_in_flight;
 }
 
-/* Returns the size of a ring in bytes: as large as config.staging_bytes allows, from MIN_RING
- * to MAX_RING. EPIC_LEAST_STAGING means MIN_RING. */
+/* Returns the size of a ring in bytes: the largest size from MIN_RING to MAX_RING that
+ * config.staging_bytes allows. EPIC_LEAST_STAGING means MIN_RING. */
 static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
 {
     const int64_t rings = num_rings(config, num_ranks);
@@ -84,7 +84,8 @@ static int64_t choose_ring_bytes(const epic_config *config, int num_ranks)
     return bytes;
 }
 
-/* Computes the sizes of a group. Allocates nothing, so mpi_memory() can use it before open. */
+/* Computes the sizes of a group. Allocates nothing, so that mpi_memory() can call it for a
+ * group that is not open. */
 static void measure_group(epic_group *group, const epic_config *config, int rank, int num_ranks)
 {
     group->rank = rank;
@@ -111,8 +112,8 @@ epic_result tables_check(const epic_config *config, int num_ranks)
                      config->max_in_flight);
 }
 
-/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. Other bytes are zero
- * already. */
+/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. The rest of the memory is
+ * zero already. */
 static void clear_tables(epic_group *group)
 {
     const int per_slot = group->num_ranks * NUM_REQUESTS;
@@ -129,9 +130,9 @@ static void clear_tables(epic_group *group)
         group->pidfds[r] = (struct pollfd){.fd = -1, .events = POLLIN};
 }
 
-/* Requests huge pages for the rings, unless that could waste much memory. Between processes of
- * one host MPI copies page by page, so huge pages make large messages faster. A system without
- * huge pages ignores the request. */
+/* Requests huge pages for the rings, unless that could waste much memory. Huge pages make large
+ * messages faster, because MPI copies page by page between processes of one host. A system
+ * without huge pages ignores the request. */
 static void use_large_pages(const epic_group *group)
 {
     const int64_t slot_bytes = 2 * (group->num_ranks - 1) * group->ring_bytes;
@@ -170,8 +171,8 @@ epic_result tables_make(epic_group **out, const epic_config *config, int rank, i
     return EPIC_OK;
 }
 
-/* Releases the rings. If in_use is set, MPI may still access them. Then this function frees
- * their pages but keeps the addresses mapped, so that an access does not crash. */
+/* Releases the rings. If in_use is set, MPI may still access them: frees their pages but keeps
+ * the addresses mapped, so that an access does not crash. */
 void tables_release_rings(epic_group *group, bool in_use)
 {
     const size_t bytes = group->memory_bytes - group->table_bytes;
@@ -184,7 +185,6 @@ void tables_release_rings(epic_group *group, bool in_use)
     group->memory_bytes = group->table_bytes;
 }
 
-/* Frees the group and all its memory. */
 void tables_free(epic_group *group)
 {
     munmap(group->memory, group->memory_bytes);
@@ -193,7 +193,8 @@ void tables_free(epic_group *group)
     free(group);
 }
 
-/* Implements epic_backend.memory: how much memory a context with this config will use. */
+/* Implements epic_backend.memory: computes how much memory a context will use, before it is
+ * opened. */
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};

@@ -6,16 +6,18 @@
 
 #include "backend/mpi/group.h"
 
-/* with a core for each rank of the host, a thread first polls for this long without yielding */
+/* a waiting thread first polls this long without yielding, if the host has a core per rank */
 #define SPIN_NS 50000
-/* how long a waiting thread only yields before it sleeps, because even the shortest sleep takes
- * much longer than requested */
+/* a waiting thread yields its core between polls for this long, then it sleeps between polls;
+ * it does not sleep earlier, because even the shortest sleep takes much longer than
+ * requested */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-/* how long a wait for a dead peer continues, because rows that it has sent may still arrive */
+/* time after which a wait for a peer that is gone ends; rows that the peer has sent may still
+ * arrive until then */
 #define PATIENCE_NS 1000000
-/* a wait for rows polls control messages once per this many polls */
+/* in a wait for rows, only one of this many polls also polls control messages */
 #define POLLS_PER_CONTROL_POLL 8
 
 static void begin_wait(wait_state *w, uint32_t phase, const uint64_t *waits_for)
@@ -34,7 +36,7 @@ static void end_wait(wait_state *w)
     w->last_ns = clock_ns();
 }
 
-/* Returns whether one of the peers for which this thread waits is gone. Such a wait ends after
+/* Returns whether a peer for which this thread waits is gone. In this case the wait ends after
  * PATIENCE_NS, and the caller of wait() decides whether rows of that peer are missing. */
 static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t now)
 {
@@ -45,8 +47,8 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
 }
 
 /* Polls MPI, and returns whether the op slot has changed since wait() last found a change. If
- * slot is NULL, returns whether any slot is free. Returns true if the group has failed. A wait
- * for rows polls control messages only in one of POLLS_PER_CONTROL_POLL polls. */
+ * slot is NULL, returns whether any slot is free. Returns true if the group has failed. If the
+ * slot waits for rows, polls control messages only in one of POLLS_PER_CONTROL_POLL polls. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -63,8 +65,8 @@ static bool has_changed(epic_group *group, op_slot *slot)
     return slot->num_events != slot->num_seen_events;
 }
 
-/* Yields the core or sleeps between two polls. MPI may receive a message in one poll and report
- * it only in the next, so the thread yields only after every second poll. */
+/* Yields the core or sleeps between two polls. Yields only after every second poll, because MPI
+ * may receive a message in one poll and report it only in the next. */
 static void back_off(const epic_group *group, int looks, int64_t waited, int64_t left)
 {
     if (waited < YIELD_NS) {
@@ -88,8 +90,8 @@ static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t 
         const int64_t now = clock_ns();
         if (now < end) back_off(group, looks, now - start, end - now);
         pthread_mutex_lock(group->mutex);
-        /* Another thread may have cleared is_waiting at the end of its own wait, because
-         * threads that wait for a free op slot share `w`. */
+        /* All threads that wait for a free op slot share `w`, so another thread may have
+         * cleared is_waiting at the end of its own wait. */
         w->is_waiting = true;
         if (now >= end || (now - start >= PATIENCE_NS && waits_for_gone_peer(group, w, now)))
             return;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counts how many SMs of each GPU the contexts of this process use. Kernels of ranks that wait
- * for each other must run at the same time. So all contexts on a GPU, also those of different
- * groups, may together use at most all SMs of the GPU. */
+/* Tracks how many SMs of each GPU the contexts of this process use. Kernels of ranks that wait
+ * for each other must run at the same time, or they deadlock. So all contexts on a GPU, also
+ * those of different groups, together may use at most all SMs of the GPU. */
 #include <pthread.h>
 #include <string.h>
 
@@ -10,7 +10,8 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* only contexts with at most this many bytes of rows to one rank get P2P_SMALL_SMS */
+/* A context uses P2P_SMALL_SMS only if all ranks together send at most this many bytes of rows
+ * to one rank. */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -25,8 +26,8 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Reserves `sms` SMs of a device and returns true, or returns false if more than `most` SMs
- * would then be in use. Sets *others to how many SMs were in use before the call. */
+/* Reserves `sms` SMs of a device and returns true. If this would exceed `most` SMs in use,
+ * reserves none and returns false. Sets *others to the number of SMs in use before the call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);
@@ -37,8 +38,8 @@ static bool budget_add(int device, int sms, int most, int *others)
     return fits;
 }
 
-/* Reserves `sms` of the device_sms SMs of the group's device. Returns EPIC_EINVAL if other
- * contexts of this process leave too few. */
+/* Reserves `sms` SMs of the group's device, which has device_sms SMs. Returns EPIC_EINVAL if
+ * other contexts of this process leave too few. */
 static epic_result budget_take(epic_group *g, int sms, int device_sms)
 {
     int others;
@@ -56,9 +57,10 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
     return EPIC_OK;
 }
 
-/* Returns how many SMs an operation uses if the config does not set max_sms. In a small group
- * more than P2P_SMALL_SMS would not make operations faster. A group is small if each rank has
- * at most SMALL_TOKENS tokens, and at most SMALL_BYTES bytes of rows go to one rank. */
+/* Returns the number of SMs that an operation uses if the config does not set max_sms. A small
+ * group uses P2P_SMALL_SMS, because more would not make its operations faster. A group is small
+ * if each rank has at most SMALL_TOKENS tokens, and at most SMALL_BYTES bytes of rows go to one
+ * rank. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;
@@ -69,8 +71,8 @@ static int default_sms(const epic_group *g)
 }
 
 /* Reserves SMs of this rank's GPU. Ranks that share a GPU get the same number of SMs, so that
- * all their kernels can run at the same time. `gpus` has the data of all ranks, so all ranks
- * compute the same number. */
+ * all their kernels can run at the same time. All ranks compute the same number, because `gpus`
+ * has the data of all ranks. */
 epic_result p2p_budget_share(epic_group *g, const p2p_gpu *gpus)
 {
     const p2p_gpu *mine = &gpus[g->rank];

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations combine, dispatch_backward and combine_backward (operations.h). */
 #include "backend/p2p/operations.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
@@ -16,8 +15,9 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
-/* Returns memory that replaces a caller's array without rows. In place of a row that an array
- * lacks, kernels read its row 0 (kernels/cuda/combine/slots.cuh), so it must have one. */
+/* Returns memory that replaces a caller's array without rows. For a row that does not exist,
+ * kernels read row 0 of the array (kernels/cuda/combine/slots.cuh), so the array must have at
+ * least one row. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -29,8 +29,8 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* Returns how many leaves of the sum tree each rank has, if it has several and the fast kernel
- * for several leaves supports the layer. Otherwise returns 0. */
+/* If each rank has several leaves of the sum tree, and the fast kernel for several leaves
+ * supports the layer, returns the number of leaves per rank. If not, returns 0. */
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
     const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
@@ -58,7 +58,6 @@ static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
     return EPIC_OK;
 }
 
-/* Fills in *job, the arguments of a combine kernel, and launches the kernel. */
 static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
                                   const epic_layer *layer, const epic_call *call,
                                   epic_const_rows rows, epic_rows out, signature a,
@@ -85,7 +84,8 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     const bool is_lowlat =
         !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
         p2p_fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    /* if no rounds are needed, staging is faster than windows (docs/lab/cuda.md) */
+    /* use windows only if staging needs several rounds: in one round, staging is faster
+     * (docs/lab/cuda.md) */
     if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
         !p2p_fits_staging(g, job->row_bytes))
         job->out_place = p2p_window_place(g, out);
@@ -133,8 +133,8 @@ static epic_result launch_flat_floats(const epic_group *g,
         "launching dispatch_backward");
 }
 
-/* Implements epic_ops.dispatch_backward with a combine without weights, which also sends the
- * gradients of the weights. With EPIC_FLAT a second operation sends these. */
+/* Implements epic_ops.dispatch_backward as a combine without weights, which also sends the
+ * gradients of the weights back. With EPIC_FLAT a second operation sends these gradients. */
 epic_result p2p_dispatch_backward(epic_group *g, const epic_dispatch_backward_args *args)
 {
     P2P_RANGE("epic_dispatch_backward");
@@ -158,7 +158,7 @@ static void fill_quantized(p2p_combine_backward_job *job,
                            const epic_combine_backward_args *args)
 {
     const epic_rows *rows = &args->d_rows, *scales = &args->d_rows_scales;
-    /* how many bytes (e4m3 values) each lane of a warp stores at a time */
+    /* number of bytes (e4m3 values) that each lane of a warp stores at a time */
     const int lane_bytes = args->type == EPIC_F32 ? 4 : 8;
     if (!args->quantize) return;
     if (!args->d_out.row_bytes)
