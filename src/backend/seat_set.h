@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sets of seats, a bit for each. */
+/* Sets of seats, one bit per seat. */
 #ifndef EPIC_SEAT_SET_H
 #define EPIC_SEAT_SET_H
 
@@ -48,7 +48,7 @@ static inline int seat_set_count(const seat_set *s)
     return count;
 }
 
-/* Returns how many seats below `seat` are in the set. */
+/* Returns the number of seats in the set that are below `seat`. */
 static inline int seat_set_count_below(const seat_set *s, int seat)
 {
     int count = __builtin_popcountll(s->words[seat / 64] & ((UINT64_C(1) << seat % 64) - 1));

@@ -35,7 +35,7 @@ typedef struct experts_call { /* arguments that forward and backward have in com
     p2p_slabs slabs;
     experts_layout at;
     uint8_t *work;
-    /* output of the first product, x W_gate_up, which forward stores for backward */
+    /* x W_gate_up, the output of the first GEMM, which forward stores for backward */
     const void *saved;
     const float *slot_weights;
     const void *b_gate_up;
@@ -67,8 +67,8 @@ static epic_result begin_experts(epic_group *g, experts_call *c, const epic_expe
     return EPIC_OK;
 }
 
-/* Returns the addresses of two lists in the workspace: the slabs (rows of each expert), and the
- * tiles into which the products divide them. */
+/* Returns the addresses of two lists in the workspace: the slabs (a slab is the rows of one
+ * expert), and the tiles into which the GEMMs divide the slabs. */
 static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                           const int32_t *expert_tokens, int64_t num_slots)
 {
@@ -82,8 +82,8 @@ static p2p_slabs slabs_of(const experts_call *c, const int32_t *expert_rows,
                        .most_tiles = c->at.most_tiles};
 }
 
-/* Returns the activations [slots, inner] in the workspace; backward first stores their gradient
- * there. */
+/* Returns the address of the activations [slots, inner] in the workspace. In backward, the
+ * gradient of the activations is stored there first. */
 static void *activations_of(const experts_call *c)
 {
     return c->work + c->at.activations;
@@ -94,7 +94,8 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias g->bias to the result g->out of the caller's own gemm. */
+/* Adds the bias g->bias to g->out, because the caller's own gemm (experts.gemm) does not add
+ * it. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -108,7 +109,7 @@ static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
     return p2p_cuda(p2p_launch_scale(&job, c->stream), "launching the experts' bias");
 }
 
-/* Calls the caller's own gemm (experts.gemm) for a product, then adds the bias. */
+/* Computes a GEMM with the caller's own gemm (experts.gemm), then adds the bias. */
 static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *g)
 {
     const epic_gemm *theirs = c->experts.gemm;
@@ -135,7 +136,7 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one matrix product with the caller's own gemm or with EPIC's kernels. */
+/* Launches one GEMM: the caller's own (experts.gemm) or EPIC's kernels. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -211,8 +212,9 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
 
 /* ---------------------------------------------------------------------------- backward ---- */
 
-/* Computes the gradient of a bias: out [experts, n] = the sum of each expert's rows [slots, n],
- * times `weights` [slots] if they are given. Does nothing if out is NULL. */
+/* Computes the gradient of a bias: out [experts, n] = for each expert, the sum of its rows
+ * [slots, n], each multiplied by its element of `weights` [slots] if `weights` is not NULL.
+ * Does nothing if out is NULL. */
 static epic_result bias_gradient(const experts_call *c, const epic_experts_backward_args *a,
                                  const void *rows, const float *weights, void *out, int64_t n)
 {
@@ -273,9 +275,9 @@ static epic_result row_gradient(const experts_call *c, const void *rows, const v
     return launch_product(c, job);
 }
 
-/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT, first
- * computes the gradient of b_gate_up, and then multiplies d_gate_up by the slot weights,
- * because the gradient of the bias needs the unweighted d_gate_up. */
+/* Computes d_gate_up from the gradient of the activations. With EPIC_WEIGHT_INPUT, computes the
+ * gradient of b_gate_up before it multiplies d_gate_up by the slot weights, because the
+ * gradient of the bias needs the unweighted d_gate_up. */
 static epic_result activation_backward(const experts_call *c,
                                        const epic_experts_backward_args *a)
 {

@@ -17,8 +17,8 @@ static const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the phrase that ends the error text "rank 1 waited 9 ms for rank 2 ...". It says in
- * which phase of an operation a kernel waited. */
+/* Returns the phrase that ends the error text "rank 1 waited 9 ms for rank 2 ...". The phrase
+ * describes the phase of the operation in which a kernel waited. */
 static const char *phase_name(uint32_t phase)
 {
     static const char *const names[] = {"",
@@ -41,8 +41,8 @@ epic_result p2p_cuda(cudaError_t error, const char *what)
 
 #define RANK_NAMES_BYTES 160 /* size of a text that lists all ranks */
 
-/* Writes a list of culprits (p2p_status.culprits), for example "rank 1, 3". Returns its
- * length. */
+/* Writes a list of the culprits in `ranks` (p2p_status.culprits), for example "rank 1, 3".
+ * Returns the length of the list. */
 static int name_ranks(char *to, size_t size, uint32_t ranks)
 {
     int n = 0;
@@ -53,7 +53,8 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     return n;
 }
 
-/* Copies the error text of a peer that aborted to `why`, or "" if no peer wrote one. */
+/* Copies the error text of the peer that aborted from this rank's heap to `why`. Writes "" if
+ * no peer wrote a text. */
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
@@ -65,8 +66,8 @@ static void read_why(const epic_group *group, char *why, size_t size)
 
 /* ------------------------------------------------------------------------- data errors ---- */
 
-/* The names in error texts for two arrays of an operation: the array with a row per token, and
- * the array with a row per slot. */
+/* Names for error texts of two arrays of an operation: the array with a row per token, and the
+ * array with a row per slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
@@ -149,9 +150,10 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
              phase_name(s->phase));
 }
 
-/* Appends to the error text `to` why this rank's plan is invalid, if a kernel has reported that
- * in the same operation. A rank with an invalid plan announces another signature (hash of its
- * arguments) than its peers, so the plan can be the cause of the mismatch. */
+/* If a kernel has reported in the same operation that this rank's plan is invalid, appends the
+ * reason to the error text `to`. The invalid plan can be the cause of the mismatch, because a
+ * rank with an invalid plan announces another signature (hash of its arguments) than its
+ * peers. */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -170,7 +172,7 @@ static void add_cause(const epic_group *g, char *to, size_t size)
 }
 
 /* Writes the error text of a mismatch: two ranks made different calls, or passed different
- * arguments. The highest 4 bits of a rank's signature are its operation. */
+ * arguments. The highest 4 bits of a rank's signature contain its operation. */
 static void write_mismatch(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;
@@ -242,8 +244,8 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* Returns the index of the oldest notice that no call has returned, or -1. Compares epochs by
- * their signed difference, because they wrap around. */
+/* Returns the index of the oldest notice that no call has returned, or -1. Compares epochs
+ * (counters of operations) by their signed difference, because they wrap around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;

@@ -1,17 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The gate of a layer on CUDA, logits = x w_gate + b_gate, and small sums. The gate uses the
- * kernels of the experts, as if it were one expert whose slab holds all tokens.
+ * GEMM kernels of the experts, as one expert whose slab (rows) holds all tokens.
  *
- * For tensor cores, a float32 value is split into three bfloat16 values, its *components*,
- * whose sum is the float32 value. A product that is computed from components is nearly as
- * accurate as a float32 product. */
+ * *Components*: for tensor cores, a float32 value is split into three bfloat16 values whose sum
+ * is the float32 value. A GEMM that is computed from components is nearly as accurate as a
+ * float32 GEMM.
+ *
+ * *Slices*: a GEMM may be computed as a split-K GEMM, which divides each sum into slices and
+ * then adds the slices. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, with all tokens, and the list of its tiles, in the
- * workspace. */
+/* Returns the gate's only slab, which holds all tokens, and the list of the slab's tiles. Both
+ * are in the workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -25,9 +28,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* Returns a product of the gate as a grouped product with one expert. Such a product has three
- * arrays: x [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or their
- * gradients. `pass` says which of them is the result; the other two are the factors. */
+/* Returns a GEMM of the gate, as a grouped GEMM with one group. It has three arrays: x [tokens,
+ * hidden], w_gate [hidden, columns] and logits [tokens, columns], or their gradients. `pass`
+ * selects which of them is the result. The other two are the factors. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -51,8 +54,9 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a product of the gate in which three bfloat16 components replace each value of one
- * float32 factor: forward of w_gate, backward of the gradient of the logits. */
+/* Returns a GEMM of the gate in which three bfloat16 components replace each value of one
+ * float32 factor: of w_gate in the forward pass, of the gradient of the logits in the backward
+ * pass. */
 static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -76,31 +80,32 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
     return components;
 }
 
-/* Lists of components, two bits each. Component 0 of a float32 has the high bits of its
- * mantissa, component 1 the middle bits and component 2 the low bits.
+/* Lists of components, two bits each, the first component in the lowest bits. Component 0 of a
+ * float32 has the high bits of its mantissa, component 1 the middle bits and component 2 the
+ * low bits.
  *
- * IN_ORDER lists each component once, for a product in which only one factor is split. If both
- * factors are split, their product is the sum of six products of components, added in ascending
- * i. Product i is component PAIRS_LEFT[i] of the left factor times component PAIRS_RIGHT[i] of
- * the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. All other products are smaller
- * than the last bit of a float32. */
+ * IN_ORDER lists each component once, for a GEMM in which only one factor is split. If both
+ * factors are split, the result is the sum of six GEMMs of components, added in ascending i.
+ * GEMM i multiplies component PAIRS_LEFT[i] of the left factor by component PAIRS_RIGHT[i] of
+ * the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. The other three are left out,
+ * because they are smaller than the last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
 
-/* Launches the kernel that splits float32 values into bfloat16 components. */
 static epic_result launch_split(const p2p_components_job *job, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_split(job, (cudaStream_t)stream),
                     "launching the gate's components");
 }
 
-/* Multiplies the factors product->a and product->b with bfloat16 components, in three steps:
- *   1. Split product->b into components: each of its columns becomes three columns.
- *   2. Multiply product->a by all these columns on tensor cores.
- *   3. Add the three columns of the result that belong to one column of product->b.
- * With EPIC_INVARIANT, a forward product on tensor cores has slices. Step 2 then computes the
- * slices of each sum at the same time, and step 3 also adds the slices. */
+/* Computes product->a times product->b with bfloat16 components, in three steps:
+ * - 1. Split product->b into components: each of its columns becomes three columns.
+ * - 2. Multiply product->a by all these columns on tensor cores.
+ * - 3. Add the three columns of the result that belong to one column of product->b.
+ *
+ * With EPIC_INVARIANT, the forward pass uses split-K on tensor cores: step 2 computes all
+ * slices of each sum in parallel, and step 3 also adds the slices. */
 static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *components,
                                        const epic_gate_args *gate)
 {
@@ -134,17 +139,17 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* Returns the number of tokens that decides whether the gate uses float32 values or bfloat16
- * components (epic_gate_args.deciding_tokens). */
+/* Returns the number of tokens by which the gate chooses float32 values or bfloat16 components
+ * (epic_gate_args.deciding_tokens). */
 static int64_t deciding_tokens(const epic_gate_args *gate)
 {
     return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
 }
 
-/* Returns whether the product of `pass` EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
- * components, which are faster if the product is large. The choice does not depend on the
- * number of ranks, so the bits do not either. With is_invariant, a forward product always uses
- * components. `components`: the product that would be launched. */
+/* Returns whether the GEMM of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
+ * components, which are faster if the GEMM is large. The choice does not depend on the number
+ * of ranks, so the bits do not either. With is_invariant, the forward pass always uses
+ * components. `components` is the GEMM that would be launched. */
 static bool has_components(const p2p_gemm *components, const epic_gate_args *gate)
 {
     const int64_t tokens = deciding_tokens(gate), hidden = gate->hidden;
@@ -155,9 +160,9 @@ static bool has_components(const p2p_gemm *components, const epic_gate_args *gat
     return (is_large || (gate->is_invariant && forward)) && !p2p_gemm_is_slow(components);
 }
 
-/* Returns into how many slices the sums of a product without components are cut (split-K),
- * for pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. The number depends on gate->block or, with
- * is_invariant and forward, only on `hidden`. */
+/* Returns the number of split-K slices of a GEMM without components, for pass EPIC_GEMM_FORWARD
+ * or EPIC_GEMM_WEIGHT. The number depends on gate->block or, in a forward pass with
+ * is_invariant, only on `hidden`. */
 static int32_t plain_slices(const p2p_gemm *product, const epic_gate_args *gate)
 {
     if (product->pass != EPIC_GEMM_FORWARD)
@@ -166,7 +171,6 @@ static int32_t plain_slices(const p2p_gemm *product, const epic_gate_args *gate)
                               : gate_slices(gate->block, gate->columns, gate->hidden);
 }
 
-/* Launches a product of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT. */
 static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
@@ -196,8 +200,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* Launches a product of pass EPIC_GEMM_INPUT. Uses components if is_invariant is set or if they
- * are faster, which depends on deciding_tokens() and not on the number of ranks. */
+/* Launches the GEMM of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster, which
+ * depends on deciding_tokens() and not on the number of ranks, or if is_invariant is set. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -214,7 +218,8 @@ static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args 
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that divides the only slab into tiles, for all products of the gate. */
+/* Launches the kernel that divides the tokens, which are one slab, into tiles for all GEMMs of
+ * the gate. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
@@ -223,7 +228,8 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
-/* Returns whether the forward product reads the list of tiles; that for few rows does not. */
+/* Returns whether the forward GEMM reads the list of tiles. The kernel for few rows does
+ * not. */
 static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
@@ -245,7 +251,8 @@ epic_result p2p_gate(epic_group *group, const epic_gate_args *gate)
     return multiply_forward_or_weight(&product, gate);
 }
 
-/* Launches the kernel that computes d_b_gate [columns], the sum of d_logits over all tokens. */
+/* Launches the kernel that computes the gradient of the bias: d_b_gate [columns] = the sum of
+ * d_logits over all tokens. */
 static epic_result bias_gradient(const epic_gate_args *gate)
 {
     const p2p_bias_job job = {.slabs = slabs_of(gate),
@@ -261,20 +268,18 @@ static epic_result bias_gradient(const epic_gate_args *gate)
 
 /* ------------------------------------------------------ gradients of several blocks ---- */
 
-/* Returns the array of ranges at offset `at` of the workspace. */
 static slab_range *ranges_at(const epic_gate_args *gate, int64_t at)
 {
     return (slab_range *)(void *)((uint8_t *)gate->workspace + at);
 }
 
-/* Returns an array of float32 at offset `at` of the workspace. */
 static float *floats_at(const epic_gate_args *gate, int64_t at)
 {
     return (float *)(void *)((uint8_t *)gate->workspace + at);
 }
 
-/* Returns a grouped GEMM that computes `count` gradients of w_gate, each from one slab: a block
- * of tokens, or a slice of a block. */
+/* Returns a grouped GEMM that computes `count` gradients of w_gate. Each group (slab) is a
+ * block of tokens, or a split-K slice of a block. */
 static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *gate,
                                  slab_range *slabs, int64_t count, int64_t sums)
 {
@@ -286,15 +291,14 @@ static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *
     return all;
 }
 
-/* Launches the kernel that adds the gradients of the blocks in a tree. */
 static epic_result launch_leaves(const p2p_leaves_job *job, epic_stream stream)
 {
     return p2p_cuda(p2p_launch_leaves(job, (cudaStream_t)stream),
                     "launching the sum of the gate's blocks");
 }
 
-/* Computes the gradient of w_gate for several blocks on tensor cores
- * (multiply_components()). */
+/* Launches the kernels that compute the gradient of w_gate for several blocks on tensor cores,
+ * as multiply_components() does for one block. */
 static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
                                                  const p2p_gemm *components,
                                                  const epic_gate_args *gate)
@@ -324,8 +328,8 @@ static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
     return launch_leaves(&leaves, gate->stream);
 }
 
-/* Computes the gradient of w_gate for several blocks in float32, with one grouped GEMM: each
- * slice of each block is one group (slab) of it. */
+/* Launches the kernels that compute the gradient of w_gate for several blocks in float32. This
+ * is one grouped GEMM, in which each split-K slice of each block is one group (slab). */
 static epic_result multiply_slices(const p2p_gemm *weight, const epic_gate_args *gate,
                                    const gate_leaves *at)
 {
@@ -373,9 +377,9 @@ static epic_result bias_gradient_of_blocks(const epic_group *g, const p2p_slabs 
 }
 
 /* Computes the gradients of w_gate and b_gate for each of several blocks of tokens, and adds
- * them in a tree. The result has the same bits as calls with one block each: has_components(),
- * the number of slices and the order of all sums do not depend on how many blocks a call
- * has. */
+ * them in a tree. The result has the same bits as calls with one block each, because
+ * has_components(), the number of slices and the order of all sums do not depend on the number
+ * of blocks in a call. */
 static epic_result gradients_of_blocks(const epic_group *g, const p2p_gemm *weight,
                                        const epic_gate_args *gate)
 {
@@ -448,9 +452,10 @@ epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t
             "graph cannot contain it; set moe.capacity (epic_capacity_bound)");
     if (!count) return EPIC_OK;
     const size_t bytes = (size_t)count * sizeof *to;
-    /* Wait before the copy. A copy to pageable memory holds a lock of the CUDA context until
-     * the stream reaches it. A peer in another thread of this process needs that lock to launch
-     * the kernel for which the stream waits. */
+    /* Waits before the copy. A copy to pageable memory holds a lock of the CUDA context until
+     * the stream reaches the copy. A peer in another thread of this process needs this lock to
+     * launch the kernel for which the stream waits, so without this wait both would
+     * deadlock. */
     cudaError_t error = cudaStreamSynchronize(s);
     if (error == cudaSuccess)
         error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);

@@ -11,14 +11,14 @@
 #include "base/recorder.h"
 #include "cuda/experts/grouped.h"
 
-/* smallest size in bytes of the memory that is allocated for a heap */
+/* minimum size in bytes of the memory that is allocated for a heap */
 #define LEAST_HEAP (4 << 20)
-#define MOST_SMS 65536 /* larger than the number of multiprocessors of any device */
+#define MOST_SMS 65536 /* larger than the number of SMs of any device */
 
 p2p_heap p2p_heap_for(const epic_config *config)
 {
-    /* EPIC_LEAST_STAGING requests the smallest staging. Even if staging_bytes is 1,
-     * p2p_heap_of() provides space for at least two rows. */
+    /* EPIC_LEAST_STAGING requests the smallest staging memory. p2p_heap_of() makes room for at
+     * least two rows, even if its argument is 1 byte. */
     const bool least = config->staging_bytes == EPIC_LEAST_STAGING;
     return p2p_heap_of(config->num_ranks, config->max_tokens, config->max_row_bytes,
                        least ? 1 : config->staging_bytes,
@@ -68,7 +68,6 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
     return g;
 }
 
-/* Pinned host memory of a group. */
 typedef struct pinned_memory {
     p2p_status status;                     /* kernels report here */
     uint64_t words[16 + DEVICE_MAX_RANKS]; /* for small copies */
@@ -154,8 +153,9 @@ const uint64_t *p2p_gone(epic_group *g)
     return error == cudaSuccess && cudaStreamSynchronize(g->side) == cudaSuccess ? gone : NULL;
 }
 
-/* Copies the waiting times of this rank from the device to g->waits. The copy may run while another
- * thread captures a CUDA graph, in a mode that allows no other calls. */
+/* Copies the waiting times of this rank from the device to g->waits. Another thread may capture
+ * a CUDA graph at the same time, so this function sets the relaxed capture mode, which allows
+ * the copy. */
 static epic_result copy_waits(epic_group *g)
 {
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -169,8 +169,8 @@ static epic_result copy_waits(epic_group *g)
     return p2p_cuda(error, "copying the waiting times");
 }
 
-/* Kernels may add to the times during the copy, so the copy of `alone` can be larger than that of
- * `wait`, and is cut. */
+/* kernels may add to the times during the copy, so the copied `alone` can be larger than the
+ * copied `wait`: limit it */
 epic_result p2p_read_waits(epic_group *g, uint32_t first, uint32_t last, epic_wait_info *out)
 {
     pthread_mutex_lock(&g->waits_lock);
@@ -205,8 +205,6 @@ void p2p_record_waits(epic_group *g, recorder_page *page)
     __atomic_store_n(&g->beats->page, page, __ATOMIC_RELEASE);
 }
 
-/* ---------------------------------------------------------------- memory of the device ---- */
-
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good)
 {
     struct cudaPointerAttributes where;
@@ -235,15 +233,15 @@ void *p2p_allocate(epic_group *g, size_t bytes)
     return memory;
 }
 
-/* Frees memory that p2p_allocate() returned. cudaFree() first waits until kernels that still
- * use the memory have ended. */
+/* Frees memory that p2p_allocate() returned. cudaFree() first waits until the kernels that use
+ * the memory have ended. */
 void p2p_release(epic_group *g, void *memory)
 {
     (void)g;
     (void)cudaFree(memory);
 }
 
-/* Writes the description of a GPU for epic-info. Returns its length; 0: the GPU cannot be
+/* Writes the description of a GPU for epic-info. Returns its length, or 0 if the GPU cannot be
  * queried. */
 static int describe_gpu(char *to, size_t size, int device)
 {

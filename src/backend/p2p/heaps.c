@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the heap of each rank accessible to the other ranks of its host. Ranks of different
- * processes send CUDA IPC handles through the bootstrap. Ranks of one process find each other's
- * addresses in a global list. They do not send addresses through the bootstrap, because another
- * program that reaches it could send a false address. */
+ * processes send CUDA IPC handles through the bootstrap. Ranks of one process look up each
+ * other's addresses in a global list. They do not send addresses through the bootstrap, because
+ * another program that can connect to it could send a false address. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -10,7 +10,7 @@
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 
-/* An entry of the list of all heaps in this process: the heap of one rank. */
+/* An entry of the list of all heaps in this process. */
 typedef struct exported_heap {
     struct exported_heap *next;
     const epic_group *group;
@@ -77,7 +77,6 @@ epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHa
     return p2p_cuda(cudaIpcGetMemHandle(handle, heap), "an IPC handle of the heap");
 }
 
-/* Removes the group's heap from the list. */
 static void withdraw_here(const epic_group *group)
 {
     pthread_mutex_lock(&mutex);
@@ -101,7 +100,7 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
 }
 
 /* Sets heap[peer] to the heap of a rank of this process. If that heap is on another device,
- * enables this device to access it. */
+ * enables access to it from this device. */
 static epic_result connect_local_heap(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
@@ -158,8 +157,8 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* Sets heap[peer] to the heap of a peer. If the processes of both ranks share a GPU, the GPU
- * runs their kernels in turns, which is slow but works. */
+/* Sets heap[peer] to the heap of a peer. If two processes share a GPU, the GPU runs their
+ * kernels in time slices, which is slow but works. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

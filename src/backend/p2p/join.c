@@ -13,7 +13,7 @@
 
 /* The data that a rank sends to all ranks through the bootstrap. */
 typedef struct join_handle {
-    uint32_t result; /* EPIC_OK, or the error that this rank has found so far */
+    uint32_t result; /* EPIC_OK, or the first error of this rank */
     p2p_gpu gpu;
     cudaIpcMemHandle_t heap_handle;
     char sentence[256];
@@ -42,7 +42,6 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
 
 /* ----------------------------------------------------------------- memory of this rank ---- */
 
-/* Allocates and clears this rank's heap. */
 static epic_result make_heap(epic_group *g)
 {
     const int64_t bytes = p2p_heap_bytes(&g->self.at);
@@ -65,8 +64,8 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
 
 /* ---------------------------------------------------------------- connections to peers ---- */
 
-/* Returns the error of a rank that has failed, according to its handle. Any program that
- * reaches the bootstrap may have written the handle, so this function first checks it. */
+/* Returns the error that a rank has sent in its handle, or EPIC_OK. First checks the values of
+ * the handle, because any program that can connect to the bootstrap may have sent it. */
 static epic_result check_join_handle(const join_handle *c, int rank)
 {
     if (c->result > EPIC_ECLOSED || !p2p_gpu_fits(&c->gpu) ||
@@ -121,7 +120,7 @@ static void release_group(epic_group *g)
 }
 
 /* Implements epic_backend.join. A rank that has failed still takes part in the gather, so that
- * the other ranks return its error instead of waiting. */
+ * the other ranks return its error and do not wait for it. */
 static epic_result p2p_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -148,7 +147,7 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
 }
 
 /* Returns whether a peer in this process has freed its heap because its join failed. Such a
- * peer never announces that it has closed. */
+ * peer never announces that it closes. */
 static bool has_released(const epic_group *g, int peer)
 {
     return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
@@ -174,9 +173,9 @@ static void announce_close(epic_group *g)
             write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 
-/* Implements epic_backend.leave. Announces to all peers that this rank closes. Then waits, at
- * most until the timeout, until every peer has closed or died, because a peer may write into
- * this rank's heap until then. At last frees the heap. */
+/* Implements epic_backend.leave. Announces to all peers that this rank closes. Waits until
+ * every peer has closed or died, at most until the timeout, because a peer may write into this
+ * rank's heap until then. Frees the heap last. */
 static void p2p_leave(epic_group *g)
 {
     int device = -1;
@@ -191,7 +190,8 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-/* Implements epic_backend.memory: how much memory a context with this config will use. */
+/* Implements epic_backend.memory: computes how much memory a context will use, before it is
+ * opened. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

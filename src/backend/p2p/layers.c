@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Implements layers.h: checks a layer, fills in its defaults, and computes its hashes. */
 #include "backend/p2p/layers.h"
 
 #include "base/error.h"
@@ -24,10 +23,10 @@ static uint32_t hash_layer(const epic_layer *layer)
     return (uint32_t)(a.hash >> 32) | 1;
 }
 
-/* Sets the two hashes of which a plan must have one (layers.h). They differ only with
- * EPIC_BY_HOSTS. A plan for this order has the sum order EPIC_BY_RANK or EPIC_TREE, depending
- * on whether it was made with rank_of_expert. Only the plan in device memory shows which one,
- * so there is a hash for each of the two orders, and the kernels accept either hash. */
+/* Sets the two hashes of which a plan must have one (layers.h). The two differ only with
+ * EPIC_BY_HOSTS. Such a plan has the sum order EPIC_BY_RANK or EPIC_TREE, depending on whether
+ * it was made with rank_of_expert. Only the plan in device memory shows which order it has, so
+ * there is one hash per order, and the kernels accept either. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

@@ -7,8 +7,8 @@
 #include "backend/p2p/p2p.h"
 
 /* A signature is a hash of the arguments that must be equal on all ranks. Each rank sends a
- * word with its operation (4 bits) and the highest 28 bits of the hash, and the kernels compare
- * the words. */
+ * word to its peers, whose kernels compare the words. The word contains the operation in its
+ * highest 4 bits, then the highest 28 bits of the hash. */
 typedef struct signature {
     uint64_t hash;
 } signature;
@@ -27,25 +27,26 @@ void p2p_sign_layer(signature *a, const epic_layer *layer);
  * it. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Reads the layer of an existing plan. Returns the errors of p2p_read_layer(), and
- * EPIC_EINVAL if plan_bytes is less than the layer needs, because kernels read parts of the
- * plan before they have checked its header. */
+/* Reads the layer of an existing plan. Errors: those of p2p_read_layer(), and EPIC_EINVAL if
+ * plan_bytes is less than the layer needs. This check is necessary because kernels read parts
+ * of the plan before they check its header. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
                                 const epic_layer *layer, int64_t plan_bytes);
 
 /* Returns the offsets of the arrays in a plan of this layer. */
 device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *layer);
 
-/* Sets self->layer_hashes to hashes of the layer, whose defaults are filled in. The kernels
- * compare them with the hash in a plan to check that the plan was made for this layer. */
+/* Sets self->layer_hashes to hashes of the layer, whose defaults must be filled in. The kernels
+ * compare them with the hash in a plan, to check that the plan was made for this layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Returns whether EPIC_BY_K can keep other choices of this layer than the default priority
- * keeps. This needs a layer that can drop choices, and a top_k above 1. */
+/* Returns whether EPIC_BY_K can make a difference, that is, keep other choices than the default
+ * priority. This needs a layer that can drop choices, and a top_k above 1. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support: several
- * leaves per rank, another partial_type, or tree order with more than 8 ranks. */
+ * leaves of the sum tree per rank, a partial_type other than the default, or tree order with
+ * more than 8 ranks. */
 bool p2p_needs_general_combine(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -4,15 +4,15 @@
  * At the first launch of a kernel, CUDA loads its code and may allocate local memory on the
  * device. Both may wait until the device is idle. The device is not idle while a kernel of a
  * peer waits for a kernel of this rank, so a first launch during an operation could deadlock.
- * Therefore this file launches each kernel once, with the operation EPIC_OP_NONE, at which the
- * kernel returns at once. */
+ * Therefore this file launches each kernel once, with the operation EPIC_OP_NONE, for which
+ * kernels return at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"
 #include "cuda/experts/grouped.h"
 #include "cuda/router/router.h"
 
-/* Loads the code of the low-latency kernels, which the libraries for many ranks do not have. */
+/* Loads the code of the low-latency kernels. The libraries for many ranks do not have them. */
 static epic_result load_lowlat(void)
 {
 #if !MANY_RANKS
@@ -25,7 +25,7 @@ static epic_result load_lowlat(void)
     return EPIC_OK;
 }
 
-/* Loads the code of every kernel, and sets the limit of its dynamic shared memory. */
+/* Loads the code of every kernel, and sets its limit of dynamic shared memory. */
 static epic_result load_code(void)
 {
     TRY(p2p_cuda(p2p_load_plan(), "loading the plan kernel"));
@@ -62,7 +62,8 @@ static epic_result load_code(void)
     return p2p_cuda(p2p_load_sum(), "loading the sum kernel");
 }
 
-/* Row sizes in bytes with which the launch functions together load every kernel. */
+/* Row sizes in bytes. The launch functions choose kernels by the row size, and these sizes
+ * together load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
 /* Launches combine with one and with several leaves of the sum tree per rank, and the
@@ -136,8 +137,9 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     return error;
 }
 
-/* Launches the kernels for packed rows (rows with scales): with scales of the caller and of the
- * kernel itself (quantize), each with an existing and with a new plan. */
+/* Launches the kernels for packed rows (rows with scales). The scales come from the caller, or
+ * the kernel computes them (quantize). Each case is launched with an existing plan and with a
+ * new plan. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -189,8 +191,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* The shared memory of some kernels grows with max_tokens. With the group's value it could
-     * be too large for a launch. */
+    /* the shared memory of some kernels grows with max_tokens, and could exceed the limit of
+     * this launch with the group's value */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds NCCL in this process. */
 #include "backend/p2p/nccl.h"
 
 #include <dlfcn.h>
@@ -8,8 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* The oldest NCCL that is supported, as ncclGetVersion() returns it. Since 2.14,
- * ncclCommGetAsyncError() returns ncclInProgress for communicators that do not block. */
+/* The oldest supported NCCL, as ncclGetVersion() returns it. Since 2.14,
+ * ncclCommGetAsyncError() returns ncclInProgress for non-blocking communicators. */
 #define LEAST_VERSION 21400
 
 /* The loaded files whose names begin with libnccl.so. */
@@ -18,7 +17,7 @@ typedef struct loaded_files {
     char paths[2][256]; /* paths of the first two such files */
 } loaded_files;
 
-/* Callback of dl_iterate_phdr(), for each loaded file. */
+/* Callback of dl_iterate_phdr(), which calls it for each loaded file. */
 static int note_file(struct dl_phdr_info *file, size_t size, void *arguments)
 {
     (void)size;
@@ -64,8 +63,8 @@ static epic_result find_library(void **handle, char *name)
                      "name");
 }
 
-/* Stores the address of the named function in the function pointer at `function`. Uses memcpy()
- * because ISO C has no cast from void * to a function pointer. */
+/* Stores the address of the function `name` in the function pointer at `function`. Uses
+ * memcpy() because ISO C has no cast from void * to a function pointer. */
 static epic_result find_function(void *handle, const char *library, const char *name,
                                  void *function)
 {
@@ -79,7 +78,8 @@ static epic_result find_function(void *handle, const char *library, const char *
     return EPIC_OK;
 }
 
-/* Checks the version. NCCL 2.8 and older count 2.8.4 as 2804, newer ones 2.9.6 as 20906. */
+/* Checks the version. NCCL up to 2.8 encodes 2.8.4 as 2804, newer versions encode 2.9.6 as
+ * 20906. */
 static epic_result check_version(const nccl_functions *n, const char *library)
 {
     int version = 0;

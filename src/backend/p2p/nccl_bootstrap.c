@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a bootstrap from an NCCL communicator that the caller owns.
  *
- * A gather sends its bytes in chunks, one ncclAllGather for each. The chunks have a fixed size,
- * because NCCL's behaviour is undefined if ranks pass different sizes. The header of a chunk
- * shows if the ranks passed different numbers of bytes, or if NCCL matched the call with
- * another all-gather of the caller.
+ * A gather sends its bytes in chunks, with one ncclAllGather per chunk. The chunks have a fixed
+ * size, because NCCL's behaviour is undefined if ranks pass different sizes. The header of a
+ * chunk shows two errors: the ranks passed different sizes to the gather, or NCCL matched the
+ * call with another all-gather of the caller.
  *
- * ncclAllGather itself may wait for a late rank, because NCCL opens connections at the first
- * collective. The wait for the stream has no deadline either. So a thread makes these calls.
- * The caller's thread waits for the result within its time limit and polls
- * ncclCommGetAsyncError. After the limit the thread continues to wait, and frees the state of
- * the bootstrap when NCCL returns, for example because the caller aborts the communicator.
+ * ncclAllGather itself may wait for a slow rank, because NCCL opens connections at the first
+ * collective. The wait for the stream has no deadline either. So a separate thread makes these
+ * calls. The caller's thread waits for the result within its time limit and polls
+ * ncclCommGetAsyncError. If the limit passes, the thread continues to wait, and frees the state
+ * of the bootstrap when NCCL returns, for example because the caller aborts the communicator.
  *
- * Chunks are in pinned host memory, because a copy to other memory would make the thread wait
- * inside CUDA. */
+ * Chunks are in pinned host memory, because a copy to pageable memory would make the thread
+ * wait inside CUDA. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,15 +25,15 @@
 #include "bootstrap/time_limit.h"
 
 #define CHUNK_BYTES 4096
-/* the bytes "epicnccl", by which a rank recognizes a chunk of a bootstrap */
+/* the bytes "epicnccl", which mark a chunk of a bootstrap */
 #define CHUNK_MAGIC 0x6c63636e63697065u
 #define NAP_NS 1000000
 
 typedef struct chunk {
     uint64_t magic;
     uint64_t gather; /* index of the gather, from 1 */
-    int64_t bytes;   /* how many bytes the rank passed to the gather */
-    int64_t at;      /* offset of this chunk in these bytes */
+    int64_t bytes;   /* size in bytes of the array that the rank passed to the gather */
+    int64_t at;      /* offset of this chunk in that array */
     uint8_t data[CHUNK_BYTES - 32];
 } chunk;
 
@@ -82,8 +82,8 @@ static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *ca
                      b->nccl.get_error_string(result));
 }
 
-/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing, so the error text says
- * how many gathers all ranks have finished, and which call waits. */
+/* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing, so the error text
+ * contains the number of finished gathers and the call that waits. */
 static epic_result fail_late(const nccl_bootstrap *b, const char *phase)
 {
     return epic_fail(EPIC_ETIMEOUT,
@@ -111,8 +111,8 @@ static bool has_failed(nccl_bootstrap *b)
     return failed;
 }
 
-/* Calls ncclAllGather. For a communicator that does not block, waits until NCCL has enqueued
- * the kernel, or the caller's thread has failed. */
+/* Calls ncclAllGather. If the communicator is non-blocking, waits until NCCL has enqueued the
+ * kernel, or the caller's thread has failed. */
 static int gather_chunks(nccl_bootstrap *b)
 {
     int result = b->nccl.all_gather(&b->on_device[0], &b->on_device[1], CHUNK_BYTES, NCCL_INT8,
@@ -191,7 +191,7 @@ static epic_result wait_for_thread(nccl_bootstrap *b, time_limit *limit)
         pthread_mutex_unlock(&b->mutex);
         const int called = b->nccl.comm_get_async_error(b->comm, &state);
         pthread_mutex_lock(&b->mutex);
-        /* the thread has finished meanwhile, and its own result is more precise */
+        /* the thread has finished in the meantime, and its own result is more precise */
         if (!b->is_running) break;
         if (called != NCCL_SUCCESS) state = called;
         if (state != NCCL_SUCCESS && state != NCCL_IN_PROGRESS)
@@ -204,7 +204,6 @@ static epic_result wait_for_thread(nccl_bootstrap *b, time_limit *limit)
     return p2p_cuda(b->cuda_result, "bootstrap over NCCL");
 }
 
-/* Checks the headers of all ranks' chunks. */
 static epic_result check_chunks(const nccl_bootstrap *b)
 {
     const chunk *mine = &b->on_host[0];
@@ -276,7 +275,7 @@ static void close_bootstrap(void *self)
 
 /* ------------------------------------------------------------------------ opening ---- */
 
-/* Waits until the communicator is initialized, if its initialization does not block. */
+/* If the initialization of the communicator is non-blocking, waits until it is done. */
 static epic_result wait_until_ready(const nccl_bootstrap *b)
 {
     time_limit limit = time_limit_begin(b->timeout_ms, NULL);

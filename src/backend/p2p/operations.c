@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Plan, dispatch and the sums, and the table of all operations. Each call turns checked
- * arguments into a kernel launch. No call waits or allocates, so a CUDA graph can capture
- * it. */
+/* The operations plan and dispatch, the all-reduce operations, and the table of all operations.
+ * Each call turns checked arguments into a kernel launch. No call waits or allocates, so a CUDA
+ * graph can capture it. */
 #include "backend/p2p/operations.h"
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 
-/* how many bytes NVLink can send in the time in which a kernel makes the plan */
+/* number of bytes that NVLink can send while a kernel makes the plan */
 #define EARLY_BYTES (5 << 20)
 
 /* -------------------------------------------------------------------------------- plan ---- */
 
-/* Returns how many CTAs make the plan: one per 64 tokens, but at least 1, and at most
+/* Returns the number of CTAs that make the plan: one per 64 tokens, at least 1, and at most
  * P2P_MAX_PLANNERS and num_sms. */
 static int planners_of(int64_t num_tokens, int num_sms)
 {
@@ -20,9 +20,10 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* Returns for how many tokens per rank the tables of a low-latency planner should have space.
- * `most`: the largest number that its kernel supports. Larger tables make calls with few tokens
- * up to 3 % slower, so contexts with more than P2P_LOWLAT_TOKENS tokens have smaller ones. */
+/* Returns the number of tokens per rank for which the tables of a low-latency planner have
+ * room. `most` is the maximum that the kernel supports. Larger tables make calls with few
+ * tokens up to 3 % slower, so contexts with more than P2P_LOWLAT_TOKENS tokens use smaller
+ * tables. */
 static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most)
 {
     const int64_t max_tokens = g->config.max_tokens;
@@ -31,9 +32,10 @@ static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most
     return most < max_tokens ? most : (int32_t)max_tokens;
 }
 
-/* Fills in *job, the arguments of the plan kernel. Mixes the arguments that must be equal on all ranks
- * into the signature *a. `alone`: the kernel only makes the plan; otherwise it also sends rows,
- * of at most max_lowlat_tokens tokens if it is the low-latency kernel. */
+/* Fills in *job, the arguments of the plan kernel. Mixes the arguments that must be equal on
+ * all ranks into the signature *a. If `alone` is true, the kernel only makes the plan. If it is
+ * false, the kernel also sends rows: those of at most max_lowlat_tokens tokens if it is the
+ * low-latency kernel. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              bool alone, int32_t max_lowlat_tokens, signature *a)
 {
@@ -57,7 +59,7 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* one CTA makes these plans (plan/flat_drop.cuh, plan/resolve.cuh) */
+    /* a single CTA makes these two kinds of plans (plan/flat_drop.cuh, plan/resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     job->max_lowlat_tokens =
@@ -91,8 +93,8 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
 
 /* ---------------------------------------------------------------------------- dispatch ---- */
 
-/* Fills in the arguments for scales, which the caller passes or dispatch computes (quantize).
- * Does nothing if the rows have no scales. */
+/* Fills in the arguments for scales. The caller passes the scales, or dispatch computes them
+ * (quantize). Does nothing if the rows have no scales. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -118,8 +120,8 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
 
 /* Returns whether dispatch stores rows into windows if all ranks have windows. Each token must
  * have at most one slot on each rank. With top-1, windows are faster than staging. With other
- * EPIC_FLAT layers they are slower, so dispatch uses windows only to avoid rounds
- * (docs/lab/cuda.md). */
+ * EPIC_FLAT layers they are slower, so dispatch uses them only if staging would need several
+ * rounds (docs/lab/cuda.md). */
 static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 {
     const epic_layer *layer = &job->plan.layer;
@@ -174,17 +176,19 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return WITH_WINDOWS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
 }
 
-/* Returns whether a dispatch with the arguments *job needs the kernel for EPIC_FLAT. With an
- * existing EPIC_FLAT plan, the usual kernel can send the rows: for each choice, such a plan has
- * the slot of the token's row where other plans have the slot of the choice. */
+/* Returns whether a dispatch with the arguments *job needs the kernel for EPIC_FLAT. Returns
+ * false for some existing EPIC_FLAT plans, because the usual kernel can send their rows: where
+ * other plans store the slot of a choice, an EPIC_FLAT plan stores the slot of the token's
+ * row. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
-/* Returns up to how many tokens per rank a low-latency dispatch kernel may be used. Returns -1
- * if no such kernel supports the arguments *job. The result is equal on all ranks. */
+/* Returns the maximum number of tokens per rank for which a low-latency dispatch kernel may be
+ * used, or -1 if no such kernel supports the arguments *job. The result is equal on all
+ * ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* the backend `hosts` has no low-latency kernel for rows with scales */
@@ -223,23 +227,24 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
     return launch_dispatch(g, &job, &args->call, "launching dispatch");
 }
 
-/* Returns whether one kernel may make the plan and send rows before the plan is complete. This
- * is possible if no choice may be dropped, the rank of a choice depends only on its expert id,
- * and all rows fit into the staging memory. */
+/* Returns whether one kernel may make the plan and already send rows before the plan is
+ * complete. This requires that no choice may be dropped, that the rank of a choice depends only
+ * on its expert id, and that all rows fit into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
     if (HOSTS && job->plan.layer.layout == EPIC_FLAT)
-        /* In the backend `hosts`, a kernel that both makes an EPIC_FLAT plan and sends rows
-         * would not wait for every word that peers put into the inbox (net.cuh). */
+        /* in the backend `hosts`, a kernel that both makes an EPIC_FLAT plan and sends rows
+         * would not wait for every word that peers put into the inbox (net.cuh) */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns how many tokens to send while the plan is made: with uniform routing, NVLink can send
- * their rows (EARLY_BYTES) in that time. At most a fifth of the tokens are sent early, because
- * receiving starts only when the plan is complete, and must then catch up with sending. */
+/* Returns the number of early tokens: tokens that are sent while the plan is made. With uniform
+ * routing, NVLink can send their rows (EARLY_BYTES) in that time. At most a fifth of the tokens
+ * are sent early, because receiving starts only when the plan is complete, and then must catch
+ * up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -249,8 +254,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(by_time < most ? by_time : most);
 }
 
-/* Implements epic_ops.plan_dispatch. Launches one kernel if can_overlap() allows it. Otherwise
- * launches a plan and then a dispatch. */
+/* Implements epic_ops.plan_dispatch. Launches one kernel if can_overlap() allows it, and a plan
+ * kernel and a dispatch kernel if not. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {
@@ -279,8 +284,8 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
 
 /* --------------------------------------------------------------------------------- sum ---- */
 
-/* Implements epic_ops.allreduce_sum: adds the arrays of all ranks, each with `count` floats.
- * Each launch adds as many floats as fit into the staging memory. */
+/* Implements epic_ops.allreduce_sum: an all-reduce of `count` floats per rank. Each launch sums
+ * as many floats as fit into the staging memory. */
 static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
 {
     P2P_RANGE("epic_allreduce_sum");
@@ -305,7 +310,7 @@ static epic_result p2p_sum(epic_group *g, const epic_allreduce_sum_args *args)
     return EPIC_OK;
 }
 
-/* Implements epic_ops.sum_replicas. The plan lists the replicas of each logical expert, and one
+/* Implements epic_ops.sum_replicas. The plan lists the replicas of each logical expert, so one
  * launch computes the sums of all logical experts. */
 static epic_result p2p_sum_replicas(epic_group *g, const epic_sum_replicas_args *args)
 {

@@ -29,27 +29,27 @@ static inline int32_t p2p_clamp_rows(int64_t num_rows)
     return num_rows > P2P_MOST_ROWS ? P2P_MOST_ROWS : (int32_t)num_rows;
 }
 
-/* Returns whether all rows can be read in vectors of 16 bytes. */
+/* Returns whether all rows can be read as 16-byte vectors. */
 static inline bool p2p_is_aligned(epic_const_rows rows)
 {
     return (uintptr_t)rows.data % 16 == 0 && rows.row_bytes % 16 == 0;
 }
 
-/* Checks that a row fits into the staging memory of this group, into which peers send rows.
- * `name`: the caller's name of the rows. Errors: EPIC_EINVAL. */
+/* Checks that a row fits into the staging memory of this group, into which peers send rows. The
+ * error text calls the rows `name`. Errors: EPIC_EINVAL. */
 epic_result p2p_check_row(const epic_group *group, const char *name, int64_t row_bytes);
 
-/* Returns whether the rows of all tokens fit into the staging memory at once. Otherwise an
+/* Returns whether the rows of all tokens fit into the staging memory at once. If not, an
  * operation that uses staging sends them in several rounds. */
 bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
 
 /* Returns whether this group may use low-latency kernels. The libraries for many ranks have
- * none. In the backend `hosts` these kernels send the expert ids to every rank, so max_tokens
- * must be small and relays must be off. */
+ * none. In the backend `hosts`, max_tokens must be small, because these kernels send the expert
+ * ids to every rank, and relays must be off. */
 bool p2p_can_use_lowlat(const epic_group *group);
 
-/* Returns whether an operation uses a low-latency kernel, which takes at most `most` tokens.
- * num_tokens is the number of tokens of this rank. Ranks may decide differently, because all
+/* Returns whether an operation of this rank, with num_tokens tokens, uses a low-latency kernel,
+ * which supports at most `most` tokens. Some ranks may use it and others not, because all
  * kernels send and receive rows in the same format. */
 bool p2p_fits_lowlat(const epic_group *group, const epic_layer *layer, int32_t num_tokens,
                      int32_t most, int64_t row_bytes);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backend p2p: GPUs of one host that can address each other's memory. Ranks are processes with
- * a GPU each, threads of one process with a GPU each, or several ranks that share a GPU. The
- * backend `hosts` uses the same group and operations. */
+/* Backend p2p: GPUs of one host that can access each other's memory. Ranks are processes with
+ * one GPU each, threads of one process with one GPU each, or several ranks that share a GPU.
+ * The backend `hosts` uses the same group and operations. A rank's *heap* is the device memory
+ * into which its peers store rows and messages. */
 #ifndef EPIC_P2P_H
 #define EPIC_P2P_H
 
@@ -14,22 +15,24 @@
 #define P2P_DEFAULT_SMS 64 /* number of SMs of an operation if config.max_sms is 0 */
 /* default number of SMs for a context whose operations have few and small rows (budget.c) */
 #define P2P_SMALL_SMS 32
-#define P2P_SPARE_SMS 4 /* SMs of a shared GPU that its ranks leave free for other kernels */
+/* number of SMs of a shared GPU that its ranks leave free for other kernels */
+#define P2P_SPARE_SMS 4
 
-typedef struct p2p_watch p2p_watch; /* thread that watches whether the peers' processes live */
-/* the part of a group's state that only the backend `hosts` has */
+typedef struct p2p_watch p2p_watch; /* thread that detects when the process of a peer exits */
 typedef struct hosts_part hosts_part;
 
-typedef struct p2p_gpu { /* facts about a rank's GPU, which the rank sends to all ranks */
+typedef struct p2p_gpu { /* facts about a rank's GPU, which each rank sends to all ranks */
     int32_t device_sms;
-    int32_t taken_sms;  /* how many SMs of the GPU other contexts of the rank's process use */
+    /* number of SMs of the GPU in use by other contexts of the rank's process */
+    int32_t taken_sms;
     uint8_t device[16]; /* uuid of the GPU */
 } p2p_gpu;
 
 /* Functions that differ between the backends `p2p` and `hosts`. */
 typedef struct p2p_hooks {
-    /* Writes `count` bytes at offset `at` of a rank's heap (backend `hosts`: of its inbox);
-     * `peer` may be this rank. Returns when the bytes have arrived or cannot arrive. */
+    /* Writes `count` bytes at offset `at` of a rank's heap, or of its inbox in the backend
+     * `hosts`. `peer` may be this rank. Returns when the bytes have arrived or can never
+     * arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
     /* Called before an operation is launched. The backend `hosts` wakes its proxy thread. */
@@ -38,8 +41,8 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
-/* One rank's state in a group. After join it is read-only, except `windows`, `waits` and the
- * memory of *status, *beats and *word. */
+/* One rank's state in a group. Read-only after join, except `windows`, `waits` and the memory
+ * of *status, *beats and *word. */
 struct epic_group {
     const p2p_hooks *hooks;
     /* copied into the arguments of every kernel; fill_self() completes the copy */
@@ -51,26 +54,26 @@ struct epic_group {
     int device;
     int device_sms; /* number of SMs of the whole GPU */
     int num_sms;    /* maximum number of SMs that an operation uses (budget.c) */
-    int ranks_here; /* how many ranks of the group use this GPU */
-    /* for each rank, true if its heap belongs to another process and is mapped here */
+    int ranks_here; /* number of ranks of the group that use this GPU */
+    /* [r]: true if the heap of rank r belongs to another process and is mapped here */
     bool mapped[DEVICE_MAX_RANKS];
     p2p_watch *watch;
-    /* shows kernels that this process is running (beats.h) */
+    /* heartbeat that shows kernels that this process is running (beats.h) */
     p2p_beats *beats;
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
-    /* pinned host memory to and from which small amounts are copied on `side` */
+    /* pinned host memory for small copies on the stream `side` */
     uint64_t *word;
     bool bulk; /* the GPU has bulk stores (compute capability 9.0) */
     /* maximum number of tokens per rank for which low-latency kernels run */
     int32_t lowlat_tokens;
-    /* windows of the group; NULL until one is added. Read and set atomically */
+    /* windows of the group; NULL until one is added; read and set atomically */
     struct p2p_windows *windows;
     pthread_mutex_t waits_lock; /* protects `waits` */
     p2p_waits waits; /* memory into which the waiting times are copied from the device */
 };
 
-/* Returns EPIC_OK for cudaSuccess. Otherwise stores an error text that begins with `what`,
+/* Returns EPIC_OK for cudaSuccess. For an error, stores an error text that begins with `what`,
  * clears the CUDA error, and returns EPIC_ENOMEM or EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
@@ -86,9 +89,9 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
     return a[0] == b[0] && a[1] == b[1];
 }
 
-/* p2p_group_new() creates a group and computes its heap layout; it returns NULL if out of
+/* p2p_group_new() creates a group and computes its heap layout. It returns NULL if out of
  * memory. p2p_group_device() then sets the group's device, creates its stream and allocates its
- * status. p2p_group_free() frees the group with its stream and status. */
+ * status. p2p_group_free() frees all of these. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
@@ -97,18 +100,19 @@ bool p2p_gpu_fits(const p2p_gpu *gpu);
 
 /* Returns the offsets of the arrays in a heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
-/* Returns how many bytes of a heap are staging memory, into which peers send rows. */
+/* Returns the size in bytes of the staging memory, the part of a heap into which peers send
+ * rows. */
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
-/* Returns how many bytes to allocate for a heap. */
+/* Returns the allocation size of a heap in bytes. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Clears a heap: sets stamped words to 0, and staging memory to poison (the mark of a word that
- * has not arrived). Returns when the device has finished. */
+/* Clears a heap: sets stamped words (kernels/cuda/common/heap.h) to 0, and staging memory to poison
+ * (the value of a word that has not arrived). Returns when the device has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
-/* Returns the epoch of the last operation that began on this rank's device. Copies the epoch
- * from the device and waits for this copy, but not for kernels. */
+/* Returns the epoch (number) of the last operation that began on this rank's device. Copies the
+ * epoch from the device and waits for this copy, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
 /* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. A word is P2P_GONE() if its rank
- * has closed, otherwise 0. Returns pinned host memory that is valid until the next call, or
+ * has closed, and 0 if not. Returns pinned host memory that is valid until the next call, or
  * NULL if the copy failed. */
 const uint64_t *p2p_gone(epic_group *group);
 
@@ -118,7 +122,6 @@ static inline uint8_t *p2p_inbox(const epic_group *g)
     return HOSTS ? g->self.net->inbox : g->self.heap[g->rank];
 }
 
-/* Implements epic_backend.fetch. */
 bool p2p_fetch(void *to, const void *from, size_t bytes, bool *good);
 /* Allocates memory of the group's GPU, or returns NULL. p2p_release() frees it. */
 void *p2p_allocate(epic_group *group, size_t bytes);
@@ -128,14 +131,13 @@ void p2p_describe(char *to, size_t size);
 
 /* Returns how many SMs of a device the contexts of this process use. */
 int p2p_budget_taken(int device);
-/* Sets group->num_sms, and reserves this many SMs of the GPU (budget.c). `gpus` [num_ranks] is
- * the data of all ranks. Ranks that share a GPU get the same number of SMs. Errors:
- * EPIC_EINVAL, EPIC_ENOTSUP. */
+/* Reserves SMs of the GPU, and sets group->num_sms to their number (budget.c). `gpus`
+ * [num_ranks] is the data of all ranks. Ranks that share a GPU get the same number of SMs.
+ * Errors: EPIC_EINVAL, EPIC_ENOTSUP. */
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
-/* Ends the reservation of p2p_budget_share(). */
 void p2p_budget_give_back(epic_group *group);
 
-/* p2p_watch_open() starts the watcher thread (watch.c), and p2p_watch_close() ends it. */
+/* Start and end the watcher thread (watch.c). */
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
@@ -146,20 +148,21 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
     return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
 }
 
-/* Reports to running kernels that the process of this peer has died. */
+/* Sets the peer's bit in status->dead, which running kernels read: the process of this peer has
+ * died. */
 static inline void p2p_mark_dead(p2p_status *status, int peer)
 {
     __atomic_fetch_or(&status->dead[peer / 32], 1u << peer % 32, __ATOMIC_RELEASE);
 }
 
-/* Returns the word that names one culprit, as in p2p_status.culprits. Kernels make such
+/* Returns a word with one culprit, in the format of p2p_status.culprits. Kernels create such
  * words with pack_ranks() (ranks.cuh). */
 static inline uint32_t p2p_culprit_word(int rank)
 {
     return MANY_RANKS ? 1u << 30 | (uint32_t)rank : 1u << rank % 32;
 }
 
-/* Returns whether p2p_status.culprits names this rank. */
+/* Returns whether p2p_status.culprits contains this rank. */
 static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 {
 #if MANY_RANKS
@@ -180,45 +183,43 @@ epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle
 void p2p_heap_disconnect(const epic_group *group);
 
 /* Windows, in windows.c. p2p_add_window() implements epic_window_alloc (args->data is NULL) and
- * epic_window_register. All ranks call it and return the same error: EPIC_ENOMEM or
- * EPIC_ENOTSUP, which do not break the group. p2p_free_windows() waits until no peer stores
- * into the windows, and frees them. */
+ * epic_window_register. Collective: all ranks return the same error. EPIC_ENOMEM and
+ * EPIC_ENOTSUP do not break the group. p2p_free_windows() waits until no peer stores into the
+ * windows, and frees them. */
 epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
                            epic_window_info *out);
 void p2p_free_windows(epic_group *group);
 /* Returns the table of all windows in device memory, or NULL if there is none. */
 const p2p_mapped_window *p2p_window_table(const epic_group *group);
-/* If an output lies in a window, returns the index of the window plus one and the offset in the
- * window, packed into one word (p2p_window_words). Otherwise returns 0. */
+/* Returns 0 if the output is not in a window. If it is, returns one word with the index of the
+ * window plus one and the offset in the window (p2p_window_words). */
 uint64_t p2p_window_place(const epic_group *group, epic_rows output);
 
-/* Returns whether the ranks of each process share one copy of this library, and thus its list
- * of heaps. If not, writes the reason to `why` (256 bytes). */
+/* Returns whether the ranks of each process share one copy of this library, and so its list of
+ * heaps. If not, writes the reason to `why` (256 bytes). */
 bool p2p_share_library(const epic_peer *peers, int num_ranks, char *why);
 
-/* Maps memory of another process. Only one thread at a time does so, because CUDA returns
- * cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
+/* Maps memory of another process. A mutex lets only one thread at a time do so, because CUDA
+ * returns cudaErrorAlreadyMapped if two threads open the same handle at the same time. */
 cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle);
 
 /* Returns the heap of a rank of this process, or NULL if the rank is in another process. */
 uint8_t *p2p_heap_find(uint64_t group_id, int rank);
 
-/* Returns EPIC_OK if no kernel has reported a failure, and sets *out to zeros. Otherwise
+/* Returns EPIC_OK and sets *out to zeros if no kernel has reported a failure. If one has,
  * returns the result code of the failure and writes the failure to *out. */
 epic_result p2p_check(epic_group *group, epic_failure_info *out);
 
-/* Returns EPIC_OK if no kernel has reported a failure. Otherwise returns the result code of the
- * failure and sets its error text. Every operation calls this function first. */
+/* Returns EPIC_OK if no kernel has reported a failure. If one has, returns the result code of
+ * the failure and sets the error text. Every operation calls this function first. */
 epic_result p2p_check_group(epic_group *group);
 
 /* Returns the oldest data error that no call has returned yet, and sets its error text.
  * Returns EPIC_OK if there is none. */
 epic_result p2p_next_data_error(epic_group *group);
 
-/* Implements epic_ops.record_waits. */
 void p2p_record_waits(epic_group *group, struct recorder_page *page);
 
-/* Implements epic_ops.read_waits. */
 epic_result p2p_read_waits(epic_group *group, uint32_t first, uint32_t last,
                            epic_wait_info *out);
 
@@ -230,7 +231,7 @@ epic_result p2p_bootstrap_nccl(epic_bootstrap *out, const void *native, uint32_t
 void p2p_abort(epic_group *group, uint64_t tag, const char *why);
 
 /* Router and losses, in router.c. Each function checks that the kernels support the arguments,
- * and launches on the stream of its call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE. */
+ * and launches kernels on the stream of its call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE. */
 epic_result p2p_router_forward(epic_group *group, const epic_router_args *args);
 epic_result p2p_router_backward(epic_group *group, const epic_router_backward_args *args);
 epic_result p2p_balance_loss_forward(epic_group *group, const epic_loss_args *args,
@@ -241,8 +242,8 @@ epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, do
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
-/* Experts, in experts.c. Both functions launch the matrix products and the activation function.
- * Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's gemm. */
+/* Experts, in experts.c. Both functions launch the GEMMs and the activation function on the
+ * stream of the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's gemm. */
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
@@ -271,8 +272,9 @@ epic_result p2p_check_plan_fits(epic_group *group, const epic_plan_args *args,
 epic_result p2p_sum_trees(epic_group *group, epic_stream stream, float *values, int64_t n);
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
-/* d_losses [2] = {d_balance_loss + d_loss, d_z_loss + d_loss}, where d_loss is the gradient of
- * the sum of both losses. A NULL pointer stands for 1 if it is d_loss, otherwise for 0. */
+/* Computes d_losses [2] = {d_balance_loss + d_loss, d_z_loss + d_loss}, where d_loss is the
+ * gradient of the sum of both losses. If d_loss is NULL, its value is 1. If another pointer is
+ * NULL, its value is 0. */
 epic_result p2p_read_d_losses(epic_group *group, epic_stream stream, float *d_losses,
                               const epic_moe_backward_args *args);
 

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* NVTX ranges. Each public call that launches kernels records a time range of the CPU thread
- * under its name, so that tools such as Nsight Systems show which call launched a kernel. NVTX
- * is a header of the CUDA toolkit. Without such a tool, a range costs a load and a branch. */
+ * with the name of the call, so that tools such as Nsight Systems show which call launched a
+ * kernel. NVTX is a header of the CUDA toolkit. If no such tool runs, a range costs a load and
+ * a branch. */
 #ifndef EPIC_P2P_RANGES_H
 #define EPIC_P2P_RANGES_H
 
 #if __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
 
-/* Begins a range of this thread; p2p_range_end() ends it. */
 static inline int p2p_range_begin(const char *name)
 {
     return nvtxRangePushA(name);

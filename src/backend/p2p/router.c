@@ -120,7 +120,6 @@ static epic_result fill_loss(epic_group *g, p2p_loss_job *job, const epic_loss_a
     return EPIC_OK;
 }
 
-/* Launches the kernels that compute a loss (balance loss or z-loss). */
 static epic_result loss_forward(epic_group *group, const epic_loss_args *args, double factor,
                                 bool z)
 {
@@ -129,7 +128,6 @@ static epic_result loss_forward(epic_group *group, const epic_loss_args *args, d
     return p2p_cuda(p2p_launch_loss(&job, stream_of(args->stream)), "launching a loss");
 }
 
-/* Launches the kernel that computes the gradient of a loss (balance loss or z-loss). */
 static epic_result loss_backward(epic_group *group, const epic_loss_args *args, double factor,
                                  bool z)
 {

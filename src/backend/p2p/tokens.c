@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of a layer that are computed for each token: zero-experts (whose output is their
- * input), the shared expert's gate, and the sum of the output. Also checks that a plan fits the
+/* The parts of a layer that are computed per token: zero-experts (whose output is their input),
+ * the shared expert's gate, and the sum of the output. Also checks that a plan fits the
  * layer. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
@@ -27,8 +27,9 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
 }
 
 /* Implements the backward pass of the shared expert's gate (p2p.h). The gradient of
- * w_shared_gate is the sum of the rows of x, each multiplied by its d_shared_weights. The
- * gradient of a bias is such a sum too, so the kernel for biases computes both. */
+ * w_shared_gate is the sum of the rows of x, each multiplied by its element of
+ * d_shared_weights. The gradient of a bias is such a weighted sum too, so the kernel for biases
+ * computes both. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The watcher: a thread that detects when a peer's process exits. It then sets the peer's bit
- * in host memory, which running kernels read. It also writes the beats (beats.h), and makes no
- * CUDA call. */
+ * in host memory, which running kernels read. It also writes the heartbeat of this process
+ * (beats.h). It makes no CUDA call. */
 #include <errno.h>
 #include <poll.h>
 #include <stdlib.h>
@@ -18,16 +18,15 @@ struct p2p_watch {
     pthread_t thread;
     p2p_status *status;
     p2p_beats *beats;
-    int end; /* an eventfd; a write to it makes the thread end; -1: there is no thread */
+    int end; /* eventfd; a write to it ends the thread; -1: there is no thread */
     int num_ranks;
-    /* for each peer, a pidfd (Linux descriptor) of its process; -1 if the system has none: the
-     * thread then checks the pid */
+    /* for each peer, a pidfd (Linux descriptor) of its process; -1 if the system has no pidfds:
+     * the thread then checks the pid */
     int processes[DEVICE_MAX_RANKS];
     /* for each peer, the pid of its process; 0 if the peer is dead or in this process */
     int64_t pids[DEVICE_MAX_RANKS];
 };
 
-/* Sets the peer's bit in status->dead, which running kernels read. */
 static void mark_dead(p2p_watch *w, int rank)
 {
     p2p_mark_dead(w->status, rank);
@@ -35,8 +34,8 @@ static void mark_dead(p2p_watch *w, int rank)
 }
 
 /* The main function of the watcher thread. It waits in poll() until a peer's process exits,
- * until the next beat is due, or until p2p_watch_close() writes to the eventfd `end` to end the
- * thread. */
+ * until the next beat (increment of the heartbeat) is due, or until p2p_watch_close() writes to
+ * the eventfd `end` to end the thread. */
 static void *watch_processes(void *self)
 {
     p2p_watch *w = self;
@@ -61,7 +60,6 @@ static void *watch_processes(void *self)
     return NULL;
 }
 
-/* Returns whether two ranks are in one process. */
 static bool same_process(const epic_peer *a, const epic_peer *b)
 {
     return !memcmp(a->process, b->process, sizeof a->process);

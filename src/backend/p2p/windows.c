@@ -7,15 +7,15 @@
  * its own heap. These copies use the stream `side`, so they also work while kernels run. To add
  * a window, the ranks exchange messages twice:
  *
- * - The first message of a rank describes its memory, or contains its error. Then each rank
+ * - The first message of a rank describes its memory, or contains its error. Each rank then
  *   maps the memory of its peers, and enters it in a table in device memory, which kernels
  *   read.
- * - The second message of a rank says that it has mapped all memory, or contains its error.
+ * - The second message of a rank reports that it has mapped all memory, or contains its error.
  *
- * The memory for messages has two halves, for even and odd exchanges. A rank sends the message
- * of exchange n only after it has received all messages of exchange n - 1. Each rank sent its
- * message of n - 1 after it had read all messages of n - 2. So exchange n may overwrite the
- * messages of n - 2. */
+ * The memory for messages has two halves, for even and odd exchanges. A rank sends its message
+ * of exchange n only after it has received the messages of exchange n - 1 from all ranks. Each
+ * rank sends its message of n - 1 only after it has read all messages of n - 2. So the messages
+ * of n - 2 have been read, and exchange n may overwrite them. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -35,18 +35,18 @@ _Static_assert(sizeof(cudaIpcMemHandle_t) <= sizeof((p2p_window_message *)0)->ha
 _Static_assert(sizeof(p2p_window_message) == 512, "messages have 512 bytes");
 
 typedef struct p2p_window { /* One window of this rank and of its peers. */
-    uint8_t *data;          /* memory of this rank; NULL if it has 0 bytes */
+    uint8_t *data;          /* memory of this rank; NULL if its size is 0 */
     int64_t bytes;
-    bool is_allocated;              /* EPIC has allocated the memory */
-    _Atomic bool is_usable;         /* peers may store into this rank's outputs in the window */
+    bool is_allocated;      /* true: EPIC has allocated the memory, and must free it */
+    _Atomic bool is_usable; /* true: peers may store into this rank's outputs in the window */
     void *opened[DEVICE_MAX_RANKS]; /* results of cudaIpcOpenMemHandle(); NULL: none */
 } p2p_window;
 
 struct p2p_windows {
     pthread_mutex_t mutex; /* held by the thread that adds a window */
     uint64_t sequence;     /* number of exchanges so far; guarded by mutex */
-    /* [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS], in device memory: each rank's memory in each
-     * window */
+    /* device memory that kernels read, [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: for each window,
+     * the memory of each rank */
     p2p_mapped_window *table;
     _Atomic int num;
     p2p_window windows[P2P_MAX_WINDOWS];
@@ -61,7 +61,7 @@ static int64_t message_at(const epic_group *g, uint64_t sequence, int rank)
                (int64_t)sizeof(p2p_window_message);
 }
 
-/* Copies the messages of all ranks in this rank's heap to `all`. */
+/* Copies the messages of all ranks from this rank's heap to `all`. */
 static epic_result read_messages(const epic_group *g, uint64_t sequence,
                                  p2p_window_message *all)
 {
@@ -82,9 +82,9 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
     return missing;
 }
 
-/* Breaks the group, because messages of the ranks in `missing` (bit mask) have not arrived, and
- * returns the error. If these ranks have closed or died (are_gone), the other ranks notice that
- * themselves and need no report. */
+/* Breaks the group, because messages of the ranks in `missing` (bit mask) have not arrived.
+ * Returns the error. If these ranks have closed or died (are_gone), does not report to the
+ * other ranks, which notice this themselves. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
 {
@@ -130,8 +130,8 @@ static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
         TRY(p2p_check_group(g));
         TRY(read_messages(g, sequence, all));
         const uint32_t missing = find_missing(g, sequence, all);
-        /* Read the messages again. The copy that found a message's sequence number may have
-         * read its other fields before they arrived. */
+        /* Read the messages again: the copy that found a message's sequence number may have
+         * read the other fields before they arrived. */
         if (!missing) return read_messages(g, sequence, all);
         const uint32_t gone = missing & find_gone(g);
         if (gone) return report_missing(g, gone, true, timeout_ms);
@@ -141,7 +141,7 @@ static epic_result exchange_messages(epic_group *g, struct p2p_windows *w,
     }
 }
 
-/* Writes into a message the result code of this rank and, on an error, its error text. */
+/* Writes the result code of this rank and, if it is an error, the error text into a message. */
 static void set_result(p2p_window_message *message, epic_result result)
 {
     message->result = (uint32_t)result;
@@ -149,7 +149,7 @@ static void set_result(p2p_window_message *message, epic_result result)
         epic_fit_text(message->sentence, sizeof message->sentence, epic_sentence());
 }
 
-/* Returns the first error in the messages of all ranks, with the name of its rank. */
+/* Returns the first error in the messages of all ranks. The error text contains the rank. */
 static epic_result first_error(const epic_group *g, const p2p_window_message *all)
 {
     for (int q = 0; q < g->num_ranks; q++)
@@ -160,8 +160,8 @@ static epic_result first_error(const epic_group *g, const p2p_window_message *al
 
 /* ------------------------------------------------------------------------------ memory ---- */
 
-/* Sets *base to the beginning of the allocation that contains `data`. Only the CUDA driver has
- * a function for this, so it is looked up by name. */
+/* Sets *base to the beginning of the allocation that contains `data`. The runtime API has no
+ * function for this, so the function of the CUDA driver is looked up by name. */
 static epic_result find_base(const void *data, uint8_t **base)
 {
     typedef int range_getter(unsigned long long *base, size_t *bytes, unsigned long long at);
@@ -183,7 +183,6 @@ static epic_result find_base(const void *data, uint8_t **base)
                      data, name, error);
 }
 
-/* Returns whether a peer is in another process. */
 static bool has_other_processes(const epic_group *g)
 {
     for (int q = 0; q < g->num_ranks; q++)
@@ -191,7 +190,8 @@ static bool has_other_processes(const epic_group *g)
     return false;
 }
 
-/* Writes the IPC handle and the offset with which peers of other processes map the window. */
+/* Writes the IPC handle and the offset of the memory to the message. Peers of other processes
+ * need both to map the window. */
 static epic_result export_memory(const epic_group *g, const uint8_t *data,
                                  p2p_window_message *mine)
 {
@@ -213,7 +213,7 @@ static epic_result export_memory(const epic_group *g, const uint8_t *data,
     return EPIC_OK;
 }
 
-/* Checks that memory of the caller can be a window. */
+/* Checks that memory of the caller can become a window. */
 static epic_result check_memory(const epic_group *g, const epic_window_args *args)
 {
     struct cudaPointerAttributes where;
@@ -238,7 +238,7 @@ static epic_result allocate_memory(epic_group *g, int64_t bytes, uint8_t **data)
     return p2p_cuda(cudaStreamSynchronize(g->side), "clearing a window");
 }
 
-/* Sets this rank's memory of the window, which is allocated here or comes from the caller, and
+/* Sets this rank's memory of the window, which is allocated here or passed by the caller, and
  * describes it in the message. */
 static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
                               p2p_window_message *mine)
@@ -277,8 +277,8 @@ static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
                      cudaGetErrorString(error));
 }
 
-/* Writes the memory of all peers into row `number` of the table, which kernels read. If
- * `mapped` is NULL, clears the row. */
+/* Writes the addresses of all ranks' memory into row `number` of the table, which kernels read.
+ * If `mapped` is NULL, clears the row. */
 static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
                               const p2p_mapped_window *mapped)
 {
@@ -311,7 +311,7 @@ static void release_window(epic_group *g, p2p_window *window)
 
 /* ----------------------------------------------------------------------- adding windows ---- */
 
-/* Returns the group's windows, which the first call creates. Returns NULL if out of memory. */
+/* Returns the group's windows. The first call creates them. Returns NULL if out of memory. */
 static struct p2p_windows *windows_of(epic_group *g)
 {
     struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend self: a group of one rank, and the smallest complete backend. Without peers, the
- * functions for op headers and rings do nothing. The group stores only its failure and which op
- * slots are in use. */
+/* The backend self: a group of one rank, and the smallest complete backend. It has no peers, so
+ * its functions for op headers and rings do nothing. The group stores only its failure and
+ * which op slots are in use. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -10,7 +10,6 @@
 #include "base/clock.h"
 #include "base/error.h"
 
-/* The state of the only rank. */
 struct epic_group {
     pthread_mutex_t mutex; /* guards the members below */
     pthread_cond_t changed;

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The failure of a group: the first failure that any rank reports is stored in the segment, and
- * all ranks return it. This file also finds out whether a peer is gone. */
+/* The failure of a group: the first failure that any rank reports is stored in the segment
+ * (shared memory), and all ranks return it. This file also determines whether a peer is
+ * gone. */
 #include <time.h>
 
 #include "backend/shared/shared.h"
 #include "base/clock.h"
 
-#define PATIENCE_NS 100000000 /* longest wait for a rank that is writing a failure */
+#define PATIENCE_NS 100000000 /* maximum wait for a rank that is writing a failure */
 
 /* Returns whether the segment shows that the peer has closed its context or has died. */
 bool shared_is_known_gone(const epic_group *g, int peer)
@@ -15,16 +16,16 @@ bool shared_is_known_gone(const epic_group *g, int peer)
     return load_acquire(&state->closed) || load_acquire(&state->ended);
 }
 
-/* Returns whether the peer has closed its context or has died. If the segment does not show
- * that, checks the peer's process. */
+/* Returns whether the peer has closed its context or has died. If the segment shows neither,
+ * checks the peer's process. */
 bool shared_is_gone(epic_group *g, int peer)
 {
     return shared_is_known_gone(g, peer) || (g->is_dead && g->is_dead(g, peer));
 }
 
-/* Implements epic_transport.any_gone. Each rank stores any_gone before it loads the futexes
- * (wait.c), and all these accesses are sequentially consistent. So no rank sleeps and misses
- * that a peer is gone. */
+/* Implements epic_transport.any_gone. A rank stores any_gone before it loads the futexes
+ * (wait.c), and all these accesses are sequentially consistent. So a rank cannot go to sleep
+ * without noticing that a peer is gone. */
 bool shared_any_gone(const epic_group *g)
 {
     return load_ordered(&g->header->any_gone) != 0;
@@ -38,9 +39,9 @@ void shared_report_end(epic_group *g, int peer)
     shared_wake_all(g);
 }
 
-/* Claims failure_state, so that this rank may write the failure. Waits while another rank
- * writes one, and takes its place if that rank has died. Returns false if the group already has
- * a failure, or after PATIENCE_NS. */
+/* Claims failure_state, so that this rank may write the failure. While another rank writes a
+ * failure, waits for it, and replaces it as writer if it has died. Returns false if the group
+ * already has a failure, or after PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;

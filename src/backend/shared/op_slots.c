@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Op slots, called slots here. A rank's slot holds its op header and counters for one exchange.
- * Peers search for the slot by tag and sequence number. */
+/* Op slots, called slots here. A rank's slot holds its op header (the arguments of its
+ * operation) and counters for one exchange. Peers find the slot by tag and sequence number. */
 #include <string.h>
 
 #include "backend/shared/shared.h"
 
-/* Returns whether all peers have finished the last exchange of this slot, which is then
- * free. */
+/* Returns whether all peers have finished the last exchange of this op slot, so that its memory
+ * may be overwritten. */
 static bool is_released(const epic_group *g, const shared_exchange *x)
 {
     const uint64_t version = load_relaxed(&x->slot->version);
@@ -23,9 +23,9 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
 /* Claims a free op slot and returns its index, or -1 if no slot is free.
  *
  * Between the test and the claim, another thread may have claimed, used and released the slot.
- * So this function tests again after its claim, and undoes the claim if peers still read the
- * slot. Meanwhile another thread may have found the slot in use and may sleep, so this function
- * wakes it. */
+ * So this function tests again after its claim. If peers still read the slot, it undoes the
+ * claim. In the meantime another thread may have found the slot in use and gone to sleep, so
+ * the function then wakes that thread. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -44,9 +44,9 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* Resets the counters of the slot for one peer. For a vacant seat, the counters show that it
- * has read every entry and has finished the exchange. So other code need not skip vacant seats
- * when it looks for the slowest peer. */
+/* Resets the counters of the slot for one peer. For a vacant seat, sets them as if it had read
+ * every entry and finished the exchange, so that code that looks for the slowest peer need not
+ * skip vacant seats. */
 static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
                            uint64_t version)
 {
@@ -59,8 +59,8 @@ static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
 }
 
 /* Writes tag, sequence, operation and op header into this rank's op slot. The version is odd
- * while it writes. Tag and sequence are stored with release order, so a peer that loads a new
- * tag or sequence with acquire order also loads the odd version. */
+ * during the writes. Tag and sequence are stored with release order, so a peer that loads a new
+ * tag or sequence with acquire order and then loads the version sees the odd version. */
 static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *header)
 {
     shared_op_slot *slot = x->slot;
@@ -82,8 +82,8 @@ static void write_slot(epic_group *g, shared_exchange *x, const epic_op_header *
 
 /* Publishes this rank's op header in its op slot, and wakes the peers that have announced the
  * same exchange. Peers that announce later find the slot themselves. Each rank first stores the
- * version of its slot and then searches, in sequentially consistent order. So of two ranks, at
- * least one finds the other's slot. */
+ * version of its slot and then searches the peers' slots, both sequentially consistent. So of
+ * two ranks, at least one finds the other's slot. */
 void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
                      const epic_op_header *header)
 {
@@ -102,9 +102,9 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
 }
 
 /* Returns whether a peer's op slot holds the exchange (tag, sequence). The peer may be writing
- * another exchange into the slot, so the version must be even, and equal before and after the
- * comparison. If this rank takes part in the exchange too, the peer keeps the exchange in the
- * slot until this rank has finished. */
+ * another exchange into the slot, so the version must be even, and the same before and after
+ * the comparison. If this rank takes part in the exchange too, the peer keeps the exchange in
+ * the slot until this rank has finished. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -130,7 +130,8 @@ shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, ui
     return NULL;
 }
 
-/* Returns whether the peer's op slot for this exchange is in x->links, or was found now. */
+/* If x->links has no op slot of the peer yet, looks for it. Returns whether the peer's op slot
+ * is known. */
 bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
 {
     peer_link *link = &x->links[peer];
@@ -155,7 +156,7 @@ void shared_finish(epic_group *g, int index)
     store_release(&x->slot->finished, 1);
     for (int r = 0; r < g->num_ranks; r++) {
         shared_op_slot *peer_slot = x->links[r].slot;
-        /* NULL for this rank itself, and for a peer that was not found before the group
+        /* NULL for this rank itself, and for a peer whose slot was not found before the group
          * failed */
         if (!peer_slot) continue;
         store_ordered(&peer_slot->peers[g->rank].done, load_relaxed(&peer_slot->version));

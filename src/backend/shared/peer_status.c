@@ -9,9 +9,9 @@
 
 #define GRACE_NS 100000000
 
-/* Returns whether the heartbeat in `wait` is recent: then the rank still waits. A waiting rank
- * renews its heartbeat at least every slice_ns. A heartbeat is recent for 2.5 slice_ns, but at
- * least for GRACE_NS, because a busy machine may run the rank late. */
+/* Returns whether the heartbeat in `wait` is recent, which shows that the rank still waits. A
+ * waiting rank renews its heartbeat at least every slice_ns. A heartbeat is recent for 2.5
+ * slice_ns, but at least for GRACE_NS, because a busy machine may run the rank late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -19,8 +19,8 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
-/* If the heartbeat in `wait` is recent, adds to *out that the peer waits, and for which
- * ranks. */
+/* If the heartbeat in `wait` is recent, marks the peer as waiting, and adds the ranks for which
+ * it waits to *out. */
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;
@@ -29,7 +29,8 @@ static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_sta
         out->waits_for[w] |= load_relaxed(&wait->waits_for[w]);
 }
 
-/* Adds to *out the ranks that the peer waits for in any operation, or for a free op slot. */
+/* Adds to *out the ranks for which the peer waits in any of its operations or while it waits
+ * for a free op slot. */
 static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 {
     const shared_rank_state *head = shared_rank_state_of(g, peer);
@@ -41,9 +42,9 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
     if (load_acquire(&head->num_sleepers)) add_wait(g, &head->wait, out);
 }
 
-/* Reads the last operation that the peer announced. The peer may overwrite the op slot
- * meanwhile, so the loads repeat until the slot's version is even and equal before and after
- * them, at most 100 times. */
+/* Reads the last operation that the peer announced. The peer may overwrite the op slot during
+ * the loads, so they repeat (at most 100 times) until the slot's version is even, and the same
+ * before and after them. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {
@@ -60,14 +61,14 @@ static void add_last_operation(const epic_group *g, int peer, epic_peer_status *
 }
 
 /* Implements epic_transport.look: reads from shared memory what a peer is doing, so that an
- * error can name the rank that caused a delay. */
+ * error text can contain the rank that caused a delay. */
 void shared_look_at_peer(epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                          epic_peer_status *out)
 {
     memset(out, 0, sizeof *out);
-    /* A peer first sets `closed` and then exits. So first check whether it has exited, and then
-     * load `closed`. In the other order, a peer that closes and exits between the two accesses
-     * would seem to have died without closing. */
+    /* A peer sets `closed` before it exits. So check the process first, and load `closed` after
+     * that. In the other order, a peer that closes and exits between the two accesses would
+     * seem to have died without closing. */
     out->is_gone = shared_is_gone(g, peer);
     out->has_closed = load_acquire(&shared_rank_state_of(g, peer)->closed);
     out->is_gone |= out->has_closed;
