@@ -6,24 +6,24 @@
  * nothing else, so they are written once for all host backends.
  *
  * An *exchange* is the communication of one public call, usually one operation. (tag, sequence)
- * identifies an operation: sequence counts the operations of the tag from 0. A call that makes
- * a plan and dispatches with it makes two operations in one exchange. Ranks announce only the
- * first one, and its (tag, sequence) identifies the exchange.
+ * identifies an operation: sequence is the running number of the operation within the tag, from
+ * 0. A call that makes a plan and dispatches with it makes two operations in one exchange.
+ * Ranks announce only the first operation, whose (tag, sequence) identifies the exchange.
  *
  * Each rank keeps the state of an exchange in one of its *op slots*, numbered 0 to
- * max_in_flight - 1. Ranks may use different numbers for one exchange; they find each other by
- * (tag, sequence).
+ * max_in_flight - 1. Ranks may use different op slots for one exchange, because they find each
+ * other's slot by (tag, sequence).
  *
- * Every rank first announces an *op header*. Then rows are sent through *rings*. A ring is a
- * ring buffer in staging memory, from one rank to one peer. Its elements are *entries*, each
- * with a row or a part of a row. If epic_transport.shares is set, each rank also has a ring to
- * all its peers (EVERYONE): it writes each entry once, and every peer reads it. A *flow* is a
- * sequence of entries of one size, numbered from 0. All ranks run the flows of an exchange in
- * the same order.
+ * Every rank first announces an *op header*. Rows are sent after that, through *rings*. A ring
+ * is a ring buffer in staging memory, from one rank to one peer. Its elements are *entries*,
+ * each with a row or a part of a row. If epic_transport.shares is set, each rank also has a
+ * ring to all its peers (EVERYONE): it writes each entry once, and every peer reads it. A
+ * *flow* is a sequence of entries of one size, numbered from 0. All ranks run the flows of an
+ * exchange in the same order.
  *
- * Threads: one thread at a time uses an op slot; different threads may use different op slots
- * at the same time. Only wait() and the functions for windows block. No function allocates
- * memory, or calls a function of src/exchange or src/host_ops. */
+ * Threads: only one thread at a time may use an op slot. Different threads may use different op
+ * slots at the same time. Only wait() and the functions for windows block. No function
+ * allocates memory, or calls a function of src/exchange or src/host_ops. */
 #ifndef EPIC_TRANSPORT_H
 #define EPIC_TRANSPORT_H
 
@@ -31,10 +31,10 @@
 #include "backend/regroup.h"
 #include "backend/seat_set.h"
 
-/* Value of the argument `to` of room() and send(): the ring that all peers read. */
+/* value of the argument `to` of room() and send(): the ring that all peers read */
 #define EVERYONE (-1)
 
-/* Maximum size in bytes of the data in an op header. */
+/* maximum size in bytes of the array `bytes` in an op header */
 #define OP_PAYLOAD_BYTES 256
 
 /* The first message that every rank sends to every other rank in an operation.
@@ -43,11 +43,12 @@ typedef struct epic_op_header {
     /* values that must be equal on all ranks; common[0] is the epic_operation */
     int64_t common[24];
     int64_t local[14]; /* values that may differ between ranks */
-    /* Data of some operations, for example the ids of a plan or the addends of a sum, if they
-     * are small enough on every rank. Then the operation needs no flow. */
+    /* Data of some operations, for example the expert ids of a plan or the addends of an
+     * all-reduce. If the data is small enough on every rank, it is sent here and the operation
+     * needs no flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
     /* Options of the layer (exchange/layer_options.h), whose hashes are in `common`. Peers read
-     * them only if hashes differ, to name the option that differs. */
+     * them only if the hashes differ, to report the option that differs. */
     uint32_t options[60];
 } epic_op_header;
 
@@ -56,37 +57,39 @@ typedef struct epic_flow {
     /* size of an entry, at most half of ring_bytes(); equal on all ranks */
     int64_t entry_bytes;
     bool everyone; /* true: use the ring to EVERYONE; false: one ring to each peer */
-    /* [num_ranks]: number of entries to each peer; all equal if everyone is set */
+    /* [num_ranks]: number of entries to send to each peer; all equal if `everyone` is set */
     const int64_t *sends;
-    const int64_t *receives; /* [num_ranks]: number of entries from each peer */
+    const int64_t *receives; /* [num_ranks]: number of entries to receive from each peer */
 } epic_flow;
 
 /* The last known status of a peer. When a wait has passed its deadline, src/exchange compares
  * the status of all peers to find the culprits. */
 typedef struct epic_peer_status {
-    /* the peer has announced the exchange (tag, sequence), or a later exchange with this tag */
+    /* true: the peer has announced the exchange (tag, sequence), or a later exchange with this
+     * tag */
     bool has_announced;
     bool is_gone;    /* the peer's process has exited, or the peer has closed its context */
     bool has_closed; /* the peer has closed its context */
     bool is_waiting; /* a recent report of the peer shows that it is inside wait() */
     /* the phase that the peer last passed to wait() in the exchange (tag, sequence) */
     uint32_t phase;
-    /* if is_waiting: bit mask of the ranks that the peer waits for */
+    /* if is_waiting: bit mask of the ranks for which the peer waits */
     uint64_t waits_for[EPIC_MAX_RANKS / 64];
     /* the operation that the peer announced last; 0: none */
     uint32_t operation;
     uint64_t tag;
-    uint64_t sequence; /* tag and sequence number of the member `operation` */
-    bool is_inside;    /* true: the peer has not finished the member `operation` */
+    uint64_t sequence; /* tag and sequence number of `operation` */
+    bool is_inside;    /* true: the peer has not finished `operation` */
 } epic_peer_status;
 
-/* Size in bytes of a window's handle: backend-specific data with which peers map the window. */
+/* Size in bytes of a window's handle: the data that peers need to map the window. Its format
+ * depends on the backend. */
 #define WINDOW_HANDLE_BYTES 16
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* how many calls of this context have added a window, including this call; equal on all
-     * ranks */
+    /* number of calls of this context that add a window so far, including this one; equal on
+     * all ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */
@@ -99,7 +102,7 @@ typedef struct epic_window_transport {
     /* Makes this rank's memory available to all peers, and writes the window's handle to
      * `handle`. If memory->data is NULL, allocates the memory, which the caller releases with
      * munmap(). src/exchange announces the op header only after offer() has returned. If
-     * offer() fails on any rank, the public call returns an error on all ranks: EPIC_ENOMEM, or
+     * offer() fails on any rank, the public call fails on all ranks: with EPIC_ENOMEM, or with
      * EPIC_ENOTSUP for every other error. */
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
@@ -116,12 +119,12 @@ typedef struct epic_window_transport {
     void (*begin_stores)(epic_group *group);
     void (*end_stores)(epic_group *group);
 
-    /* Returns whether this rank may store into the windows of a peer: false if the peer has
-     * closed its context. The caller has called begin_stores(). */
+    /* Returns false if a peer has closed its context, so that this rank must not store into the
+     * peer's windows. The caller must have called begin_stores(). */
     bool (*may_store)(epic_group *group, int peer);
 
     /* Marks this rank as closed, and waits until no living peer stores into its windows.
-     * Returns false if that lasts longer than the deadline of the context. */
+     * Returns false if the wait reaches the deadline of the context. */
     bool (*close)(epic_group *group);
 } epic_window_transport;
 
@@ -132,16 +135,16 @@ typedef struct epic_transport {
     /* The functions that make the next generation; NULL: the members never change. */
     const epic_regroup_transport *regroup;
 
-    /* True if the backend has a ring to EVERYONE. */
+    /* true: the backend has a ring to EVERYONE */
     bool shares;
 
-    /* Returns the size in bytes of the ring to EVERYONE, or of a ring to one peer. It is a
-     * multiple of 64 and equal on all ranks. An entry has at most half of this size. */
+    /* Returns the size in bytes of the ring to EVERYONE, or of a ring to one peer. The size is
+     * a multiple of 64 and equal on all ranks. An entry has at most half of this size. */
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
-    /* Claims a free op slot and returns its index. Returns -1 if none is free: each is in use
-     * on this rank, or a slow peer still reads it. The caller then calls wait() with op_slot
-     * -1. */
+    /* Claims a free op slot and returns its index. An op slot is not free while this rank uses
+     * it or a slow peer still reads it. Returns -1 if none is free. The caller then calls
+     * wait() with op_slot -1. */
     int (*claim)(epic_group *group);
 
     /* Publishes this rank's op header for (tag, sequence) in a claimed op slot, and wakes peers
@@ -150,7 +153,7 @@ typedef struct epic_transport {
                      const epic_op_header *header);
 
     /* Returns the peer's op header for the exchange of this op slot, or NULL if it has not
-     * arrived.  The header stays valid until finish(). */
+     * arrived. The header stays valid until finish(). */
     const epic_op_header *(*op_header)(epic_group *group, int op_slot, int peer);
 
     /* Starts the next flow of the exchange. It may be called only after op_header() has
@@ -162,14 +165,15 @@ typedef struct epic_transport {
      * ascending order. Until an entry is sent, room() returns the same memory for it. */
     void *(*room)(epic_group *group, int op_slot, int to, int64_t index);
 
-    /* Sends the entries of the current flow below `upto` to the peer `to` (or EVERYONE). */
+    /* Sends all entries of the current flow with an index below `upto` to the peer `to` (or
+     * EVERYONE). */
     void (*send)(epic_group *group, int op_slot, int to, int64_t upto);
 
     /* Returns entry `index` of the current flow from the peer `from`, or NULL if the entry has
      * not arrived. The entry stays valid until drop(). */
     const void *(*entry)(epic_group *group, int op_slot, int from, int64_t index);
 
-    /* Releases the entries of the current flow from the peer `from` with an index below `upto`,
+    /* Releases all entries of the current flow from the peer `from` with an index below `upto`,
      * so that the peer can reuse their memory. Entries that this rank does not need may be
      * released before they arrive. */
     void (*drop)(epic_group *group, int op_slot, int from, int64_t upto);
@@ -181,43 +185,44 @@ typedef struct epic_transport {
 
     /* Sleeps until one of the functions above may return another result for this op slot, until
      * the group fails, or for about `ms` milliseconds (0: no sleep). With op_slot -1, sleeps
-     * until an op slot may be free. wait() may return early, and it misses no change: if
-     * something has changed since the caller's last call for this op slot, it returns at once.
+     * until an op slot may be free. wait() may return early. It misses no change: if something
+     * has changed since the caller's last call for this op slot, it returns at once.
      *
      * While a rank is in wait(), its peers can read `phase` and `waits_for` with look(). The
-     * caller chooses the value of `phase`. `waits_for` [EPIC_MAX_RANKS / 64] has a bit for each
-     * rank that this rank waits for. */
+     * caller chooses the value of `phase`. `waits_for` [EPIC_MAX_RANKS / 64] is a bit mask of
+     * the ranks for which this rank waits. */
     void (*wait)(epic_group *group, int op_slot, uint32_t phase, const uint64_t *waits_for,
                  uint32_t ms);
 
-    /* Writes to *out the last known status of a peer: its phase in the exchange (tag,
+    /* Writes the last known status of a peer to *out: its phase in the exchange (tag,
      * sequence), and the operation that it announced last. */
     void (*look)(epic_group *group, int peer, uint64_t tag, uint64_t sequence,
                  epic_peer_status *out);
 
-    /* Returns true if it is known that any peer is gone. It must be fast: src/exchange calls it
-     * before each sleep and, if it returns true, calls look() for each awaited peer. When its
-     * result changes, wait() returns. NULL: src/exchange calls look() from time to time. */
+    /* Returns true if any peer is known to be gone. Must be fast: src/exchange calls it before
+     * each sleep and, if it returns true, calls look() for each awaited peer. When its result
+     * changes, wait() returns. NULL: src/exchange calls look() from time to time. */
     bool (*any_gone)(const epic_group *group);
 
-    /* How many milliseconds data of a peer may still arrive after look() has found that the
-     * peer is gone. 0: all its data has arrived by then. */
+    /* Number of milliseconds in which data of a peer may still arrive after look() has reported
+     * that the peer is gone. 0: all its data has arrived by then. */
     uint32_t settle_ms;
 
-    /* Marks the group as failed and wakes the peers in wait(). Only the first failure is
-     * kept. */
+    /* Marks the group as failed and wakes the peers in wait(). Only the first failure of the
+     * group is kept. */
     void (*break_group)(epic_group *group, const epic_failure_info *failure);
 
     /* Returns true and writes the failure to *out if the group has failed. */
     bool (*failure)(epic_group *group, epic_failure_info *out);
 
     /* Sets the seats of the group that have a member. Called on all members, before the first
-     * operation. Afterwards the other seats are vacant: no function above waits for a rank on a
-     * vacant seat. op_header(), room(), send(), entry() and drop() are not called for it, and
-     * its entries in a peer ring's flow are 0. NULL: the backend has no vacant seats. */
+     * operation. The other seats are vacant from then on: no function above waits for a rank on
+     * a vacant seat. op_header(), room(), send(), entry() and drop() are not called for a
+     * vacant seat, and the number of its entries in the flow of a peer ring is 0. NULL: the
+     * backend has no vacant seats. */
     void (*set_members)(epic_group *group, const seat_set *members);
 
-    /* Returns how many bytes of headers and entries this rank has sent. Tests use it. */
+    /* Returns the number of bytes of headers and entries that this rank has sent. For tests. */
     uint64_t (*bytes_sent)(const epic_group *group);
 } epic_transport;
 

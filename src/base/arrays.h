@@ -7,17 +7,17 @@
 
 #include "base/error.h"
 
-/* An array argument of a call. The checks use only the array's address and size, never its
+/* An array argument of a call. The checks use only the array's address and size and never its
  * contents, so the array may be in device memory. */
 typedef struct call_array {
     const char *name;
     const void *data; /* address of the array; NULL: the caller passed none */
-    int64_t bytes;    /* size that the call uses; 0: not given */
-    size_t unit;      /* bytes of an element, a power of two; the address is aligned to it */
-    bool out;         /* true: the call writes the array */
+    int64_t bytes;    /* number of bytes that the call uses; 0: none */
+    /* size of an element in bytes, a power of two; the address must be a multiple of it */
+    size_t unit;
+    bool out; /* true: the call writes the array */
 } call_array;
 
-/* Describes an array of `count` elements of `unit` bytes. */
 static inline call_array call_array_of(const char *name, const void *data, int64_t count,
                                        size_t unit, bool out)
 {
@@ -30,11 +30,12 @@ static inline call_array call_array_of(const char *name, const void *data, int64
 #define ARRAY_OUT(args, field, count, unit) \
     call_array_of(#field, (args)->field, count, unit, true)
 
-/* Checks that every array is aligned to its elements, and that no array overlaps another one
- * that the call writes. Returns EPIC_EINVAL with an error text that names the arrays. */
+/* Checks that every array is aligned to its elements, and that no array overlaps another array
+ * that the call writes. Returns EPIC_EINVAL with an error text that contains the names of the
+ * arrays. */
 epic_result check_arrays(const call_array *arrays, size_t count);
 
-/* Calls check_arrays() for an array variable, so that the compiler knows its length. */
+/* Calls check_arrays() for a variable of array type, whose length the compiler knows. */
 #define CHECK_ARRAYS(arrays) check_arrays(arrays, sizeof(arrays) / sizeof *(arrays))
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The CPU cores that a rank may run on. A launcher may bind each rank to other cores, so a rank
- * needs the core sets of all ranks of its host to find out how many cores they share. */
+/* The CPU cores on which a rank may run. A launcher may bind each rank to different cores. So a
+ * rank needs the core sets of all ranks of its host to compute how many cores the ranks
+ * share. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 
@@ -16,7 +17,8 @@ typedef struct core_set {
 
 _Static_assert(sizeof(core_set) == sizeof(cpu_set_t), "core_set");
 
-/* Returns the cores of the calling thread; an empty set if the system does not report them. */
+/* Returns the cores on which the calling thread may run, or an empty set if the system does not
+ * report them. */
 static inline core_set cores_of_thread(void)
 {
     core_set mine = {{0}};

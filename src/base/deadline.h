@@ -3,17 +3,17 @@
  *
  * A process can be suspended by Ctrl-Z (SIGSTOP), `scontrol suspend`, a frozen container, or a
  * paused virtual machine, while the monotonic clock continues. If all ranks were suspended
- * together, the first rank that continues would find its deadline passed, and would report a
- * silent peer. So before each sleep a waiting rank stores when its next check is due
- * (expected_ns). If that check comes much later, this process was suspended. The deadline then
- * restarts with its full timeout, so that peers have this time to show that they run again.
+ * together, the first rank that continues would find that its deadline has passed, and would
+ * report its peers as silent. So before each sleep a waiting rank stores the time of its next
+ * check (expected_ns). If that check comes much later, this process was suspended. The deadline
+ * then restarts with its full timeout, so that peers have this time to continue too.
  *
- * A machine that is always overloaded looks like one whose processes are suspended, and there a
+ * On a machine that is always overloaded, checks are late without a suspension, and there a
  * deadline must also end. So a deadline restarts only in the first DEADLINE_RESTART_LIMIT
- * timeouts of running time. A later suspension only moves its end by the length of the
+ * timeouts of running time. A later suspension only postpones the deadline by the length of the
  * suspension.
  *
- * A deadline belongs to one thread; the functions take no locks. */
+ * A deadline belongs to one thread: the functions take no locks. */
 #ifndef EPIC_DEADLINE_H
 #define EPIC_DEADLINE_H
 
@@ -22,17 +22,18 @@
 
 #include "base/clock.h"
 
-/* A suspension restarts the deadline only in the first this many timeouts of the wait. */
+/* A suspension restarts the deadline only within this many timeouts from the start of the
+ * wait. */
 #define DEADLINE_RESTART_LIMIT 4
-/* If a check is later than this, the process was suspended, because the scheduler alone does
- * not delay a check so much. */
+/* If a check is late by more than this, the process was suspended: the scheduler alone does not
+ * delay a check so much. */
 #define DEADLINE_SLACK_NS 100000000ull
 
 typedef struct deadline {
     uint64_t timeout_ns;
     uint64_t start_ns;    /* time of the last start; 0: starts at the next deadline_look() */
     uint64_t end_ns;      /* time at which the deadline has passed */
-    uint64_t expected_ns; /* time by which the next deadline_look() is due */
+    uint64_t expected_ns; /* time at which the next deadline_look() is due */
     uint64_t ran_ns;      /* running time of this wait before the last start */
 } deadline;
 
@@ -45,15 +46,15 @@ static inline void deadline_start(deadline *d, uint64_t timeout_ns, uint64_t now
                     .expected_ns = now};
 }
 
-/* Makes the next deadline_look() restart the deadline with its full timeout. A caller does this
- * after progress, for example after data has moved. */
+/* Makes the next deadline_look() restart the deadline with its full timeout. Called after
+ * progress, for example after rows have arrived. */
 static inline void deadline_renew(deadline *d)
 {
     d->start_ns = 0;
 }
 
-/* Returns for how many nanoseconds this process was suspended: how much later than expected_ns
- * the check at `now` is. A delay that is usual on a busy machine counts as 0. */
+/* Returns for how many nanoseconds this process was suspended: the delay of the check at `now`
+ * compared with expected_ns. Returns 0 for a delay that is usual on a busy machine. */
 static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 {
     const uint64_t quarter = d->timeout_ns / 4;
@@ -82,8 +83,8 @@ static inline bool deadline_look(deadline *d, uint64_t now)
     return now >= d->end_ns;
 }
 
-/* Returns how long a sleep that starts at `now` may last: until the deadline, but at most
- * `longest` nanoseconds.  Sets expected_ns to the end of that sleep. */
+/* Returns the length in nanoseconds of a sleep that starts at `now`: until the deadline, but at
+ * most `longest`. Sets expected_ns to the end of that sleep. */
 static inline uint64_t deadline_sleep_ns(deadline *d, uint64_t now, uint64_t longest)
 {
     const uint64_t left = now < d->end_ns ? d->end_ns - now : 0;
@@ -100,8 +101,8 @@ static inline deadline deadline_begin_ms(uint64_t timeout_ms)
     return d;
 }
 
-/* Checks the deadline, and sets expected_ns to the end of the sleep that follows, of `nap_ns`
- * nanoseconds. Returns true if the deadline has passed. */
+/* Checks the deadline before the caller sleeps for `nap_ns` nanoseconds, and sets expected_ns
+ * to the end of that sleep. Returns true if the deadline has passed. */
 static inline bool deadline_before_nap(deadline *d, uint64_t nap_ns)
 {
     const uint64_t now = (uint64_t)clock_ns();

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stores the error text of each thread. A new failure of the thread overwrites it. */
+/* Stores the error text of each thread. The next failure on the same thread overwrites it. */
 #include "base/error.h"
 
 #include <errno.h>
@@ -24,7 +24,7 @@ epic_result epic_fail(epic_result result, const char *format, ...)
     return result;
 }
 
-/* Returns true if the byte at `at` continues a UTF-8 character. */
+/* Returns true if the byte at `at` is a continuation byte of a UTF-8 character. */
 static bool is_inside_char(const char *at)
 {
     return ((unsigned char)*at & 0xc0) == 0x80;

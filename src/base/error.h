@@ -15,15 +15,17 @@ __attribute__((format(printf, 2, 3)))
 epic_result
 epic_fail(epic_result result, const char *format, ...);
 
-/* Returns the error text of this thread's last failure, until its next epic_fail(). */
+/* Returns the error text of this thread's last failure. The next epic_fail() of this thread
+ * overwrites it. */
 const char *epic_sentence(void);
 
-/* Copies an error text to `out`, which has `size` bytes. If it does not fit, " ... " replaces
- * its middle, which usually is a long value of the caller. The beginning names the error and
- * the end the remedy. No UTF-8 character is cut. */
+/* Copies an error text to `out`, which has `size` bytes. If the text does not fit, " ... "
+ * replaces its middle. The beginning contains the field and the end contains the remedy, so the
+ * lost part usually is a long value of the caller. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
-/* Returns what to append to an error text about this errno: "; " and a remedy, or "". */
+/* Returns the end of an error text for this errno: "; " and a remedy, or "" if there is no
+ * remedy. */
 const char *epic_remedy(int error);
 
 /* Returns from the calling function if `call` does not return EPIC_OK. */

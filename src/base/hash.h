@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Fast, not cryptographic hashes for checksums of plans and for call signatures. */
+/* Hashes for checksums of plans and for call signatures. Fast, not cryptographic. */
 #ifndef EPIC_HASH_H
 #define EPIC_HASH_H
 
@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Mixes the bits of a word, so that every input bit changes about half of the output bits.
- * Different words have different results. The function is the finalizer of MurmurHash3. */
+ * Different words have different results. This is the finalizer of MurmurHash3. */
 static inline uint64_t hash_mix(uint64_t x)
 {
     x ^= x >> 33;
@@ -18,7 +18,7 @@ static inline uint64_t hash_mix(uint64_t x)
     return x ^ x >> 33;
 }
 
-/* Returns the hash of a sequence of words that ends with x. `hash`: the hash of the words
+/* Returns the hash of a sequence of words whose last word is x. `hash` is the hash of the words
  * before x. The order of the words matters. */
 static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 {
@@ -26,7 +26,7 @@ static inline uint64_t hash_join(uint64_t hash, uint64_t x)
 }
 
 /* Returns a hash of n bytes. Hashes four words at a time, independently of each other, so that
- * only the speed of memory limits the speed of the hash. */
+ * memory bandwidth is the only limit of its speed. */
 static inline uint64_t hash_bytes(const void *bytes, size_t n)
 {
     const unsigned char *p = bytes;

@@ -3,9 +3,9 @@
 #ifndef EPIC_LIBRARY_H
 #define EPIC_LIBRARY_H
 
-/* Loads the file `library`.  Looks first in the folder of the library or program that contains
- * the address `self`, then in the system's search path.  Returns a dlopen() handle, or NULL on
- * failure; dlerror() then has the reason. */
+/* Loads the file `library`. Looks first in the folder of the library or program that contains
+ * the address `self`, then in the system's search path. Returns a dlopen() handle, or NULL on
+ * failure, when dlerror() returns the reason. */
 void *library_open(const void *self, const char *library);
 
 #endif

@@ -4,7 +4,8 @@
 
 #define NAME(constant) [constant] = #constant
 
-/* Defines epic_ENUM_name(), which returns a constant string for any value. */
+/* Defines epic_ENUM_name(), which returns a constant string for each value, also for invalid
+ * ones. */
 #define ENUM_NAMES(which, ...)                                                               \
     const char *epic_##which##_name(uint32_t value)                                          \
     {                                                                                        \

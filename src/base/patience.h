@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides whether a waiting rank first spins or sleeps at once.
  *
- * A rank that waits for a peer usually spins for a moment with sched_yield(), because sleeping
- * and waking up takes longer than a short operation. But if another thread computes on the same
- * core, sched_yield() may return only after milliseconds, while a sleeping rank would be woken
- * at once. So after a late return of sched_yield() the next waits sleep at once: LEAST_SLEEPS
- * waits after the first late return, and twice as many after each further late return. Each
- * return in time reduces this count by one. */
+ * A rank that waits for a peer usually spins for a short time with sched_yield(), because
+ * sleeping and waking up takes longer than a short operation. But if another thread computes on
+ * the same core, sched_yield() may return only after milliseconds, while a sleeping rank would
+ * be woken at once. So after a sched_yield() that returns late, the next waits sleep at once:
+ * LEAST_SLEEPS waits after the first late return, and twice as many after each further late
+ * return. Each return that is not late reduces this number by one. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 
@@ -15,20 +15,21 @@
 #include <stdint.h>
 
 #define LATE_NS 500000 /* a sched_yield() that takes longer than this counts as late */
-/* After the first late return of sched_yield(), this many waits sleep without spinning. */
+/* number of waits that sleep without spinning after the first late return of sched_yield() */
 #define LEAST_SLEEPS 8
 #define MOST_SLEEPS 1024
 
-/* State of all waits of a rank, which its threads share. It is initially zero. All accesses are
- * relaxed: if an update is lost, only a few more or fewer waits sleep. */
+/* State of all waits of a rank, which its threads share. Initially zero. All accesses are
+ * relaxed, because a lost update only makes a few more or fewer waits sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep without spinning */
-    /* Half of the number of waits that sleep after the next late return, at least LEAST_SLEEPS
-     * / 2. Each return in time reduces it by one. */
+    /* Half of the number of waits that will sleep after the next late return, at least
+     * LEAST_SLEEPS / 2. Each return that is not late reduces it by one. */
     _Atomic int last;
 } patience;
 
-/* Returns true if the wait that begins now must sleep without spinning, and counts it. */
+/* Returns true if the wait that begins now must sleep without spinning, and decrements
+ * `sleeps`. */
 static inline bool patience_is_over(patience *p)
 {
     const int sleeps = atomic_load_explicit(&p->sleeps, memory_order_relaxed);

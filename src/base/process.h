@@ -11,18 +11,19 @@
 int process_watch(int64_t pid);
 
 /* Returns true if the process has exited. fd is the result of process_watch(). If fd is -1,
- * checks the pid instead, and then a zombie counts as alive. */
+ * checks the pid instead, which exists as long as the process is a zombie. */
 bool process_ended(int fd, int64_t pid);
 
 /* Returns true if this process may create a file or memfd of `bytes` bytes. Creating a larger
  * file would raise SIGXFSZ, which kills the process. */
 bool process_may_create_file(int64_t bytes);
 
-/* Starts to count forks of this process. Returns false if memory for the handler cannot be
- * allocated. Any thread may call it, any number of times. */
+/* Starts to count forks: installs a handler that runs in each forked child. Returns false if
+ * memory for the handler cannot be allocated. Any thread may call it, any number of times. */
 bool process_count_forks(void);
-/* Returns how many forks are between the process that first called process_count_forks() and
- * this one. A context compares the value to detect that it is in a forked child. */
+/* Returns the number of forks between the process that first called process_count_forks() and
+ * this one. A context compares the value with an earlier one to detect that it is in a forked
+ * child. */
 uint32_t process_generation(void);
 
 #endif

@@ -5,9 +5,9 @@
  * A record has one writer at a time: the thread that has set in_flight. It makes the seqlock
  * odd, stores each word of the record with release order, and makes the seqlock even with
  * release order. A reader loads the seqlock, then each word with acquire order, then the
- * seqlock again. If the reader has loaded a new word, its second load of the seqlock also finds
- * a new value, because the writer stored the odd seqlock before. Then the reader tries again.
- */
+ * seqlock again. If the reader has loaded any new word, its second load of the seqlock also
+ * returns a new value, because the writer stored the odd seqlock before the word. The two
+ * values of the seqlock then differ, and the reader tries again. */
 #include "base/recorder.h"
 
 #include <errno.h>
@@ -43,8 +43,8 @@ static int64_t wall_ns(void)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Creates a sealed memfd of `bytes` bytes for one recorder_page.  Returns its descriptor, or -1
- * and sets errno. All of its memory is allocated here, so that no later write can fail. */
+/* Creates a sealed memfd of `bytes` bytes for one recorder_page. Returns its descriptor, or -1
+ * and sets errno. Allocates all of its memory at once, so that no later write can fail. */
 static int make_memfd(const char *group, int rank, size_t bytes)
 {
     char name[160];
@@ -114,8 +114,8 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace)
 void recorder_close(epic_recorder *recorder)
 {
     if (!recorder) return;
-    /* A forked child may keep the memfd open.  `closed` lets epic-info see that no operation
-     * writes to it any more. */
+    /* a forked child may keep the memfd open, so `closed` shows epic-info that no operation
+     * writes to it any more */
     atomic_store_explicit(&recorder->page->closed, 1, memory_order_release);
     recorder_forget(recorder);
 }
@@ -149,8 +149,8 @@ static void load_words(void *to, const _Atomic uint64_t *from, size_t num_words)
     }
 }
 
-/* Writes a record and, if the operation failed, its sentence. Only the thread that claimed the
- * record may call this function. */
+/* Writes a record and, if the operation failed, its error text. Only the thread that claimed
+ * the record may call this function. */
 static void publish_entry(recorder_page *page, size_t i, const recorder_entry *entry,
                           const char *sentence)
 {
@@ -206,8 +206,8 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     return number * RECORDER_RECORDS + (uint64_t)at;
 }
 
-/* Copies the entry of a record that the caller has begun.  Returns false if the record has
- * ended, or if there was no free record for it. */
+/* Copies the entry of a record that the caller has begun. Returns false if there was no free
+ * record for the operation, or if the record has ended. */
 static bool get_own_entry(epic_recorder *recorder, uint64_t record, recorder_entry *out)
 {
     if (!recorder || record == NO_RECORD) return false;
@@ -321,8 +321,8 @@ bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
 {
     const recorder_record *record = &page->records[i];
     for (int tries = 0; tries < 10000; tries++) {
-        /* Yield the core from time to time, because the writer may need it to finish its
-         * write. */
+        /* yield the core from time to time, because the writer may need it to finish its
+         * write */
         if (tries % 64 == 63) sched_yield();
         const uint64_t before = atomic_load_explicit(&record->seqlock, memory_order_acquire);
         if (before == 0) return false;

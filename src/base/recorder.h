@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The flight recorder: the last operations of one context, and how long they waited for each
- * peer, in a memfd (a file in memory).  The program epic-info, run by the same user, finds the
- * memfd as epic:GROUP:RANK in /proc/PID/fd.  It can read the memfd while a call is stuck.
+ * peer, in a memfd (a file in memory). The program epic-info, run by the same user, finds the
+ * memfd by its name epic:GROUP:RANK in /proc/PID/fd. It can read the memfd while a call hangs.
  *
  * Writing never blocks and never allocates. Any number of threads may write, each to its own
- * record. An operation keeps its record until it ends, so the record of a stuck operation is
- * never overwritten. */
+ * record. An operation keeps its record until it ends, so the record of an operation that hangs
+ * is never overwritten. */
 #ifndef EPIC_RECORDER_H
 #define EPIC_RECORDER_H
 
@@ -27,39 +27,38 @@ typedef enum recorder_state {
     RECORDER_DONE = 2
 } recorder_state;
 
-/* Opens a recorder for the context of `rank`.  On failure sets *out to NULL.  Every function
- * below accepts NULL and does nothing, so a context works without a recorder.  Errors:
+/* Opens a recorder for the context of `rank`. On failure sets *out to NULL. Every function
+ * below accepts NULL and does nothing, so a context works without a recorder. Errors:
  * EPIC_ENOMEM, EPIC_EDEVICE (the system refused the memfd). */
 epic_result recorder_open(epic_recorder **out, const char *group, uint64_t group_id, int rank,
                           int num_ranks, const char *backend, const char *net);
-/* Marks the recorder as closed and frees it. */
 void recorder_close(epic_recorder *recorder);
 
-/* After this call, recorder_end() also writes each operation to `trace`, which must stay open
- * until the recorder is closed. */
+/* Makes recorder_end() also write each operation to `trace`, which must stay open until the
+ * recorder is closed. */
 void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 
-/* Frees the copy of a recorder in a forked child.  The recorder of the parent stays open. */
+/* Frees the copy of a recorder in a forked child. The recorder of the parent stays open. */
 void recorder_forget(epic_recorder *recorder);
 
 /* Begins a record and returns its id for recorder_phase() and recorder_end(). `operation` is an
  * epic_operation, and `bytes` the size that epic-info shows. If all records are in flight, the
- * operation is not recorded, and those functions ignore the id. */
+ * operation is not recorded, and those two functions ignore the id. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
-/* Sets the state of a record to `phase`, a recorder_state. waits_for is the first rank that the
- * operation waits for, or -1. */
+/* Sets the state of a record to `phase`, a recorder_state. waits_for is the lowest rank for
+ * which the operation waits, or -1. */
 void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase,
                     int32_t waits_for);
 
-/* Adds `ns` nanoseconds to the time that operations of this kind have waited for each rank in
- * `peers`, a bit mask with a bit for each rank of the group.  `operation` is an
- * epic_operation. */
+/* Adds `ns` nanoseconds to the time that operations of this kind (an epic_operation) have
+ * waited for each rank in `peers`, a bit mask of ranks. */
 void recorder_add_wait(epic_recorder *recorder, uint32_t operation, const uint64_t *peers,
                        uint64_t ns);
 
-/* Ends a record.  `sentence` is stored if the operation failed; it may be NULL. */
+/* Ends a record. `sentence` is the error text, which is stored if the operation failed. It may
+ * be NULL. */
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence);
 
@@ -69,13 +68,13 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_VERSION 4
 #define RECORDER_RECORDS 256
 #define RECORDER_SENTENCE 512
-#define RECORDER_NET 128                         /* bytes of the description of a net */
+#define RECORDER_NET 128                         /* size in bytes of the description of a net */
 #define RECORDER_OPERATIONS (EPIC_OP_WINDOW + 1) /* number of values of epic_operation */
 
-/* A copy of a record.  Times are CLOCK_REALTIME nanoseconds; end_ns is 0 until the operation
+/* A copy of a record. Times are CLOCK_REALTIME nanoseconds. end_ns is 0 until the operation
  * ends. */
 typedef struct recorder_entry {
-    uint64_t number; /* number of the operation in its context, from 0 */
+    uint64_t number; /* running number of the operation in its context, from 0 */
     uint64_t tag;
     uint64_t sequence;
     uint64_t bytes;
@@ -84,13 +83,13 @@ typedef struct recorder_entry {
     uint32_t operation; /* an epic_operation */
     uint32_t state;     /* a recorder_state */
     uint32_t result;    /* an epic_result, valid after the operation has ended */
-    int32_t waits_for;  /* first rank that the operation waits for, or -1 */
+    int32_t waits_for;  /* lowest rank for which the operation waits, or -1 */
 } recorder_entry;
 
 #define RECORDER_WORDS (sizeof(recorder_entry) / sizeof(uint64_t))
 
-/* A record in the memfd.  `seqlock` is 0 if the record was never used, and odd while it is
- * written.  `words` are a recorder_entry. */
+/* A record in the memfd. `seqlock` is 0 if the record was never used, and odd while it is
+ * written. `words` are a recorder_entry. */
 typedef struct recorder_record {
     _Atomic uint64_t seqlock;
     /* 1 while the operation runs: from recorder_begin() to recorder_end() */
@@ -103,13 +102,13 @@ typedef struct recorder_sentence {
     _Atomic uint64_t words[RECORDER_SENTENCE / sizeof(uint64_t)];
 } recorder_sentence;
 
-/* How long the operations of one kind have waited for one peer, in nanoseconds. */
+/* time that the operations of one kind have waited for one peer, in nanoseconds */
 typedef struct recorder_wait {
     _Atomic uint64_t wait_ns;
     _Atomic uint64_t alone_ns; /* part of wait_ns in which they waited for no other peer */
 } recorder_wait;
 
-/* The contents of the memfd.  The fields up to `net` are written once, except next and closed.
+/* The contents of the memfd. The fields up to `net` are written once, except next and closed.
  * `magic` is stored last, with release order. */
 typedef struct recorder_page {
     _Atomic uint64_t magic;
@@ -121,13 +120,13 @@ typedef struct recorder_page {
     int64_t opened_ns;
     char group[128]; /* name of the group, at most 127 bytes */
     char backend[32];
-    _Atomic uint64_t next;   /* number of the next operation */
+    _Atomic uint64_t next;   /* running number of the next operation */
     _Atomic uint64_t closed; /* 1 after recorder_close() */
     uint64_t group_id;       /* distinguishes groups with the same name */
     uint64_t pad[4];
     char net[RECORDER_NET]; /* the net to other hosts, as epic_net_name returns it */
     _Atomic uint64_t
-        num_operations[16]; /* operations that have begun, for each epic_operation */
+        num_operations[16]; /* number of operations that have begun, for each epic_operation */
     recorder_record records[RECORDER_RECORDS];
     recorder_sentence sentences[RECORDER_RECORDS];
     recorder_wait waits[]; /* [RECORDER_OPERATIONS, num_ranks] */
@@ -148,8 +147,8 @@ static inline size_t recorder_bytes(int32_t num_ranks)
 /* Returns the memory of a recorder of this process; NULL if the recorder is NULL. */
 recorder_page *recorder_get_page(const epic_recorder *recorder);
 
-/* Sets how long the operations of one kind have waited for one peer. For a backend that counts
- * waits itself. The backend is in a library of its own, so the function is inline. */
+/* Sets how long the operations of one kind have waited for one peer. For a backend that
+ * measures waits itself. Inline, because that backend is a separate library. */
 static inline void recorder_set_wait(recorder_page *page, uint32_t operation, int32_t peer,
                                      uint64_t wait_ns, uint64_t alone_ns)
 {
@@ -159,9 +158,9 @@ static inline void recorder_set_wait(recorder_page *page, uint32_t operation, in
 }
 
 /* Adds to *out how long the operations of one kind have waited for `peer`, and how many of them
- * have begun. Keeps alone_ns at most wait_ns. The page has num_ranks ranks. The caller passes
- * this number, because the process that wrote the page may have changed it since
- * recorder_map(). */
+ * have begun. Keeps alone_ns at most wait_ns. num_ranks is the number of ranks at
+ * recorder_map(): it is an argument, because the process that wrote the page may have changed
+ * the number in the page since then. */
 void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t operation,
                         int32_t peer, epic_wait_info *out);
 
@@ -170,9 +169,9 @@ void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t o
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 
-/* Copies record i to *out, and its error sentence, or "", to `sentence`, which may be NULL. The
- * copy is never a mixture of two writes. Returns false if the record was never used, or if a
- * writer changed it during every attempt. */
+/* Copies record i to *out, and its error text, or "", to `sentence`, which may be NULL. The
+ * copy never mixes two writes. Returns false if the record was never used, or if a writer
+ * changed it during every attempt. */
 bool recorder_read(const recorder_page *page, int i, recorder_entry *out,
                    char sentence[RECORDER_SENTENCE]);
 

@@ -3,7 +3,8 @@
 
 #include <string.h>
 
-/* larger than any struct of epic.h; a larger size is a mistake of the caller */
+/* maximum size of a struct; all structs of epic.h are smaller, so a larger size is a mistake of
+ * the caller */
 #define MOST_BYTES 65536u
 
 #define SIZED_ROW(type, last) \

@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs that are passed with their size.  A program that was compiled with an older or newer
- * epic.h can then work with this library. */
+/* Structs that are passed with their size, so that a program that was compiled with an older or
+ * newer epic.h can work with this library. */
 #ifndef EPIC_SIZED_H
 #define EPIC_SIZED_H
 
 #include "base/error.h"
 
-/* Every struct that is passed with a size, and its last field in release 0.1. If a caller
- * passes a smaller size, it is a mistake, usually the sizeof of a pointer. When fields are
- * appended to a struct, its row here does not change. */
+/* Every struct that is passed with a size, and its last field in release 0.1. A size that does
+ * not include this field is a mistake of the caller, usually the sizeof of a pointer. A row
+ * does not change when fields are appended to the struct. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
@@ -67,8 +67,8 @@ extern const sized_type sized_types[NUM_SIZED];
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 
 /* Copies a caller's struct of `size` bytes to *ours. Missing fields of a shorter struct become
- * zero, and unknown bytes of a longer one must be zero. `name` is the argument's name in
- * errors. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs is NULL, or if the size
+ * zero, and unknown bytes of a longer one must be zero. `name` is the argument's name in error
+ * texts. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs is NULL, or if the size
  * is less than in release 0.1 or more than 65536 bytes. */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
@@ -78,10 +78,10 @@ epic_result sized_read(void *ours, const sized_type *type, const void *theirs, s
 epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name);
 
 /* Copies *ours to `out`, which has `size` bytes. If `out` is shorter than this library's
- * struct, the copy is cut. If it is longer, zeros follow. */
+ * struct, copies only its beginning. If `out` is longer, appends zeros. */
 void sized_write(void *out, const void *ours, const sized_type *type, size_t size);
 
-/* Shorter forms of the functions above: the type follows from the pointer. */
+/* Shorter forms of the functions above, which derive the type from the pointer. */
 #define READ_SIZED(ours, theirs, size, name) \
     sized_read(ours, SIZED_TYPE(ours), theirs, size, name)
 #define CHECK_PLACE(out, size) sized_place(out, SIZED_TYPE(out), size, "out")

@@ -25,7 +25,7 @@ void tags_close(tag_table *table)
     pthread_mutex_destroy(&table->mutex);
 }
 
-/* Returns the entry of the tag, or the empty entry in which the tag would be stored. */
+/* Returns the entry of the tag or, if there is none, the empty entry for this tag. */
 static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
 {
     size_t i = (size_t)hash_mix(tag) & (size - 1);
@@ -48,7 +48,6 @@ static bool grow_table(tag_table *table)
     return true;
 }
 
-/* Implements tags_begin(); the caller holds the mutex. */
 static epic_result begin_locked(tag_table *table, uint64_t tag, uint64_t *sequence)
 {
     if (!table->max_in_flight)

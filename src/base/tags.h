@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The table of tags of a context: for each tag, the next sequence number, and whether an
- * operation is in flight. Any thread may call all functions except open and close. */
+/* The table of tags of a context. For each tag it stores the next sequence number, and whether
+ * an operation is in flight. All functions except open and close may be called from any
+ * thread. */
 #ifndef EPIC_TAGS_H
 #define EPIC_TAGS_H
 
@@ -14,7 +15,7 @@
 /* A tag that this rank has used. */
 typedef struct tag_entry {
     uint64_t tag;
-    uint64_t next; /* next sequence number, plus one; 0: the entry is empty */
+    uint64_t next; /* next sequence number plus one; 0: the entry is empty */
     bool is_busy;
 } tag_entry;
 
@@ -25,21 +26,21 @@ typedef struct tag_table {
     size_t size;        /* size of the array `entries` */
     size_t used;        /* number of entries that contain a tag */
     uint64_t first;     /* sequence number of the first operation of a new tag */
-    uint32_t in_flight; /* operations in flight, over all tags */
+    uint32_t in_flight; /* number of operations in flight, over all tags */
     uint32_t max_in_flight;
 } tag_table;
 
 #define TAGS_AT_FIRST 1024
-/* memory of a table that has not grown, in bytes */
+/* size in bytes of a table that has not grown */
 #define TAGS_BYTES ((int64_t)(TAGS_AT_FIRST * sizeof(tag_entry)))
 
-/* Opens an empty table. At most max_in_flight operations may be in flight at the same time.
- * Errors: EPIC_ENOMEM. tags_close() frees the table, and does nothing for a table of zeros. */
+/* tags_open() opens an empty table for at most max_in_flight operations at a time. Errors:
+ * EPIC_ENOMEM. tags_close() frees the table, and does nothing for a table of zeros. */
 epic_result tags_open(tag_table *table, uint32_t max_in_flight);
 void tags_close(tag_table *table);
 
-/* Begins an operation of the tag and stores its sequence number in *sequence.  On an error the
- * table is not changed: EPIC_EINVAL (the tag has an operation in flight on this rank, or
+/* Begins an operation of the tag and stores its sequence number in *sequence. Errors, which
+ * leave the table unchanged: EPIC_EINVAL (the tag has an operation in flight on this rank, or
  * max_in_flight operations are in flight), EPIC_ENOMEM. */
 epic_result tags_begin(tag_table *table, uint64_t tag, uint64_t *sequence);
 
@@ -52,10 +53,9 @@ uint64_t tags_continue(tag_table *table, uint64_t tag);
 epic_result tags_pause(tag_table *table);
 /* Lets every tag begin again with sequence number `first`. No operation is in flight. */
 void tags_forget(tag_table *table, uint64_t first);
-/* Sets the limit of operations in flight back to max_in_flight, after tags_pause(). */
+/* Ends tags_pause(): sets the maximum number of operations in flight back to max_in_flight. */
 void tags_restart(tag_table *table, uint32_t max_in_flight);
 
-/* Ends the tag's operation in flight. */
 void tags_end(tag_table *table, uint64_t tag);
 
 #endif

@@ -4,8 +4,8 @@
 
 #include <stdbool.h>
 
-/* Returns true if the `num` bytes after the first one are continuation bytes of UTF-8.  A NUL
- * is not a continuation byte, so the loop never reads beyond the end of a string. */
+/* Returns true if the `num` bytes after the first one are continuation bytes of UTF-8. A NUL is
+ * not a continuation byte, so the loop never reads beyond the end of a string. */
 static bool has_continuations(const unsigned char *c, int num)
 {
     for (int i = 1; i <= num; i++)

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Starts EPIC's own threads. */
 #ifndef EPIC_THREAD_H
 #define EPIC_THREAD_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writes traces: one file for each rank, one record after another. */
+/* Writes traces: one file per rank, one record after another. */
 #include "base/trace.h"
 
 #include <errno.h>
@@ -19,10 +19,11 @@
 
 struct epic_trace {
     int fd;
-    bool has_failed;       /* true: a write has failed, and nothing is written any more */
-    int64_t written;       /* number of bytes in the file */
-    size_t filled;         /* number of bytes in `buffer` */
-    pthread_mutex_t mutex; /* guards all fields: operations of different tags run in parallel */
+    bool has_failed; /* true: a write has failed, so nothing is written any more */
+    int64_t written; /* bytes in the file */
+    size_t filled;   /* bytes in `buffer` */
+    /* guards all fields, because operations of different tags run in parallel */
+    pthread_mutex_t mutex;
     unsigned char buffer[BUFFER_BYTES];
 };
 

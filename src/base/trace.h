@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Traces: a file with the plans and operations of one rank, for epic-trace. The structs below
- * are the file format, little-endian (docs/reference/trace-format.md). When a context is
- * opened, it creates a trace in the folder that EPIC_TRACE names.
+ * are the file format, little-endian (docs/reference/trace-format.md). A context creates a
+ * trace when it is opened, in the folder that EPIC_TRACE names.
  *
  * Each record is written to the file immediately, so the trace of a killed rank is complete up
  * to its last record. Nothing is allocated after open. If a write fails, the trace ends there,
@@ -33,14 +33,15 @@ typedef struct trace_header {
 enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 
 typedef struct trace_record {
-    uint32_t kind;     /* a reader skips kinds that it does not know */
-    uint32_t id_bytes; /* in TRACE_PLAN: bytes of one id, which are 1, 2 or 4; else 0 */
-    /* In a TRACE_PLAN record: how many bytes follow this record. They are the ids, then zeros
-     * up to a multiple of 8. An id with all bits set means "no expert". */
+    uint32_t kind;     /* kind of the record; readers skip unknown kinds */
+    uint32_t id_bytes; /* in TRACE_PLAN: size of an id in bytes (1, 2 or 4); else 0 */
+    /* In a TRACE_PLAN record: number of bytes that follow this record. They are the expert ids,
+     * then zeros up to a multiple of 8. An id with all bits set means "no expert". */
     uint64_t payload;
     uint64_t tag;
     uint64_t sequence;
-    /* when a TRACE_PLAN record was written, or when the operation of a TRACE_OPERATION began */
+    /* In a TRACE_PLAN record: time at which the record was written. In a TRACE_OPERATION
+     * record: time at which the operation began. */
     int64_t time_ns;
     union {
         struct {
@@ -64,21 +65,21 @@ _Static_assert(sizeof(trace_record) == 64, "trace_record has holes");
 
 typedef struct epic_trace epic_trace; /* every function below accepts NULL and does nothing */
 
-/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`, and the folder if it does not
- * exist, but not its parents. In NAME, "_" replaces all characters except letters, digits and
- * ".-_". Errors: EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
+/* Creates the file NAME-GROUPID-RANK.epictrace in `folder`, and creates the folder (but not its
+ * parents) if it does not exist. NAME is the group's name, with "_" for all characters except
+ * letters, digits and ".-_". Errors: EPIC_EINVAL (the file cannot be written), EPIC_ENOMEM. */
 epic_result trace_open(epic_trace **out, const char *folder, const trace_header *header);
-/* Closes the file.  Returns false if a write has failed. */
+/* Closes the file. Returns false if a write has failed. */
 bool trace_close(epic_trace *trace);
 
-/* Append a record of a plan or of an operation; any thread may call them. ids is [num_tokens,
- * top_k] of type EPIC_I32 or EPIC_I64.  Each id is smaller than record.plan.num_experts, or
+/* Append a record of a plan or of an operation. Any thread may call them. ids is [num_tokens,
+ * top_k] of type EPIC_I32 or EPIC_I64. Each id is less than record.plan.num_experts, or
  * negative for no expert. */
 void trace_plan(epic_trace *trace, trace_record record, const void *ids, uint32_t type);
 void trace_operation(epic_trace *trace, trace_record record);
 
-/* Returns the size in bytes of an id in a trace with num_experts experts.  One value is
- * reserved for "no expert". */
+/* Returns the size in bytes of an id in a trace with num_experts experts. One value is reserved
+ * for "no expert". */
 static inline uint32_t trace_id_bytes(uint32_t num_experts)
 {
     return num_experts <= 0xff ? 1 : num_experts <= 0xffff ? 2 : 4;

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Rank 0 of a TCP bootstrap: accepts the connections of the other ranks.
  *
- * A new connection is a joiner. Rank 0 checks the joiner's hello and, if there is a secret, its
- * proof. If both are valid, rank 0 admits the joiner: its rank has joined. One poll loop serves
- * all joiners. Each has its own time limit, so a silent connection does not delay others.
+ * A new connection is a joiner. Rank 0 checks the joiner's hello (its rank and number of ranks)
+ * and, if there is a secret, its proof of the secret. If both are valid, rank 0 admits the
+ * joiner: its rank has joined. One poll loop serves all joiners. Each has its own time limit,
+ * so a silent connection does not delay others.
  *
  * A connection that sends bytes that EPIC would not send is refused, and the bootstrap
  * continues. With a secret, bytes before a valid proof have no other effect. If a joiner has
  * another number of ranks or another protocol version than rank 0, the bootstrap fails on every
- * rank. Rank 0 then accepts connections for LINGER_MS more, so that late ranks also receive the
+ * rank. Rank 0 then accepts connections for LINGER_MS more, so that slow ranks also receive the
  * error. */
 #include <errno.h>
 #include <poll.h>
@@ -22,13 +23,14 @@
 #include "bootstrap/tcp.h"
 
 #define JOINER_MS 10000 /* a joiner must send its hello and proof within this time */
-#define LINGER_MS 2000  /* time to accept and inform late ranks after a failure */
-#define SEND_MS 1000    /* time to send a short message */
-/* how long rank 0 waits for a free descriptor before the bootstrap fails */
+/* time after a failure in which slow ranks can still connect and receive the failure */
+#define LINGER_MS 2000
+#define SEND_MS 1000 /* time to send a short message */
+/* time that rank 0 waits for a free descriptor before the bootstrap fails */
 #define FULL_MS 1000
-#define FULL_NAP_MS 10 /* length of one sleep while rank 0 waits for a descriptor */
+#define FULL_NAP_MS 10 /* duration of one sleep while rank 0 waits for a descriptor */
 #define MAX_JOINERS 1024
-/* rank 0 serves this many connections without a joined rank at a time, plus one per rank */
+/* rank 0 serves at most one joiner per rank plus this many at a time */
 #define SPARE_JOINERS 64
 
 /* A connection whose rank has not joined yet. */
@@ -36,7 +38,7 @@ typedef struct joiner {
     epic_link link;
     time_limit limit;
     bool is_proving; /* true: both hellos are exchanged, and the proof is expected next */
-    size_t done;     /* bytes received of the hello or of the proof */
+    size_t done;     /* number of bytes received of the hello or of the proof */
     epic_hello theirs;
     epic_hello ours;
     uint8_t proof[SECRET_PROOF];
@@ -61,13 +63,14 @@ typedef struct acceptor {
 
     epic_result failed; /* EPIC_OK until the bootstrap has failed */
     char sentence[FRAME_SENTENCE + 1];
-    bool *was_notified; /* [num_ranks]: which ranks have received the failure */
+    bool *was_notified; /* [num_ranks]: true if the rank has received the failure */
     int num_notified;
-    /* rank 0 stops accepting connections after it has sent the failure to this many ranks */
+    /* number of ranks that must receive the failure before rank 0 stops accepting
+     * connections */
     int num_to_notify;
 
-    int full_ms;            /* milliseconds that rank 0 has waited for a free descriptor */
-    int num_refused;        /* refused connections */
+    int full_ms;            /* time in ms that rank 0 has waited for a free descriptor */
+    int num_refused;        /* number of refused connections */
     char refusal[160];      /* why the last joiner was refused */
     int32_t rank_of_second; /* a rank that two processes use; 0: there is none */
 } acceptor;
@@ -95,7 +98,6 @@ static void note_refusal(acceptor *a, const char *format, ...)
     a->num_refused++;
 }
 
-/* Refuses a joiner: counts the refusal, and sends the reason to the joiner. */
 static void refuse_joiner(acceptor *a, joiner *j, const char *sentence)
 {
     note_refusal(a, "%s", sentence);
@@ -111,8 +113,9 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if `rank` was already notified of this bootstrap's failure. If it connects
- * again, it wants to join the next bootstrap on this port. So rank 0 stops accepting. */
+/* Returns true if `rank` was already notified of this bootstrap's failure. If so, this rank
+ * connects again to join the next bootstrap on this port, so rank 0 must stop accepting
+ * connections and this function sets num_notified to its limit. */
 static bool has_reconnected(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -121,7 +124,7 @@ static bool has_reconnected(acceptor *a, int32_t rank)
 }
 
 /* Fails the bootstrap with `result` and the last error text, and sends both to the ranks that
- * have joined. Ranks that join later also get them, until rank 0 has notified num_to_notify
+ * have joined. Ranks that join later also receive them, until rank 0 has notified num_to_notify
  * ranks or LINGER_MS has passed. */
 static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 {
@@ -137,8 +140,8 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 }
 
 /* Writes a text about the refused connections to `note`, for the error about missing ranks. If
- * two processes use one rank, the text begins with this rank, because it is the most probable
- * reason why another rank is missing. */
+ * two processes use the same rank, the text begins with this rank: one of the two was probably
+ * meant to be the missing rank. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -177,15 +180,15 @@ static void fail_late(acceptor *a)
 
 /* ------------------------------------------------------------------- admitting joiners ---- */
 
-/* Returns false if epic_bootstrap_tcp() would never send this hello. */
+/* Returns whether epic_bootstrap_tcp() could have sent this hello. */
 static bool is_valid_hello(const epic_hello *hello)
 {
     return hello->num_ranks > 1 && hello->num_ranks <= BOOTSTRAP_MAX_RANKS && hello->rank > 0 &&
            hello->rank < hello->num_ranks;
 }
 
-/* If a joiner's version or number of ranks differs from rank 0's, fails the bootstrap. Returns
- * true if the bootstrap has failed. */
+/* Fails the bootstrap if the joiner's version or number of ranks differs from that of rank 0.
+ * Returns true if the bootstrap has failed. */
 static bool is_mismatch(acceptor *a, const epic_hello *theirs)
 {
     const int32_t num_ranks = a->tcp->num_ranks;
@@ -207,9 +210,10 @@ static bool is_mismatch(acceptor *a, const epic_hello *theirs)
     return a->failed != EPIC_OK;
 }
 
-/* Admits a joiner with a valid hello and proof: sends it the entry frame, and stores the
- * connection as the link of its rank. With a secret, the frame's authentication tag proves that
- * rank 0 has it. If the frame cannot be sent, the rank must connect again. */
+/* Admits a joiner with a valid hello and proof: sends the entry frame, and stores the
+ * connection as the link of the joiner's rank. With a secret, the frame's authentication tag
+ * proves that rank 0 has the secret. If the frame cannot be sent, the rank must connect
+ * again. */
 static void admit_joiner(acceptor *a, joiner *j)
 {
     time_limit limit = time_limit_begin(SEND_MS, a->limit);
@@ -242,8 +246,8 @@ static void handle_proved_joiner(acceptor *a, joiner *j)
     }
 }
 
-/* Answers the joiner's hello with rank 0's hello, then checks the joiner's hello. Returns false
- * if the joiner is refused or the answer cannot be sent. */
+/* Sends rank 0's hello in reply to the joiner's hello, then checks the joiner's hello. Returns
+ * false if the joiner is refused or the reply cannot be sent. */
 static bool answer_hello(acceptor *a, joiner *j)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -268,8 +272,8 @@ static bool answer_hello(acceptor *a, joiner *j)
     return false;
 }
 
-/* Returns true if the joiner's proof shows that it has the secret. Otherwise refuses the
- * joiner. */
+/* Returns true if the joiner's proof shows that it has the same secret as rank 0. If not,
+ * refuses the joiner. */
 static bool check_proof(acceptor *a, joiner *j)
 {
     char sentence[FRAME_SENTENCE + 1];
@@ -282,9 +286,9 @@ static bool check_proof(acceptor *a, joiner *j)
     return false;
 }
 
-/* Receives the bytes that a joiner has sent, and answers when its hello or proof is complete.
- * Returns false if the caller must remove it from the list, because its rank has joined or its
- * connection is refused or closed. */
+/* Receives the bytes that a joiner has sent, and replies when its hello or proof is complete.
+ * Returns false if the caller must remove the joiner from the list, because its rank has joined
+ * or its connection is refused or closed. */
 static bool serve_joiner(acceptor *a, joiner *j)
 {
     if (!j->is_proving) {
@@ -328,8 +332,8 @@ static void drop_oldest(acceptor *a)
 }
 
 /* Called when accept() found no free descriptor. Closes a joiner to free one. If there is no
- * joiner, waits, because another thread may close a descriptor. After FULL_MS of such waits the
- * bootstrap fails. `wrong` is the errno of accept(). */
+ * joiner, waits for another thread to close a descriptor. Fails the bootstrap after FULL_MS of
+ * such waits. `wrong` is the errno of accept(). */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {
@@ -348,7 +352,7 @@ static void make_room(acceptor *a, int wrong)
         a->tcp->num_ranks - 1);
 }
 
-/* Accepts the connections that wait at a listener, at most SPARE_JOINERS per call. */
+/* Accepts the pending connections of a listener, at most SPARE_JOINERS per call. */
 static void accept_joiners(acceptor *a, int listener)
 {
     for (int i = 0; i < SPARE_JOINERS; i++) {
@@ -370,8 +374,8 @@ static void accept_joiners(acceptor *a, int listener)
 
 static void fail_lost_rank(acceptor *a, int32_t rank)
 {
-    /* A rank that has joined sends nothing before it receives the begin frame. So an event on
-     * its socket means that the rank has closed the connection. */
+    /* A rank that has joined sends nothing before it receives the begin frame, so an event on
+     * its socket means that it has closed the connection. */
     epic_link_close(&a->links[rank]);
     fail_all_ranks(a,
                    epic_fail(EPIC_EPEER,
@@ -391,7 +395,7 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* count only open sockets, because poll() limits its number of entries */
+    return n; /* counts only open sockets, because poll() limits its number of entries */
 }
 
 /* Polls for at most `ms` milliseconds, and serves all connections that are ready. */
@@ -408,7 +412,8 @@ static void poll_and_serve(acceptor *a, int ms)
         break;
     }
 
-    /* count down: drop_joiner() moves the last joiner, already served, to the free index */
+    /* Iterate backwards: drop_joiner() moves the last joiner, which was already served, to the
+     * free index. */
     for (int i = a->num_joiners - 1; i >= 0; i--) {
         const bool stays = joiners[i].revents == 0 || serve_joiner(a, &a->joiners[i]);
         const bool late = stays && time_limit_look(&a->joiners[i].limit) == 0;
@@ -419,8 +424,8 @@ static void poll_and_serve(acceptor *a, int ms)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
-/* Sends the begin frame to all other ranks. If the frame cannot be sent to a rank, fails the
- * bootstrap on all ranks. */
+/* Sends the begin frame to all other ranks. If it cannot be sent to a rank, fails the bootstrap
+ * on all ranks. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {
@@ -432,8 +437,8 @@ static void send_begin(acceptor *a)
     }
 }
 
-/* Accepts ranks until all have joined. After a failure, accepts ranks until enough of them are
- * notified. Ends in any case when the time limit has passed. */
+/* Accepts ranks until all have joined or, after a failure, until enough of them are notified.
+ * Ends in any case when the time limit has passed. */
 static void accept_all_ranks(acceptor *a)
 {
     const int num_peers = a->tcp->num_ranks - 1;

@@ -2,8 +2,8 @@
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
  * Without a secret a bootstrap uses only loopback addresses, because anyone on the network
- * could connect to another one. Loopback replaces other addresses of this host in tcp.address.
- * The address of another host is an error. */
+ * could connect to another one. If tcp.address is another address of this host, loopback
+ * replaces it. The address of another host is an error. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -15,7 +15,7 @@
 #include "bootstrap/tcp.h"
 
 #define PAUSE_MS 50
-#define PORT_PATIENCE_MS 2000 /* time to wait for a port that is in use */
+#define PORT_PATIENCE_MS 2000 /* time to retry while the port is in use */
 
 static bool is_loopback(const struct sockaddr *at)
 {
@@ -61,7 +61,8 @@ static void add_any(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
-/* Sets *own to true if the address belongs to this host: a socket can be bound to it. */
+/* Sets *own to true if the address belongs to this host. Tests this by binding a socket to
+ * it. */
 static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};
@@ -77,8 +78,8 @@ static epic_result check_is_own(bool *own, const struct addrinfo *address)
     return EPIC_OK;
 }
 
-/* Returns true if `name` is the name of this host, with or without a domain. Debian's
- * /etc/hosts maps it to 127.0.1.1, but only on this host; other hosts resolve it to a real
+/* Returns true if `name` is the name of this host, with or without a domain. On this host,
+ * Debian's /etc/hosts maps the name to 127.0.1.1, while other hosts resolve it to a real
  * address. */
 static bool is_own_name(const char *name)
 {
@@ -90,10 +91,10 @@ static bool is_own_name(const char *name)
             (own[first] == '\0' || name[first] == '\0'));
 }
 
-/* Chooses the endpoints from the addresses that the name resolved to. Without a secret,
+/* Chooses the endpoints from the addresses to which the name resolved. Without a secret,
  * loopback replaces each address of this host, and an address of another host is an error. With
- * a secret, rank 0 listens on all addresses if the name is this host's and resolves only to
- * loopback. */
+ * a secret, if the name is this host's and resolves only to loopback, rank 0 listens on all
+ * addresses, because other hosts resolve the name to a real address. */
 static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *addresses,
                                     const epic_tcp *tcp)
 {
@@ -140,7 +141,7 @@ epic_result epic_tcp_no_socket(int wrong)
                      full ? "; raise the limit on open files (ulimit -n)" : "");
 }
 
-/* Returns a listening socket.  On failure returns -1 and sets errno. */
+/* Returns a listening socket. On failure returns -1 and sets errno. */
 static int listen_on(const epic_endpoint *endpoint)
 {
     const int one = 1;
@@ -208,8 +209,8 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
         if (listener >= 0) {
             listeners[(*num_listeners)++] = listener;
         } else if (!is_not_here(errno)) {
-            /* Listen on all endpoints or on none. If one were missing, peers that try only this
-             * address could not connect. */
+            /* listen on all endpoints or on none, because a peer may try only the one that is
+             * missing */
             wrong = errno;
             while (*num_listeners > 0) close(listeners[--*num_listeners]);
             break;

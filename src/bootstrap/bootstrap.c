@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Common functions of bootstraps: argument checks, the single rank, lists of ranks for
- * errors. */
+/* Functions that all bootstraps use: argument checks, the bootstrap of a single rank, and lists
+ * of ranks for error texts. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdarg.h>
@@ -56,8 +56,8 @@ int epic_bootstrap_left_ms(int64_t end)
     return left > INT32_MAX ? INT32_MAX : (int)left;
 }
 
-/* Appends formatted text to `out`, which has `size` bytes, of which `used` are filled.  Returns
- * the new number of filled bytes.  Cuts text that does not fit. */
+/* Appends formatted text to `out`, which has `size` bytes, of which `used` are filled. Returns
+ * the new number of filled bytes. Cuts text that does not fit. */
 static size_t append_text(char *out, size_t size, size_t used, const char *format, ...)
 {
     va_list list;

@@ -2,8 +2,9 @@
 /* A rank other than 0 in a TCP bootstrap: connects to rank 0.
  *
  * The rank tries again and again until rank 0 listens and admits it. On each connection it
- * sends its hello and its proof, and then receives two frames (bootstrap/frames.h). The entry
- * frame admits the rank. The begin frame follows when all ranks have joined.
+ * sends its hello and its proof of the secret, and then receives two frames
+ * (bootstrap/frames.h). The entry frame admits the rank. The begin frame follows when all ranks
+ * have joined.
  *
  * A rank with a secret trusts an answer only if the answer proves that rank 0 has the secret.
  * After any other answer it tries again, so another program at the address cannot end the
@@ -18,22 +19,24 @@
 
 #define FIRST_PAUSE_MS 5
 #define LAST_PAUSE_MS 250
-#define CONNECT_MS 5000 /* time for one address, which may never answer */
-/* time for rank 0 to admit this rank; after this time, the rank connects again */
+#define CONNECT_MS 5000 /* time limit for connecting to one address, which may never answer */
+/* time limit for rank 0 to admit this rank; when it passes, the rank connects again */
 #define HELLO_MS 20000
 
-/* State of a rank that connects.  Only the thread that opens the bootstrap uses it. */
+/* State of a rank that connects. Only the thread that opens the bootstrap uses it. */
 typedef struct connector {
     const epic_tcp *tcp;
     const epic_secret *secret;
     time_limit *limit; /* limit of the whole bootstrap */
-    bool is_done;      /* no more attempts: the bootstrap succeeded or failed */
+    /* true: the bootstrap has succeeded or failed, so there are no more attempts */
+    bool is_done;
     bool was_reached;  /* true: in some attempt a listener accepted the connection */
     bool has_answered; /* true: in some attempt the other end sent bytes */
-    char why[256]; /* the reason why the attempt failed that got furthest, for the error text */
+    char why[256];     /* why the attempt that got furthest failed, for the error text */
 } connector;
 
-/* Connects a socket to an endpoint until the limit passes. Returns 0 or an errno. */
+/* Connects a socket to an endpoint. Waits until the limit passes at the latest. Returns 0 or an
+ * errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
     int wrong = 0;
@@ -48,9 +51,9 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why`,
- * except if the time limit ended this attempt: the reason of an earlier such attempt has more
- * detail. Returns EPIC_ETIMEOUT, which means: try again. */
+/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why`.
+ * Keeps an earlier such reason if the time limit ended this attempt, because the earlier one
+ * has more detail. Returns EPIC_ETIMEOUT, which means: try again. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -78,8 +81,8 @@ static epic_result retry_unreached(connector *c, int wrong)
     return EPIC_ETIMEOUT;
 }
 
-/* Ends the bootstrap with an error that would occur in every attempt. With a secret, lets the
- * caller try again instead, because the answer may not be from rank 0. */
+/* Handles an error that would occur in every attempt. Without a secret, ends the bootstrap with
+ * this error. With a secret, the answer may not be from rank 0, so the caller tries again. */
 static epic_result fail_or_retry(connector *c, epic_result result)
 {
     if (c->secret->text != NULL) return retry_after_answer(c, epic_sentence());
@@ -87,8 +90,8 @@ static epic_result fail_or_retry(connector *c, epic_result result)
     return result;
 }
 
-/* Checks the hello of rank 0: this rank's version, and a secret exactly if this rank has
- * one. */
+/* Checks the hello of rank 0: its version must be this rank's version, and it must have a
+ * secret if and only if this rank has one. */
 static epic_result check_rank_0(connector *c, const epic_hello *theirs)
 {
     const bool has_secret = c->secret->text != NULL;
@@ -107,7 +110,7 @@ static epic_result check_rank_0(connector *c, const epic_hello *theirs)
     return EPIC_OK;
 }
 
-/* Sends the proof of the secret, if there is one, and computes the key of the link. */
+/* Sends this rank's proof of the secret, if there is one, and computes the key of the link. */
 static epic_result send_proof(connector *c, epic_link *link, const epic_hello *theirs,
                               const epic_hello *ours)
 {
@@ -118,15 +121,15 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    if (has_secret) /* an error of this send is not checked: wait_for_entry() reports it */
-        (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
+    /* does not check the result of the send, because wait_for_entry() will report the error */
+    if (has_secret) (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }
 
 /* Called after a failed attempt that received a frame without a valid authentication tag.
  * Stores the reason for the error text of this rank. If the frame is a refusal, the reason
- * contains the frame's error text. This rank only prints that text, because anybody may have
- * sent the frame. */
+ * contains the frame's error text. Any program may have sent the frame, so this rank only
+ * prints its text and tries again. */
 static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
                                   time_limit *limit)
 {
@@ -142,7 +145,7 @@ static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
 }
 
 /* Receives the entry frame, by which rank 0 admits this rank, or a failure. If no frame
- * arrives, this rank tries again, because rank 0 drops joiners when too many connect. */
+ * arrives, this rank tries again, because rank 0 drops joiners if too many connect. */
 static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *limit)
 {
     epic_frame frame;
@@ -195,7 +198,7 @@ static epic_result join_rank_0(connector *c, epic_link *link)
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
     if (theirs.magic != HELLO_MAGIC ||
-        /* a socket that is by accident connected to itself receives the hello of this rank */
+        /* a socket that is accidentally connected to itself receives this rank's own hello */
         theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 
@@ -211,7 +214,7 @@ static epic_result try_endpoint(epic_link *out, connector *c, const epic_endpoin
                                        SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)};
     if (link.socket < 0 && errno == EAFNOSUPPORT) return retry_unreached(c, errno);
     if (link.socket < 0) {
-        c->is_done = true; /* the cause is on this rank, so further attempts would fail, too */
+        c->is_done = true; /* the cause is on this rank, so further attempts would fail too */
         return epic_tcp_no_socket(errno);
     }
     time_limit limit = time_limit_begin(CONNECT_MS, c->limit);

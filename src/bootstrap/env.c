@@ -3,7 +3,7 @@
  * others.
  *
  * A *claim* is the rank and the number of ranks that one launcher has set for this process.
- * read_claim() reads a claim, choose_claim() selects the launcher to follow, and
+ * read_claim() reads a claim, choose_claim() selects the launcher whose claim is used, and
  * find_endpoint() finds the address and port of rank 0. */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,17 +11,18 @@
 
 #include "bootstrap/env.h"
 
-/* How far the variables of a launcher are trusted if they contradict those of another one. */
+/* How much a launcher's variables are trusted if they contradict those of another launcher. */
 typedef enum trust {
     BY_HAND,  /* set by the user or torchrun, perhaps inside another launcher's job */
-    LAUNCHER, /* set by a launcher of ranks; all such launchers must agree */
+    LAUNCHER, /* set by a launcher of ranks; all launchers of this kind must agree */
     SLURM,    /* set by srun, or inherited from a batch script: see is_slurm_task() */
-    HINT      /* may describe something other than the ranks of a group; used last */
+    HINT      /* may describe something other than the ranks of a group, so it is used last */
 } trust;
 
 typedef struct launcher {
     const char *rank;
-    /* variables with the number of ranks; the first one that is set is used; NULL: none */
+    /* names of variables that may contain the number of ranks; the first one that is set is
+     * used; NULL: none */
     const char *num_ranks[2];
     trust trust;
 } launcher;
@@ -43,7 +44,6 @@ static const launcher launchers[] = {
 };
 #define NUM_LAUNCHERS (sizeof launchers / sizeof *launchers)
 
-/* The values that one launcher has set for this process. */
 typedef struct claim {
     const launcher *by;    /* the launcher; NULL: it has set no variables */
     const char *size_name; /* variable that contains num_ranks; NULL: num_ranks is unknown, 0 */
@@ -52,8 +52,8 @@ typedef struct claim {
 
 /* --------------------------------------------------------------------------- variables ---- */
 
-/* Reads a variable that must be an integer of decimal digits from `least` to `most`.  Leaves
- * *out as it is if the variable is not set. */
+/* Reads a variable that must be a decimal integer from `least` to `most`. Does not change *out
+ * if the variable is not set. */
 static epic_result parse_integer(const char *name, int64_t least, int64_t most, int64_t *out)
 {
     const char *text = getenv(name);
@@ -85,7 +85,7 @@ static epic_result fail_half_set(const char *set, const char *missing)
 }
 
 /* Returns true if srun started this process as a task. In a batch script Slurm also sets
- * SLURM_PROCID=0 and, with -n, SLURM_NTASKS, but only a task has a step id, or a rank other
+ * SLURM_PROCID=0 and, with -n, SLURM_NTASKS. But only a task has a step id, or a rank other
  * than 0. check_batch() handles the batch script. */
 static bool is_slurm_task(void)
 {
@@ -123,8 +123,8 @@ static void describe_claim(char *out, size_t size, const claim *c)
 
 /* Returns true if the variables of two launchers contradict each other. `followed` is the claim
  * that the bootstrap would use. One launcher may start another one, so different ranks and
- * numbers of ranks are no contradiction in general. They are a contradiction if `followed` has
- * a single rank and the other launcher has started several. */
+ * numbers of ranks are allowed in general. They are a contradiction only if `followed` has a
+ * single rank and the other launcher has started several. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -146,7 +146,8 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
                      first, second);
 }
 
-/* Returns the error if a launcher has set a rank, but none has set the number of ranks. */
+/* Returns the error that a launcher has set a rank, but no launcher has set the number of
+ * ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,
@@ -157,7 +158,7 @@ static epic_result refuse_unknown(const claim *c)
 }
 
 /* Chooses the first launcher that has set the number of ranks, and checks that no other
- * launcher contradicts it. out->by is NULL if no launcher has set anything. */
+ * launcher contradicts it. out->by is NULL if no launcher has set any variable. */
 static epic_result choose_claim(claim *out, const claim *claims)
 {
     const claim *first = NULL;
@@ -189,8 +190,8 @@ static epic_result check_is_set(const claim *c, const char *name)
 
 /* Returns the port of the bootstrap for a given MASTER_PORT. The result is equal on all ranks.
  *
- * The port is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True": then
- * the store of torchrun's agent listens at MASTER_PORT, and the port is computed from
+ * The port is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True".
+ * There the store of torchrun's agent listens at MASTER_PORT, so another port is computed from
  * MASTER_PORT. The computed port is below 30000, because systems do not use those ports for
  * outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring
  * MASTER_PORTs lead to distant ports. */
@@ -203,9 +204,10 @@ static int64_t derive_port(int64_t master_port)
     return port != master_port ? port : port + 1;
 }
 
-/* Finds the address and port of rank 0. With RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT
- * must be set. With an MPI launcher, only MASTER_PORT must be set, and MASTER_ADDR defaults to
- * this host. With Slurm neither must be set: srun's variables contain hosts and ports. */
+/* Finds the address and port of rank 0.
+ * - With RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
+ * - With an MPI launcher, only MASTER_PORT must be set, and MASTER_ADDR defaults to this host.
+ * - With Slurm neither must be set, because srun's variables contain hosts and ports. */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
@@ -223,8 +225,8 @@ static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim
     return c->by->trust == BY_HAND ? check_is_set(c, "MASTER_ADDR") : EPIC_OK;
 }
 
-/* Fills in *tcp from `c`, the rank and number of ranks that the chosen launcher has set, and
- * from the variables for address, port, timeout and secret. */
+/* Fills in *tcp from the claim `c` of the chosen launcher, and from the variables for address,
+ * port, timeout and secret. */
 static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t timeout_ms = 0;
@@ -243,7 +245,8 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 /* -------------------------------------------------------- processes without a launcher ---- */
 
 /* Returns an error if this process runs in a batch script or a salloc shell of a job with
- * several tasks, without srun. It would otherwise silently form a group of one rank. */
+ * several tasks, and not under srun. Without this error, each process would silently form a
+ * group of one rank. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;
@@ -257,8 +260,8 @@ static epic_result check_batch(void)
         (long long)num_tasks);
 }
 
-/* Checks the environment of a process that no launcher started. If MASTER_ADDR or MASTER_PORT
- * is set without a rank, that is an error. */
+/* Checks the environment of a process that no launcher started. Returns an error if MASTER_ADDR
+ * or MASTER_PORT is set without a rank. */
 static epic_result check_alone(void)
 {
     static const char *const names[] = {"MASTER_ADDR", "MASTER_PORT"};

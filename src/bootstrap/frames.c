@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends and receives the messages of a TCP bootstrap.  All sockets are non-blocking, and every
+/* Sends and receives the messages of a TCP bootstrap. All sockets are non-blocking, and every
  * wait is a poll() with a time limit. */
 #include "bootstrap/frames.h"
 
@@ -27,7 +27,7 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 
 uint64_t epic_frame_checksum(const void *bytes, size_t length)
 {
-    /* Hash eight bytes at a time: multiply, then fold the high bits into the low ones.  So
+    /* Hash eight bytes at a time: multiply, then fold the high bits into the low ones, so that
      * every input bit affects the result. */
     const unsigned char *at = bytes;
     uint64_t sum = 0x9e3779b97f4a7c15u ^ length;
@@ -56,7 +56,7 @@ epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void
     while (*done < head + frame->length) {
         const size_t in_head = *done < head ? *done : head;
         const size_t in_bytes = *done - in_head;
-        /* The casts remove const for struct iovec. sendmsg() only reads the bytes. */
+        /* the casts remove const for struct iovec; sendmsg() only reads the bytes */
         struct iovec parts[2] = {{(char *)(uintptr_t)frame + in_head, head - in_head}};
         if (frame->length > 0)
             parts[1] =

@@ -1,21 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Rings in the segment, through which a rank (the writer) sends rows to one peer or to all
- * peers (the readers). shared.h explains broadcast rings and peer rings.
+/* Rings in the segment (shared memory), through which a rank (the writer) sends rows to one
+ * peer or to all peers (the readers). shared.h explains broadcast rings and peer rings.
  *
  * Memory order: the writer stores `sent` after the bytes of the entries, and the reader loads
  * `sent` before it reads them. The reader stores `dropped` after it has read an entry, and the
  * writer loads `dropped` before it overwrites the entry. Both counters are sequentially
- * consistent, because the sleep and wake protocol of wait.c needs that. */
+ * consistent, because the sleep and wake protocol of wait.c needs this. */
 #include "backend/shared/shared.h"
 #include "rules/invariant.h"
 
-/* Returns the size of the broadcast ring or of a ring to one peer. */
 int64_t shared_ring_bytes(const epic_group *g, bool everyone)
 {
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
 
-/* Begins the next flow, with `entries` entries, at one end of a ring. */
+/* Begins the next flow (sequence of entries), with `entries` entries, at one end of a ring. */
 static void next_flow(ring_end *end, int64_t entries, char *ring)
 {
     end->base = end->next;
@@ -23,14 +22,14 @@ static void next_flow(ring_end *end, int64_t entries, char *ring)
     end->ring = ring;
 }
 
-/* Begins a flow through the broadcast rings, where all peers read the same entries. */
+/* Begins a flow through the broadcast rings, from which all peers read the same entries. */
 static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *flow)
 {
     int64_t sends = 0;
     for (int r = 0; r < g->num_ranks; r++) {
         if (r == g->rank) continue;
         peer_link *link = &x->links[r];
-        sends = flow->sends[r]; /* all peers get the same number of entries */
+        sends = flow->sends[r]; /* all peers receive the same number of entries */
         next_flow(&link->broadcast_in, flow->receives[r],
                   shared_broadcast_ring(g, r, link->index));
     }
@@ -65,17 +64,17 @@ void shared_shape(epic_group *g, int index, const epic_flow *flow)
         shape_peer_rings(g, x, flow);
 }
 
-/* Returns whether the ring has room for entry `index` of this flow, according to
- * end->seen_count. Flows may have entries of different sizes, so the first entry of a flow
- * waits until the reader has dropped all entries of the previous flow. */
+/* Returns whether the ring has room for entry `index` of this flow, if the reader has dropped
+ * end->seen_count entries. Flows may have entries of different sizes, so the first entry of a
+ * flow waits until the reader has dropped all entries of the previous flow. */
 static bool has_room(const shared_exchange *x, const ring_end *end, int64_t index)
 {
     return end->seen_count >= end->base && end->base + index - end->seen_count < x->depth;
 }
 
-/* Returns how many entries of the broadcast ring all peers have dropped: the minimum of their
- * counters. To save loads, first loads only the counter that was the minimum last time. If that
- * leaves no room for entry `index`, returns it. */
+/* Returns the number of entries of the broadcast ring that all peers have dropped: the minimum
+ * of their counters. Loads only the counter that was the minimum last time, if this counter
+ * leaves no room for entry `index`, because the other counters are then not needed. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -94,8 +93,8 @@ static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
     return least;
 }
 
-/* Implements epic_transport.room. Loads the readers' counters only if their last known values
- * leave no room, because a load may fetch a cache line from another core. */
+/* Implements epic_transport.room. A load of a reader's counter may fetch a cache line from
+ * another core, so loads the counters only if their last known values leave no room. */
 void *shared_room(epic_group *g, int index, int to, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -114,12 +113,12 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
     *sent = upto;
 }
 
-/* Publishes the entries of the broadcast ring below `upto` and wakes all peers. The link to a
- * vacant seat has no slot. */
+/* Publishes the entries of the broadcast ring below `upto` and wakes all peers. Skips vacant
+ * seats, whose links have no slot. */
 static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->broadcast_sent) return;
-    /* seen_count is INT64_MAX if all peers are vacant seats */
+    /* seen_count is INT64_MAX if all other seats are vacant */
     INVARIANT(x->broadcast_out.base + upto - x->depth <= x->broadcast_out.seen_count);
     INVARIANT(x->broadcast_out.base + upto <= x->broadcast_out.next);
     count_bytes(g, x, &x->broadcast_sent, upto);
@@ -128,7 +127,8 @@ static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
         if (r != g->rank && x->links[r].slot) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* Implements epic_transport.send: stores the new count, then wakes the readers. */
+/* Implements epic_transport.send: stores the new number of sent entries, then wakes the
+ * readers. */
 void shared_send(epic_group *g, int index, int to, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -145,8 +145,9 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
     shared_wake_slot(g, link->slot);
 }
 
-/* Implements epic_transport.entry. Loads the peer's counter only if its last known value does
- * not include the entry, because a load may fetch a cache line from another core. */
+/* Implements epic_transport.entry. A load of the peer's counter may fetch a cache line from
+ * another core, so loads the counter only if its last known value does not include the
+ * entry. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -160,14 +161,15 @@ const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
     return end->ring + entry % x->depth * x->stride;
 }
 
-/* Implements epic_transport.drop: stores the new count, then wakes the peer. */
+/* Implements epic_transport.drop: stores the new number of dropped entries, then wakes the
+ * peer, which may wait for room. */
 void shared_drop(epic_group *g, int index, int from, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* no check against the number of sent entries: a reader may drop entries before they are
+    /* no comparison with the number of sent entries: a reader may drop entries before they are
      * sent */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)

@@ -1,15 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sleep and wake protocol of op slots.
  *
- * The futex of a slot is idle, armed or asleep. The owner checks for changes, and calls wait()
- * if it finds none. If the futex is idle, wait() sets it to armed and returns, and the owner
- * checks once more. A peer that changes something sets the futex back to idle. If the next
- * wait() finds the futex still armed, nothing has changed, and the thread sleeps.
+ * The futex of a slot is idle, armed or asleep. The slot's owner checks for changes, and calls
+ * wait() if it finds none. If the futex is idle, wait() sets it to armed and returns, and the
+ * owner checks once more. A peer that changes something sets the futex back to idle. If the
+ * next wait() finds the futex still armed, nothing has changed, and the thread sleeps.
  *
  * No wake-up is lost, because four accesses are sequentially consistent. The peer first stores
  * its change and then loads the futex. The owner first sets the futex to armed and then loads
- * what may have changed. So the peer sees the armed futex and wakes the owner, or the owner
- * finds the change. */
+ * the data that may have changed. So the peer finds the futex armed and wakes the owner, or the
+ * owner finds the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -23,7 +23,8 @@
 #define SPIN_NS 50000
 #define SPINS 1000 /* polls between two readings of the clock */
 
-/* Sleeps until woken, at most `ns` nanoseconds, or returns at once if *word is not `seen`. */
+/* Sleeps until the thread is woken, for at most `ns` nanoseconds. Returns at once if *word is
+ * not `seen`. */
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
     const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000),
@@ -32,9 +33,9 @@ static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t se
     syscall(SYS_futex, word, op, seen, &limit, NULL, 0);
 }
 
-/* Publishes in which phase this rank waits and for which ranks. The heartbeat `now` is stored
- * last, with release order. So a peer that loads the new heartbeat also loads the new phase and
- * ranks. */
+/* Publishes the phase in which this rank waits, and the ranks for which it waits. Stores the
+ * heartbeat `now` last, with release order, so a peer that loads the new heartbeat also loads
+ * the new phase and ranks. */
 static void publish_wait(const epic_group *g, shared_wait *wait, uint32_t phase,
                          const uint64_t *waits_for, int64_t now)
 {
@@ -51,9 +52,9 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep, each at most slice_ns long. Returns false
- * if the thread should not sleep another slice: after the deadline, after a failure of the
- * group, or if a peer that this rank waits for is gone. */
+/* Renews the heartbeat between two slices of sleep (each at most slice_ns). Returns whether the
+ * thread should sleep another slice: not after the deadline, after a failure of the group, or
+ * if a peer for which this rank waits is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -73,8 +74,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether all members together may run on at least as many cores as there are members.
- * All members must have published their cores (group.c). */
+/* Returns whether the members may run on at least one core per member, all together. All
+ * members must have published their cores (group.c). */
 static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};
@@ -94,10 +95,10 @@ static bool has_core_per_rank(epic_group *g)
     return core_per_rank == 2;
 }
 
-/* Polls the futex for up to SPIN_NS from `begin` on, before the thread sleeps. Returns true if
+/* Polls the futex before the thread sleeps, for at most SPIN_NS after `begin`. Returns true if
  * a peer has set the futex to idle. If there is a core for each rank, the thread keeps its core
- * while it polls. Otherwise the thread yields the core between polls, because the peer that
- * will wake it may need the core. If yielding was slow before, the thread does not poll at all
+ * while it polls. If not, the thread yields its core between polls, because the peer that will
+ * wake it may need the core. If yielding was slow before, the thread does not poll at all
  * (base/patience.h). */
 static bool spin_on_futex(epic_group *g, const shared_op_slot *slot, int64_t begin)
 {
@@ -114,8 +115,8 @@ static bool spin_on_futex(epic_group *g, const shared_op_slot *slot, int64_t beg
     return load_acquire(&slot->futex) == SLOT_FUTEX_IDLE;
 }
 
-/* Waits until a peer sets the armed futex to idle: polls for a short time from `now` on, then
- * sleeps in slices. Ends at the deadline. */
+/* Waits until a peer sets the armed futex to idle: polls for a short time after `now`, then
+ * sleeps in slices. Returns at the deadline at the latest. */
 static void sleep_on_slot(epic_group *g, shared_op_slot *slot, const uint64_t *waits_for,
                           int64_t now, int64_t deadline)
 {
@@ -136,7 +137,8 @@ static bool any_slot_is_free(epic_group *g)
 
 /* Waits until an op slot may be free. Several threads of a rank may wait at once. A waiting
  * thread first increments num_sleepers and then looks for a free slot. A rank that finishes an
- * exchange first frees the slot and then loads num_sleepers. So one notices the other. */
+ * exchange first frees the slot and then loads num_sleepers. So the waiting thread finds the
+ * free slot, or the other rank finds the sleeper and wakes it. */
 static void sleep_for_free_slot(epic_group *g, const uint64_t *waits_for, int64_t deadline)
 {
     shared_rank_state *head = shared_rank_state_of(g, g->rank);

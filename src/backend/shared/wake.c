@@ -14,8 +14,9 @@ static void futex_wake(const epic_group *g, _Atomic uint32_t *word)
     syscall(SYS_futex, word, op, INT_MAX, NULL, NULL, 0);
 }
 
-/* Sets the futex of an op slot to idle, and wakes the slot's owner if it sleeps. The caller has
- * stored its change before. If the futex is idle already, no system call is needed. */
+/* Sets the futex of an op slot to idle, and wakes the slot's owner if it sleeps. The caller
+ * must have stored its change before. If the futex is idle already, the owner is awake and no
+ * system call is needed. */
 void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
 {
     if (load_ordered(&slot->futex) == SLOT_FUTEX_IDLE) return;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Keeps a rank's windows alive until no peer stores into them.
+/* Keeps a rank's windows (memory into which peers store rows directly) mapped until no peer
+ * stores into them.
  *
  * A rank that stores into a window first increments its num_storing and then loads the flag
  * `closed` of the window's owner. An owner that closes its context first sets `closed` and then
@@ -29,7 +30,7 @@ bool shared_may_store(epic_group *g, int peer)
 }
 
 /* Returns whether a peer may be storing into a window of this rank. A peer that has closed its
- * context is not storing: it has finished its calls. */
+ * context cannot be storing, because it has finished its calls. */
 static bool is_storing(epic_group *g, int peer)
 {
     return load_ordered(&shared_rank_state_of(g, peer)->num_storing) &&

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One queue of messages for each seat, guarded by one mutex. */
+/* One queue of messages per seat, and one mutex for all queues. */
 #include "backend/threads/mailbox.h"
 
 #include <pthread.h>
@@ -14,7 +14,7 @@ typedef struct letter {
 } letter;
 
 typedef struct queue {
-    letter *first, **end; /* end: where the next message is appended */
+    letter *first, **end; /* end: the pointer to which the next message is appended */
     bool is_gone;         /* true: the rank on the seat has closed its context */
 } queue;
 
@@ -67,7 +67,8 @@ void mailbox_release(mailbox *m)
 void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes)
 {
     letter *l = malloc(sizeof *l + bytes);
-    if (!l) return; /* the sender repeats its request, or its call ends at the deadline */
+    /* the message is lost: the sender repeats its request, or its call ends at the deadline */
+    if (!l) return;
     l->next = NULL;
     l->from = from;
     memcpy(l->bytes, message, bytes);

@@ -9,17 +9,18 @@
 
 typedef struct mailbox mailbox;
 
-/* Creates a mailbox for num_seats seats, with one reference. Returns NULL if out of memory. */
+/* Creates a mailbox for num_seats seats with a reference count of 1. Returns NULL if out of
+ * memory. */
 mailbox *mailbox_new(int num_seats);
-/* Adds a reference. Each holder calls mailbox_release() once; the last call frees the
+/* mailbox_retain() adds a reference, mailbox_release() removes one. The last release frees the
  * mailbox. */
 void mailbox_retain(mailbox *m);
 void mailbox_release(mailbox *m);
 
-/* Appends a message to the queue of seat `to`, and wakes its rank. */
+/* Appends a message to the queue of seat `to`, and wakes the rank on that seat. */
 void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes);
-/* Removes the oldest message from the queue of a seat, and sets *from to its sender. Waits
- * for at most `ms` milliseconds. Returns false if there is none. */
+/* Removes the oldest message from the queue of a seat, and sets *from to its sender. Waits for
+ * a message for at most `ms` milliseconds. Returns false if none has arrived. */
 bool mailbox_receive(mailbox *m, int seat, int *from, void *message, size_t bytes, uint32_t ms);
 
 /* Marks the rank on a seat as gone, and wakes all ranks that wait for a message. */

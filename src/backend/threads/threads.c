@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend threads: ranks are threads of one process.
  *
- * The first rank that joins maps the segment (backend/shared), and the last one that leaves
- * unmaps it. A rank finds its group by id in a global list of this process. Ranks do not send
- * the segment's address through the bootstrap, because another program that reaches it could
- * send a false address. */
+ * The first rank that joins maps the segment (the memory that all ranks access,
+ * backend/shared), and the last rank that leaves unmaps it. A rank finds its group by the
+ * group's id in a global list of this process. Ranks do not send the segment's address through
+ * the bootstrap, because another program that can connect to it could send a false address. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -16,8 +16,8 @@
 #include "backend/threads/mailbox.h"
 #include "base/error.h"
 
-/* One generation of a group of this process. It exists from the join of its first rank to the
- * leave of its last rank. */
+/* One generation of a group of this process: the group between two changes of its members. It
+ * exists from the join of its first rank to the leave of its last rank. */
 typedef struct thread_group {
     struct thread_group *next;
     uint64_t group_id;
@@ -25,15 +25,16 @@ typedef struct thread_group {
     char *segment;
     mailbox *mail;  /* the mailbox that all generations of the group share */
     int num_joined; /* number of ranks that use the segment now */
-    int num_seen;   /* number of ranks that have ever joined */
-    /* true for each rank that has ever joined; a second join of a rank is an error */
+    int num_seen; /* number of ranks that have joined so far, including those that have left */
+    /* [rank]: true if the rank has ever joined; a second join of a rank is an error */
     bool seen[EPIC_MAX_RANKS];
 } thread_group;
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER; /* guards the list and its groups */
 static thread_group *thread_groups;
 
-/* Returns whether all ranks are threads of one process with the same copy of the library. */
+/* Implements epic_backend.can_join: all ranks must be threads of one process that use the same
+ * copy of the library. */
 static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why)
 {
@@ -68,7 +69,7 @@ typedef struct thread_seat {
 } thread_seat;
 
 /* Maps the segment and adds the group to the list. `mail` is the mailbox of the previous
- * generation; NULL: there is none. Returns NULL after an error. */
+ * generation, or NULL if there is none. Returns NULL after an error. */
 static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id,
                                       mailbox *mail)
 {
@@ -105,7 +106,8 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
-/* Finds the group in the list, or creates it, and joins it. The caller holds the mutex. */
+/* Finds the group in the list, or creates it, and adds this rank to num_joined. The caller
+ * holds the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                uint64_t group_id, int rank, mailbox *mail)
 {
@@ -133,7 +135,8 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
     return result;
 }
 
-/* Removes a rank, after its last access to the segment. The last rank unmaps the segment. */
+/* Removes one rank from its group. The rank must not access the segment after this call. The
+ * last rank unmaps the segment. */
 static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -148,8 +151,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Waits until every rank has tried to join. If this rank failed, returns its error `entered`.
- * If another rank failed, returns EPIC_EPEER. */
+/* Gathers the results of joining from all ranks. If this rank failed, returns its error
+ * `entered`. If another rank failed, returns EPIC_EPEER. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -161,8 +164,8 @@ static epic_result gather_results(const epic_join *join, epic_result entered)
     return entered;
 }
 
-/* Checks that all ranks have joined here. A faulty bootstrap may report ranks that do not
- * exist. */
+/* Checks that all ranks have joined in this process, because a faulty bootstrap may have
+ * reported ranks that do not exist. */
 static epic_result check_all_joined(const thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -175,8 +178,9 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
-/* Returns whether the rank on a seat has closed its context, in any generation. A rank that
- * never enters a generation marks itself as closed only here. */
+/* Returns whether the rank on a seat has closed its context, in any generation. The mailbox has
+ * this flag, because a rank that never enters a generation cannot mark itself as closed
+ * there. */
 static bool threads_is_gone(epic_group *group, int seat)
 {
     const thread_seat *own = group->backend_data;
@@ -214,7 +218,8 @@ static void threads_leave(epic_group *group)
     const seat_set members = group->members;
     shared_group_close(group);
     if (seat->prepared) {
-        /* members that enter the prepared generation must find this rank closed there, too */
+        /* members that enter the prepared generation must also find there that this rank has
+         * closed */
         shared_group_enter(group, seat->prepared->segment, &members);
         shared_group_close(group);
         leave_thread_group(seat->prepared);
@@ -270,7 +275,7 @@ static const epic_regroup_transport regroup = {.send = threads_send,
 /* ---------------------------------------------------------------------------- windows ---- */
 
 /* Implements epic_window_transport.offer. The peers are threads of this process, so the handle
- * is the memory's address. The op header that carries it never leaves this process. */
+ * is the memory's address. The op header that contains the handle never leaves this process. */
 static epic_result threads_offer(epic_group *group, epic_window_memory *memory,
                                  unsigned char *handle)
 {
@@ -316,7 +321,7 @@ const epic_backend epic_backend_threads = {
     .can_join = can_join,
     .join = threads_join,
     .leave = threads_leave,
-    /* in a forked child, this only changes the child's own copy of the memory */
+    /* `forget` in a forked child only changes the child's own copy of the memory */
     .forget = threads_leave,
     .memory = shared_memory_info,
     .transport = &transport,
