@@ -11,7 +11,7 @@
 int process_watch(int64_t pid);
 
 /* Returns true if the process has exited. fd is the result of process_watch(). If fd is -1,
- * checks the pid instead, which exists as long as the process is a zombie. */
+ * checks whether the pid exists, so a zombie counts as running. */
 bool process_ended(int fd, int64_t pid);
 
 /* Returns true if this process may create a file or memfd of `bytes` bytes. Creating a larger

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A link is one connection of a TCP bootstrap. Its messages are called frames. The functions
- * here compute and check the authentication tag of each frame. */
+/* A link is one connection of a TCP bootstrap, and its messages are called frames. This file
+ * computes and checks the authentication tag of each frame. */
 #include "bootstrap/link.h"
 
 #include <string.h>
@@ -20,8 +20,8 @@ bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
 }
 
 /* Computes the digest of a frame's bytes. If the link has a secret, the digest is the SHA-256
- * of the bytes; the authentication tag protects it. Without a secret, the digest is a checksum
- * followed by zeros. Returns false if libcrypto fails. */
+ * of the bytes, which the authentication tag protects. Without a secret, the digest is a
+ * checksum followed by zeros. Returns false if libcrypto fails. */
 static bool compute_digest(const epic_secret *secret, const void *bytes, size_t length,
                            uint8_t digest[FRAME_TAG])
 {
@@ -48,8 +48,8 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
     return frame;
 }
 
-/* Computes the authentication tag of a frame: an HMAC over the sender's side, the frame's index
- * on this link, and the fields of the frame before `tag`. */
+/* Computes the authentication tag of a frame: an HMAC over the sender's side, the frame's
+ * number on this link, and the fields of the frame before `tag`. */
 static bool compute_tag(const epic_link *link, bool listener, uint64_t number,
                         const epic_frame *frame, uint8_t tag[FRAME_TAG])
 {
@@ -64,7 +64,7 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
 {
     epic_message message = {.frame = *frame, .bytes = bytes};
     const uint64_t number = link->num_sent++;
-    /* If libcrypto fails, the authentication tag stays zero, and the peer rejects the frame. */
+    /* if libcrypto fails, the tag stays zero, and the peer rejects the frame */
     if (link->secret != NULL)
         (void)compute_tag(link, link->listener, number, frame, message.frame.tag);
     return message;

@@ -4,12 +4,12 @@
  *
  * With a secret, both ends compute a key for this connection: an HMAC with the secret over both
  * hellos, each of which has a new nonce. The key is never sent. The authentication tag of a
- * frame is an HMAC with that key over the sender's side, the index of the frame in this
+ * frame is an HMAC with that key over the sender's side, the number of the frame in this
  * direction, and the frame itself, which contains the SHA-256 of its bytes.
  *
- * An attacker between the two ends can only close the connection. If frames are changed,
- * removed, repeated, reordered or sent back to their sender, the receiver expects another tag.
- * No field of a frame is used before its tag is checked.
+ * So an attacker between the two ends can only close the connection: if it changes, removes,
+ * repeats, reorders or reflects frames, the receiver expects another tag. No field of a frame
+ * is used before its tag is checked.
  *
  * Without a secret a checksum detects damage, but an attacker can change frames. */
 #ifndef EPIC_LINK_H
@@ -21,7 +21,8 @@ typedef struct epic_link {
     int socket;                /* -1: not connected */
     const epic_secret *secret; /* NULL: no secret, or epic_link_secure() has not run */
     bool listener;             /* true: this end of the link is rank 0 */
-    /* frames sent over this link; the count is a part of their authentication tags */
+    /* number of frames sent and received over this link, which their authentication tags
+     * contain */
     uint64_t num_sent;
     uint64_t num_received;
     uint8_t key[SECRET_PROOF];
@@ -31,7 +32,7 @@ typedef struct epic_link {
 typedef struct epic_message {
     epic_frame frame;
     const void *bytes;
-    size_t done; /* bytes sent so far, of the frame and of the payload after it */
+    size_t done; /* number of bytes sent so far, of the frame and of the payload after it */
 } epic_message;
 
 /* Computes the key of the link if there is a secret. From then on each frame has an
@@ -40,36 +41,36 @@ typedef struct epic_message {
 bool epic_link_secure(epic_link *link, const epic_secret *secret, bool listener,
                       const epic_hello *listening, const epic_hello *connecting);
 
-/* Returns a frame for `bytes` without an authentication tag, which several links may send. */
+/* Returns a frame for `bytes`, without an authentication tag. The same frame may be sent over
+ * several links. */
 epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
                                 uint64_t sequence, const void *bytes, size_t length,
                                 const time_limit *limit);
 
-/* Returns a message that contains the frame. With a secret, the frame gets the authentication
- * tag for the link's next frame. The messages of a link must be sent in the order of these
- * calls. */
+/* Returns a message that contains the frame. With a secret, adds the authentication tag for the
+ * link's next frame number. The messages of a link must be sent in the order of these calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Makes the next message reuse the last frame index. No byte of the last message may be
- * sent. */
+/* Makes the next message reuse the frame number of the last one. Only allowed if no byte of the
+ * last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
-/* Returns true if the authentication tag shows that the other end sent this frame, as its next
- * frame. Without a secret, checks only the magic number. Must be called once for each received
- * frame, because it counts frames. */
+/* Returns true if the authentication tag shows that the other end sent this frame as its next
+ * frame. Without a secret, checks only the magic number. Increments num_received, so it must be
+ * called exactly once for each received frame. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
 bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* epic_link_send() sends as many bytes as the socket takes at once. epic_link_send_all() waits
- * until all are sent, and returns FRAME_MORE if the limit passes first. */
+/* epic_link_send() sends as many bytes as the socket accepts at once. epic_link_send_all()
+ * waits until all are sent, and returns FRAME_MORE if the limit passes first. */
 epic_frame_state epic_link_send(const epic_link *link, epic_message *message);
 epic_frame_state epic_link_send_all(const epic_link *link, epic_message *message,
                                     time_limit *limit);
 
-/* Sends a failure frame and its error text. Gives up when the limit passes; the peer then sees
- * that the connection is closed. */
+/* Sends a failure frame and its error text. Stops when the limit passes. The peer then only
+ * sees that the connection is closed. */
 void epic_link_send_failure(epic_link *link, epic_result result, const char *sentence,
                             time_limit *limit);
 
@@ -79,7 +80,7 @@ epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *f
                                       time_limit *limit);
 
 /* Receives the error text of a failure frame without a valid authentication tag, or "". The
- * caller may only print it, because an attacker may have written it. */
+ * caller may only print the text, because an attacker may have written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Resolves host names within a time limit. getaddrinfo() has none, and takes many seconds if a
- * name server is down. So a separate thread calls it. If the limit passes first, the caller
- * abandons the query, and the thread frees it when getaddrinfo() returns. */
+/* Resolves host names within a time limit. getaddrinfo() has no time limit, and takes many
+ * seconds if a name server does not answer. So a separate thread calls it. If the limit passes
+ * first, the caller abandons the query, and the thread frees the query when getaddrinfo()
+ * returns. */
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -16,7 +17,7 @@
 
 #define PAUSE_MS 50
 
-/* One call of getaddrinfo(). The caller and the thread that runs the call share it. */
+/* One call of getaddrinfo(), shared by the caller and the thread that runs the call. */
 typedef struct query {
     pthread_mutex_t mutex;
     pthread_cond_t changed;
@@ -39,7 +40,7 @@ static void free_query(query *q)
     free(q);
 }
 
-/* Runs getaddrinfo() and stores the result.  Frees the query if the caller has abandoned it. */
+/* Runs getaddrinfo() and stores the result. Frees the query if the caller has abandoned it. */
 static void *run_query(void *self)
 {
     query *q = self;
@@ -95,7 +96,7 @@ static void stay_loaded(void)
 }
 
 /* Waits until the query is done. Returns false if the time limit passes first: the query's
- * thread then frees the query, and the caller must not use it any more. */
+ * thread will then free the query, and the caller must not use it any more. */
 static bool wait_for_query(query *q, time_limit *limit)
 {
     pthread_mutex_lock(&q->mutex);
@@ -110,8 +111,8 @@ static bool wait_for_query(query *q, time_limit *limit)
     return is_done;
 }
 
-/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report a lack of
- * free descriptors, so this function tries to open one. */
+/* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that no
+ * descriptor was free, so this function tests it by opening one. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);
@@ -140,7 +141,7 @@ static epic_result fail_late(const epic_tcp *tcp)
                      tcp->address, tcp->timeout_ms);
 }
 
-/* Runs one query.  Sets *can_retry to true if another query may succeed. */
+/* Runs one query. Sets *can_retry to true if another query may succeed. */
 static epic_result resolve_once(struct addrinfo **out, const epic_tcp *tcp, const char *port,
                                 time_limit *limit, bool *can_retry)
 {

@@ -9,8 +9,8 @@
 
 #define ROLE_BYTES 16
 
-/* Loads libcrypto. Returns NULL on failure. If a libcrypto exists but cannot be loaded, writes
- * the reason to `why`; otherwise `why` is "". */
+/* Loads libcrypto. Returns NULL on failure. Writes the reason to `why` if a libcrypto exists
+ * but cannot be loaded, and "" if none exists. */
 static void *load_libcrypto(char why[256])
 {
     static const char *const names[] = {"libcrypto.so.3", "libcrypto.so.1.1"};
@@ -25,7 +25,7 @@ static void *load_libcrypto(char why[256])
     return NULL;
 }
 
-/* Stores the address of a library function in the function pointer at `function`.  Uses
+/* Stores the address of a library function in the function pointer at `function`. Uses
  * memcpy(), because ISO C has no cast from an object pointer to a function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {

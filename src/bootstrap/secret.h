@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The secret that the ranks of a group share. A rank proves with an HMAC-SHA-256 that it has
- * the secret, and never sends it. The secret protects only the bootstrap: no other process can
- * join, or change the data that the ranks exchange there. */
+ * the secret, and never sends the secret. The secret protects only the bootstrap: no other
+ * process can join, or change the data that the ranks exchange there. */
 #ifndef EPIC_SECRET_H
 #define EPIC_SECRET_H
 
@@ -20,11 +20,12 @@ typedef struct epic_secret {
                            unsigned int *out_bytes);
     int (*digest)(const void *data, size_t bytes, unsigned char *out, unsigned int *out_bytes,
                   const void *digest, void *engine);
-    /* returns 0 if the bytes are equal; its time does not depend on the bytes */
+    /* returns 0 if the bytes are equal; constant time: how long it runs does not depend on the
+     * bytes */
     int (*compare)(const void *a, const void *b, size_t bytes);
 } epic_secret;
 
-/* The purpose of an HMAC with the secret. It is a part of the data, so that an HMAC for one
+/* The purpose of an HMAC with the secret. The HMAC covers the purpose, so that an HMAC for one
  * purpose is not valid for another. */
 typedef enum epic_role {
     ROLE_CONNECTOR, /* the connecting rank proves that it has the secret */
@@ -38,16 +39,16 @@ epic_result epic_secret_open(epic_secret *out, const char *text);
 void epic_secret_close(epic_secret *secret);
 
 /* Computes the HMAC with the secret over the role and both hellos, which contain both nonces,
- * the rank and the number of ranks.  Returns false if libcrypto fails. */
+ * the rank and the number of ranks. Returns false if libcrypto fails. */
 bool epic_secret_prove(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, uint8_t proof[SECRET_PROOF]);
 
-/* Returns true if `proof` equals the result of epic_secret_prove() for the same arguments.  The
- * time of the comparison does not depend on the bytes. */
+/* Returns true if `proof` equals the result of epic_secret_prove() for the same arguments.
+ * Compares in constant time. */
 bool epic_secret_check(const epic_secret *secret, epic_role role, const epic_hello *listening,
                        const epic_hello *connecting, const uint8_t proof[SECRET_PROOF]);
 
-/* Compute an HMAC-SHA-256 with any key, and a SHA-256.  Return false if libcrypto fails. */
+/* Compute an HMAC-SHA-256 with any key, and a SHA-256. Return false if libcrypto fails. */
 bool epic_secret_mac(const epic_secret *secret, const void *key, size_t key_bytes,
                      const void *data, size_t bytes, uint8_t out[SECRET_PROOF]);
 bool epic_secret_digest(const epic_secret *secret, const void *data, size_t bytes,

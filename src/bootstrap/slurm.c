@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads Slurm's variables. They list the hosts of a step, beginning with the host of task 0,
+/* Reads Slurm's variables, which list the hosts of a step, beginning with the host of task 0,
  * and the ports reserved for the step. SLURM_LAUNCH_NODE_IPADDR is not used, because it is the
  * address of the host that runs srun, which may be a login node. */
 #include <ctype.h>
@@ -9,7 +9,7 @@
 #include "base/hash.h"
 #include "bootstrap/env.h"
 
-/* Returns the first variable of `names` that is set and not empty, or NULL. */
+/* Returns the value of the first variable in `names` that is set and not empty, or NULL. */
 static const char *get_first_set(const char *const *names, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -19,7 +19,7 @@ static const char *get_first_set(const char *const *names, int count)
     return NULL;
 }
 
-/* Appends `length` bytes.  Returns false if there is no room. */
+/* Appends `length` bytes. Returns false if there is no room. */
 static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, size_t length)
 {
     if (*used + length >= ENV_HOST) return false;

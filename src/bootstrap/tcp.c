@@ -15,20 +15,20 @@
 #include "base/sized.h"
 #include "bootstrap/tcp.h"
 
-#define SEND_MS 1000 /* time for rank 0 to send a failure to all ranks */
-/* after a failure rank 0 waits this long before it closes, so that ranks can read the
- * failure */
+#define SEND_MS 1000 /* time limit for rank 0 to send a failure to all ranks */
+/* time that rank 0 waits after a failure before it closes its sockets, so that the other ranks
+ * can read the failure */
 #define DRAIN_MS 500
 
 /* A link, and the state of the current gather on it. */
 typedef struct connection {
     epic_link link;
-    /* Only for rank 0. While it receives: all bytes of this gather have arrived from the peer.
-     * While it sends the answers: the peer's answer is sent. */
+    /* Only on rank 0. While rank 0 receives: true if all bytes of this gather have arrived from
+     * the peer. While rank 0 sends: true if the bytes of all ranks are sent to the peer. */
     bool is_ready;
     epic_frame frame;
-    size_t head;          /* bytes received of `frame` */
-    size_t body;          /* bytes received after `frame` */
+    size_t head;          /* number of bytes received of `frame` */
+    size_t body;          /* number of bytes received after `frame` */
     epic_message message; /* the message that is being sent to the peer */
 } connection;
 
@@ -36,11 +36,12 @@ typedef struct tcp_bootstrap {
     int32_t rank;
     int32_t num_ranks;
     uint32_t timeout_ms;
-    uint64_t sequence; /* index of the current gather, from 1 */
+    uint64_t sequence; /* number of the current gather, from 1 */
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
-    /* libcrypto for the links; after open secret.text is NULL, because each link has a key */
+    /* libcrypto, for the links; secret.text is NULL after open, because each link then has a
+     * key */
     epic_secret secret;
     int32_t num_connections;
     struct pollfd *polls;     /* [num_connections]: the sockets to poll */
@@ -52,8 +53,8 @@ static unsigned long long gather_number(const tcp_bootstrap *b)
     return (unsigned long long)b->sequence;
 }
 
-/* Polls for the events `events` on connections that are not ready, and for the events `idle` on
- * ready connections. Returns false if the limit has passed and no connection has an event. */
+/* Polls for `events` on connections that are not ready, and for `idle` on ready connections.
+ * Returns false if the limit has passed and no connection has an event. */
 static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_limit *limit)
 {
     const int32_t first =
@@ -101,8 +102,8 @@ static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
                          : "");
 }
 
-/* Checks that a frame is the next one of its rank, that it belongs to this gather, and that
- * `bytes` bytes follow it. */
+/* Checks that a frame is the next one of its rank, belongs to this gather, and is followed by
+ * `bytes` bytes. */
 static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame *frame,
                                size_t bytes)
 {
@@ -124,15 +125,15 @@ static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame 
     return EPIC_OK;
 }
 
-/* Receives the bytes that a rank has sent.  Sets is_ready of its connection when all bytes of
- * this gather have arrived. */
+/* Receives bytes that a rank has sent. Sets is_ready of its connection when all bytes of this
+ * gather have arrived. */
 static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t bytes,
                                 time_limit *limit)
 {
     connection *c = &b->connections[rank];
-    /* A ready connection has an event only when its peer closes it. If this rank's limit has
-     * passed too, the peer has probably left because of a late rank. So the error names the
-     * late ranks. */
+    /* A ready connection has an event only if its peer closes it. If this rank's limit has
+     * passed too, the peer probably left because other ranks are missing, so the error text
+     * lists those ranks. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -154,7 +155,7 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
 }
 
 /* Receives the bytes of all ranks into `all` [num_ranks, bytes], in parallel. Returns an error
- * if a rank closes its connection while another one is late. */
+ * if a rank closes its connection while the bytes of another rank are missing. */
 static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time_limit *limit)
 {
     int32_t num_ready = 0;
@@ -202,9 +203,9 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
     return lost == 0 ? EPIC_OK : fail_lost(b, lost);
 }
 
-/* Sends the failure stored in `b` to every rank, except to ranks that have received a part of
- * an answer: they would read the failure frame as the rest of the answer. Those ranks see the
- * connection close. */
+/* Sends the failure stored in `b` to every rank that has not yet received a part of an answer.
+ * The other ranks would read the failure frame as the rest of the answer, so they only see that
+ * the connection is closed. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);
@@ -249,8 +250,8 @@ static epic_result fail_rank_0_lost(const tcp_bootstrap *b)
 }
 
 /* Sends this rank's bytes and at the same time receives the frame of the answer, because rank 0
- * may send a failure before it has received all bytes. Otherwise this rank could wait for room
- * in the socket and never read the failure. */
+ * may send a failure before it has received all bytes. Without this, the rank could wait for
+ * room in the socket forever and never read the failure. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {
     connection *c = &b->connections[0];
@@ -312,7 +313,7 @@ static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t b
     return result;
 }
 
-/* Reads and discards bytes from the peers until they close. After a failure rank 0 does this
+/* Reads and discards bytes from the peers until they close. Rank 0 does this after a failure
  * before it closes its sockets, because TCP resets a connection with unread bytes, and the peer
  * could lose the failure. */
 static void drain_connections(tcp_bootstrap *b)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The steps that open a TCP bootstrap: rank 0 listens and accepts, the other ranks connect.
- * Afterwards rank 0 has a link to every other rank, and every other rank has a link to rank 0.
+ * After that, rank 0 has a link to every other rank, and every other rank has a link to rank 0.
  *
  * In all functions `tcp` has been checked and its defaults are filled in, and `limit` is the
  * time limit of the whole bootstrap. */
@@ -20,18 +20,17 @@ typedef struct epic_endpoint {
     socklen_t bytes;
 } epic_endpoint;
 
-/* All socket addresses of one host name. */
 typedef struct epic_endpoints {
     epic_endpoint at[TCP_MAX_ENDPOINTS];
     int count;
 } epic_endpoints;
 
-/* Resolves tcp->address.  The caller frees *out with freeaddrinfo().  Errors: EPIC_EINVAL,
+/* Resolves tcp->address. The caller frees *out with freeaddrinfo(). Errors: EPIC_EINVAL,
  * EPIC_ETIMEOUT (no name server answered), EPIC_EDEVICE (no descriptor), EPIC_ENOMEM. */
 epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit);
 
-/* Finds the endpoints to listen on (rank 0) or to connect to (other ranks).  Without a secret,
- * loopback replaces the addresses of this host.  Errors: those of epic_tcp_resolve(), and
+/* Finds the endpoints to listen on (rank 0) or to connect to (other ranks). Without a secret,
+ * loopback replaces the addresses of this host. Errors: those of epic_tcp_resolve(), and
  * EPIC_EINVAL if the address belongs to another host and there is no secret. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
@@ -46,13 +45,13 @@ epic_result epic_tcp_listen(int listeners[TCP_MAX_ENDPOINTS], int *num_listeners
 epic_result epic_tcp_accept(epic_link *links, const epic_tcp *tcp, const epic_secret *secret,
                             time_limit *limit);
 
-/* Connects a rank other than 0 to rank 0.  Waits until all ranks have joined, or until the
- * limit passes.  On success *out is the link to rank 0. */
+/* Connects a rank other than 0 to rank 0. Waits until all ranks have joined, or until the limit
+ * passes. On success *out is the link to rank 0. */
 epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_secret *secret,
                              time_limit *limit);
 
-/* Called on rank 0 for a peer that gives up in left_ms milliseconds. Shortens rank 0's time
- * limit, so that its answer or error still reaches the peer. */
+/* Called on rank 0 for a peer whose time limit passes in left_ms milliseconds. Shortens rank
+ * 0's time limit, so that its answer or error still reaches the peer. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A bootstrap whose ranks are threads of one process. All ranks share one hub, the memory
  * through which they exchange bytes. In a gather each rank stores its arguments in the hub and
- * waits. The last rank to arrive copies the bytes for all ranks and wakes them. */
+ * waits. The last rank that arrives copies the bytes for all ranks and wakes them. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -27,16 +27,17 @@ struct hub {
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
     int32_t num_ranks;
-    /* members that have not closed; the last member to close frees the hub */
+    /* number of members that have not closed; the last member that closes frees the hub */
     int32_t num_open;
     int32_t num_arrived;
-    int32_t num_duplicate_calls; /* calls for a rank that already waits in this gather */
+    /* number of calls for a rank that already waits in this gather */
+    int32_t num_duplicate_calls;
     uint32_t timeout_ms;
-    uint64_t finished; /* finished gathers */
+    uint64_t finished; /* number of finished gathers */
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
-    bool *gone; /* [num_ranks]: ranks that have closed their bootstrap */
+    bool *gone; /* [num_ranks]: true for ranks that have closed their bootstrap */
     member members[];
 };
 
@@ -56,8 +57,8 @@ static epic_result fail_again(const hub *h)
 }
 
 /* Marks the hub as broken because ranks have closed their bootstrap, and wakes all ranks. Does
- * not change the error text of this thread, which may still have to read the text of its own
- * failure. */
+ * not change the error text of this thread, because the caller may not have read the text of an
+ * earlier failure yet. */
 static void break_gone(hub *h)
 {
     char names[256];
@@ -84,8 +85,8 @@ static epic_result check_bytes(hub *h, const member *m)
     return EPIC_OK;
 }
 
-/* Copies the bytes for all ranks and wakes them. Run by the last rank to arrive while all
- * others wait, so that all their buffers are valid. */
+/* Copies the bytes for all ranks and wakes them. Called by the last rank that arrives, while
+ * all others wait, so that all their buffers are valid. */
 static void finish_gather(hub *h)
 {
     for (int32_t to = 0; to < h->num_ranks; to++) {
@@ -115,8 +116,8 @@ static epic_result fail_late(hub *h)
                      h->num_duplicate_calls > 0 ? ", and another rank joined twice" : ""));
 }
 
-/* Returns an error to the second of two threads that use the bootstrap of one rank. The gather
- * continues with the first thread. */
+/* Returns an error to the second of two threads that use the bootstrap of the same rank. The
+ * gather continues with the first thread. */
 static epic_result fail_duplicate_call(hub *h, const member *m)
 {
     h->num_duplicate_calls++;
@@ -127,15 +128,15 @@ static epic_result fail_duplicate_call(hub *h, const member *m)
         (unsigned long long)h->finished + 1, m->rank);
 }
 
-/* Takes part in a gather with the arguments in `call`. The caller holds the mutex, which is
- * free while this function waits. */
+/* Takes part in a gather with the arguments in `call`. The caller holds the mutex, which this
+ * function releases while it waits. */
 static epic_result gather_locked(hub *h, member *m, const member *call)
 {
     if (h->broken == EPIC_OK && h->num_open < h->num_ranks) break_gone(h);
     if (h->broken != EPIC_OK) return fail_again(h);
     TRY(check_bytes(h, call));
-    /* Do not copy all of *call: that would also write m->hub and m->rank, which a second thread
-     * that uses this rank by mistake may read without the mutex. */
+    /* Copy single fields. A copy of all of *call would also write m->hub and m->rank, which a
+     * second thread that uses this rank by mistake may read without the mutex. */
     m->arrived = true;
     m->mine = call->mine;
     m->all = call->all;

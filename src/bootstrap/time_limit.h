@@ -3,11 +3,9 @@
  *
  * A limit counts only the time in which this process ran, because it is a deadline
  * (base/deadline.h). A deadline detects that the process was suspended, for example by SIGSTOP,
- * only if the deadline is checked before each sleep, and if sleeps are short. So every loop
- * that waits has this form:
- *
- *     int ms = time_limit_look(limit);   longest next sleep; 0: the limit has passed
- *     poll(..., ms);
+ * only if it is checked before each sleep and sleeps are short. So every loop that waits calls
+ * `ms = time_limit_look(limit)`, stops if ms is 0 (the limit has passed), and sleeps for at
+ * most ms, for example in poll().
  *
  * A limit may have an outer limit. For example, the limit of the whole bootstrap is the outer
  * limit of the limit of one connection. A limit has passed if its own time or its outer limit
@@ -19,7 +17,7 @@
 
 #include "base/deadline.h"
 
-#define TIME_LIMIT_LOOK_MS 50 /* longest sleep between two checks */
+#define TIME_LIMIT_LOOK_MS 50 /* maximum sleep between two checks */
 
 typedef struct time_limit {
     deadline own;
@@ -32,9 +30,9 @@ static inline time_limit time_limit_begin(uint64_t ms, time_limit *outer)
     return (time_limit){.own = deadline_begin_ms(ms), .outer = outer};
 }
 
-/* Checks the limit before a sleep.  Returns how many milliseconds the sleep may take, at most
- * TIME_LIMIT_LOOK_MS, or 0 if the limit has passed. If this process was suspended since the
- * last check, the limit restarts with its full timeout (base/deadline.h). */
+/* Checks the limit before a sleep. Returns the maximum duration of the sleep in milliseconds,
+ * at most TIME_LIMIT_LOOK_MS, or 0 if the limit has passed. If this process was suspended since
+ * the last check, the limit restarts with its full timeout (base/deadline.h). */
 static inline int time_limit_look(time_limit *limit)
 {
     uint64_t ns = TIME_LIMIT_LOOK_MS * 1000000ull;
@@ -46,7 +44,7 @@ static inline int time_limit_look(time_limit *limit)
     return (int)((ns + 999999) / 1000000);
 }
 
-/* Returns the milliseconds that are left, rounded up; 0 if the limit has passed. Unlike
+/* Returns the remaining milliseconds, rounded up, or 0 if the limit has passed. Unlike
  * time_limit_look(), does not detect a suspension of the process. */
 static inline uint32_t time_limit_left_ms(const time_limit *limit)
 {
@@ -59,8 +57,8 @@ static inline uint32_t time_limit_left_ms(const time_limit *limit)
     return (uint32_t)((ns + 999999) / 1000000);
 }
 
-/* Makes the limit end in `ms` milliseconds, unless it ends earlier anyway. Also shortens the
- * timeout with which the limit restarts after a suspension of the process. */
+/* Makes the limit end in `ms` milliseconds, or earlier if it was to end earlier. Also shortens
+ * the timeout with which the limit restarts after a suspension of the process. */
 static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
 {
     deadline *own = &limit->own;

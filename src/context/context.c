@@ -18,7 +18,6 @@ uint64_t now_ns(void)
     return (uint64_t)clock_ns();
 }
 
-/* Returns true if this process opened the context, and false in a forked child. */
 static bool is_ours(const epic_context *ctx)
 {
     return ctx->generation == process_generation();
@@ -119,7 +118,6 @@ epic_result epic_failure_v1(const epic_context *ctx, epic_failure_info *out, siz
     return EPIC_OK;
 }
 
-/* Checks the arguments of epic_waits. */
 static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic_wait_info *out,
                                int32_t num_ranks, size_t size)
 {
@@ -135,9 +133,9 @@ static epic_result check_waits(const epic_context *ctx, uint32_t operation, epic
     return EPIC_OK;
 }
 
-/* Adds to each entry of `infos` the time that this rank has waited for that rank, in the
- * operations from `first` to `last`. The entries must be zero. Host contexts read the times
- * from the flight recorder, CUDA contexts from the device. */
+/* Adds to infos[r] the time that this rank has waited for rank r in the operations from `first`
+ * to `last`. The entries must be zero before. Host contexts read the times from the flight
+ * recorder, CUDA contexts from the device. */
 static epic_result add_waits(const epic_context *ctx, uint32_t first, uint32_t last,
                              epic_wait_info *infos)
 {
@@ -176,7 +174,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    /* the text `why`, shortened to fit into the error text */
+    /* the text `why`, shortened so that it fits into the error text */
     char part[401];
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
@@ -190,9 +188,9 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Returns true if combine can sum in two steps (context.h). This needs several hosts and no
- * rank_of_expert. It also needs relays (ranks that forward rows to the other ranks of their
- * host), which only device backends have. */
+/* Combine can sum in two steps only on several hosts and without rank_of_expert (context.h). It
+ * also needs relays (ranks that forward rows to the other ranks of their host), which only
+ * device backends have. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -22,13 +22,15 @@ struct epic_context {
     epic_group *group;
     int32_t rank;
     int32_t num_ranks, num_hosts;
-    /* The ranks that are members of the group now. The other ranks are *vacant seats*: no
-     * process takes part in the operations in their place (docs/internals/members.md). */
+    /* The ranks that are members of the group now. The other ranks are *vacant seats*: numbers
+     * of ranks for which no process takes part in the operations
+     * (docs/internals/members.md). */
     seat_set members;
     int32_t num_members;
     struct context_decision *decision; /* NULL until the first call of epic_regroup */
     uint64_t group_id;
-    epic_config config; /* defaults filled in; its strings point to the next two fields */
+    /* all defaults are filled in; its strings point to the next two fields */
+    epic_config config;
     char name[64];
     char backend_name[16];
     bool checks_weights;    /* result of config_checks_weights() at open; host contexts only */
@@ -40,7 +42,8 @@ struct epic_context {
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
     /* windows of a host context; NULL: the caller has added no window */
     _Atomic(struct window_table *) windows;
-    _Atomic uint64_t bytes_sent; /* how many bytes of rows this rank has written into rings */
+    /* number of bytes of rows that this rank has written into rings */
+    _Atomic uint64_t bytes_sent;
 
     int64_t pid;         /* process that opened the context */
     uint32_t generation; /* process_generation() at open; a forked child has a higher one */
@@ -51,46 +54,45 @@ struct epic_context {
     epic_failure_info failure;
 };
 
-/* Returns how many bytes of rows this rank has written into rings. Tests use it. */
+/* Returns the number of bytes of rows that this rank has written into rings. For tests. */
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
 /* Makes `failure` the failure of the context, unless it already has one. Returns the result
- * code of the context's failure, and sets the failure's text as the error text of this thread.
- * Any thread may call it; the first one that locks the mutex sets the failure. The release
- * store of `broken` publishes it. */
+ * code of the context's failure, and sets its text as the error text of this thread. Any thread
+ * may call it. The first one that locks the mutex sets the failure. The release store of
+ * `broken` publishes the failure. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
-/* Forgets the failure of the context. No other thread may use the context. */
+/* Removes the failure of the context. No other thread may use the context during the call. */
 void context_mend(epic_context *ctx);
 
 /* Makes the seats in `members` the members of the group, and all other seats vacant. Each
  * member calls it with the same set, before its first operation. Returns EPIC_EINVAL if the set
- * lacks this rank's seat, or has a seat that the group does not have. Returns EPIC_ENOTSUP if
- * the backend has no vacant seats. */
+ * lacks this rank's seat, or contains a seat that the group does not have. Returns EPIC_ENOTSUP
+ * if the backend has no vacant seats. */
 epic_result context_set_members(epic_context *ctx, const seat_set *members);
 
-/* Returns the host memory of a context in bytes: the struct, the table of tags and the flight
- * recorder. If `host` is set (host context), the trace and the exchanges are included. The
- * memory of the backend is not included. */
+/* Returns the host memory of a context in bytes: the struct, the table of tags, the flight
+ * recorder and, for a host context (`host`), the trace and the exchanges. Does not include the
+ * memory of the backend. */
 int64_t context_bytes(const epic_config *config, bool host);
 
-/* Returns EPIC_ECLOSED if epic_open failed for this context, and in a forked child. */
+/* Returns EPIC_OK, or EPIC_ECLOSED if epic_open failed for this context or this process is a
+ * forked child. */
 epic_result context_check_open(const epic_context *ctx);
 
-/* Returns the failure that broke the group, EPIC_ECLOSED if epic_open failed for this context
- * or in a forked child, otherwise EPIC_OK. Every public call that communicates first calls this
- * function. Any thread may call it. */
+/* Returns EPIC_OK, the failure that broke the group, or the error of context_check_open().
+ * Every public call that communicates first calls this function. Any thread may call it. */
 epic_result context_check(epic_context *ctx);
 
 /* Returns true if combine can sum in two steps: the ranks of each host add up their rows for a
  * token, and send only this sum to the host of the token's home rank.
  *
- * The ranks must be GPUs of several hosts. rank_of_expert must be NULL, so that each rank owns
- * a contiguous block of experts. If the result is true, the sum order EPIC_BY_HOSTS stands for
- * these two steps (layer_choose_order()). */
+ * This needs GPUs of several hosts. rank_of_expert must be NULL, so that each rank owns a
+ * contiguous block of experts. If the result is true, the sum order EPIC_BY_HOSTS means these
+ * two steps (layer_choose_order()). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
-/* Returns true if the seat has a member, and false if it is vacant. */
 static inline bool context_has_member(const epic_context *ctx, int seat)
 {
     return seat_set_has(&ctx->members, seat);
@@ -102,8 +104,8 @@ static inline const seat_set *context_members(const epic_context *ctx)
     return ctx->num_members == ctx->num_ranks ? NULL : &ctx->members;
 }
 
-/* Returns the index of a seat's member among all members: the rank that the member would have
- * in a group without vacant seats. */
+/* Returns the index of a seat's member among all members, that is, the rank that the member
+ * would have if the group had no vacant seats. */
 static inline int context_member_number(const epic_context *ctx, int seat)
 {
     return context_members(ctx) ? seat_set_count_below(&ctx->members, seat) : seat;
@@ -116,15 +118,15 @@ static inline bool context_on_device(const epic_context *ctx)
     return ctx && ctx->backend && ctx->backend->ops;
 }
 
-/* Calls operation `name` of the context's device backend (backend/ops.h) and returns its
+/* Calls the operation `name` of the context's device backend (backend/ops.h) and returns its
  * result. Copies the error text of a plugin, so that epic_error returns it. */
 #define CONTEXT_OP(ctx, name, ...) \
     backend_copy_error((ctx)->backend, (ctx)->backend->ops->name((ctx)->group, __VA_ARGS__))
 
-/* If `result` is an error of a plugin's backend, copies its error text. Returns `result`. */
+/* If `result` is an error and the backend is a plugin, copies the plugin's error text to this
+ * thread. Returns `result`. */
 epic_result backend_copy_error(const epic_backend *backend, epic_result result);
 
-/* Returns the monotonic time in nanoseconds. */
 uint64_t now_ns(void);
 
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dispatcher: an object that owns the context, the plan and the buffers of one training
- * step. Each dispatch overwrites the results of the one before. It uses only public calls,
- * except that the backend allocates its memory. */
+ * step. Each dispatch overwrites the results of the previous one. The dispatcher uses only
+ * public calls, except that the backend allocates its memory. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -37,7 +37,6 @@ static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
                              : aligned_alloc(64, whole ? whole : 64);
 }
 
-/* Releases memory that allocate_memory() has returned. `memory` may be NULL. */
 static void release_memory(const epic_dispatcher *s, void *memory)
 {
     const epic_backend *backend = s->ctx->backend;
@@ -48,7 +47,8 @@ static void release_memory(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
-/* Allocates a row and a weight for each slot of this rank. Returns false if memory is short. */
+/* Allocates one row and one weight for each of this rank's slots. Returns false if out of
+ * memory. */
 static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
@@ -59,8 +59,8 @@ static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
     return out->rows != NULL && out->weights != NULL;
 }
 
-/* Allocates the plan and all buffers. Returns false if out of memory; release_all() then frees
- * the buffers that exist. */
+/* Allocates the plan and all buffers. Returns false if out of memory. The caller then frees the
+ * buffers that exist with release_all(). */
 static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
@@ -79,7 +79,7 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
-/* Releases the plan and all buffers that exist, also after a failure of allocate_all(). */
+/* Releases the plan and all buffers that exist. */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
@@ -106,7 +106,7 @@ static epic_result open_context(epic_dispatcher *s)
     return epic_open(&s->ctx, NULL, &config);
 }
 
-/* Checks those fields of a config that no later call checks. */
+/* Checks the fields of a config that no later call checks. */
 static epic_result check_config(const epic_dispatcher_config *c)
 {
     if (c->type != EPIC_F32 && c->type != EPIC_BF16 && c->type != EPIC_F16 &&
@@ -167,7 +167,8 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Aborts the group. Otherwise a peer's first call would wait for this rank. */
+    /* Abort the group, because a peer whose dispatcher has opened would wait for this rank in
+     * its first call. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
     if (s->opened_here && s->ctx != NULL && s->ctx->backend != NULL)
@@ -205,7 +206,7 @@ static epic_result check_dispatcher(const epic_dispatcher *s, bool gradients)
     return EPIC_OK;
 }
 
-/* Checks that a dispatch has succeeded. Combine and the backward calls use its plan. */
+/* Checks that a dispatch has succeeded, because combine and the backward calls use its plan. */
 static epic_result check_in_progress(const epic_dispatcher *s, bool gradients)
 {
     TRY(check_dispatcher(s, gradients));

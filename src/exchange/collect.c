@@ -3,25 +3,25 @@
  * for the item and send it to the home, which handles the item when the rows of all
  * contributing ranks have arrived.
  *
- * Every rank sends its rows to a home in ascending order of items, through its ring to that
- * home, and the home handles its items in this order. So the row that a home needs next is
- * always the oldest one in its ring. No ring can be full of rows that the home cannot use yet,
- * so the flow makes progress with rings of any size. */
+ * Every rank sends its rows to a home in ascending order of items, through its ring (ring
+ * buffer) to that home, and the home handles its items in this order. So the row that a home
+ * needs next is always the oldest one in its ring. No ring can be full of rows that the home
+ * cannot use yet, so the flow makes progress with rings of any size. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* most bytes to send to one home rank before the flow serves the next one */
+/* maximum number of bytes to send to one home rank before the flow serves the next one */
 #define BATCH_BYTES (256 * 1024)
 
 /* State of one collect flow. */
 typedef struct collect_state {
     exchange *x;
     const collect *c;
-    int64_t item;  /* this rank's item that is handled next */
-    int32_t piece; /* the piece of this item that is handled next */
-    /* number of entries that fit into BATCH_BYTES, plus one */
+    int64_t item;  /* index of this rank's item to handle next */
+    int32_t piece; /* index of the piece of this item to handle next */
+    /* number of entries that fit in BATCH_BYTES */
     int64_t batch;
 } collect_state;
 
@@ -62,8 +62,8 @@ static bool collect_send(collect_state *g)
     return moved;
 }
 
-/* Sets x->rows[r] to the entry of each contributing rank r for the next piece, and returns true
- * if all entries have arrived. Otherwise adds each rank whose entry is missing to
+/* Sets x->rows[r] to the entry of each contributing rank r for the next piece. Returns true if
+ * all these entries have arrived. If not, adds each rank whose entry is missing to
  * x->waits_for. */
 static bool collect_find_rows(collect_state *g)
 {
@@ -80,8 +80,8 @@ static bool collect_find_rows(collect_state *g)
     return all;
 }
 
-/* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]:
- * released entries of rank r. */
+/* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
+ * is the number of released entries of rank r. */
 static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;
@@ -92,8 +92,8 @@ static void collect_release_rows(collect_state *g, int64_t *dropped)
     }
 }
 
-/* Handles this rank's items in ascending order, up to one batch or to the first item for which
- * a row has not arrived. Returns true if it handled any piece. */
+/* Handles this rank's items in ascending order, until a batch is done or a row of the next item
+ * has not arrived. Returns true if it handled any piece. */
 static bool collect_receive(collect_state *g)
 {
     exchange *x = g->x;
@@ -111,7 +111,7 @@ static bool collect_receive(collect_state *g)
 }
 
 /* Returns true if this rank still has entries to send or items to handle. Sets x->waits_for to
- * the ranks to which it still has entries to send. */
+ * the ranks to which it still must send entries. */
 static bool collect_is_unfinished(collect_state *g)
 {
     exchange *x = g->x;
@@ -125,7 +125,7 @@ static bool collect_is_unfinished(collect_state *g)
     return open;
 }
 
-/* Counts the entries to and from each rank, and begins the flow. */
+/* Computes the number of entries to and from each rank, and begins the flow. */
 static void collect_begin_flow(collect_state *g)
 {
     exchange *x = g->x;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the culprits of a timeout: the ranks that other ranks wait for, but that do not wait
- * themselves. If ranks wait for each other in a circle, the culprits are chosen from the ranks
- * that this rank waits for. In this file, x is this rank's exchange whose deadline has
+/* Finds the culprits of a timeout: the ranks for which other ranks wait, but which do not wait
+ * themselves. If ranks wait for each other in a cycle, the culprits are chosen from the ranks
+ * for which this rank waits. In this file, x is this rank's exchange whose deadline has
  * passed. */
 #include "exchange/culprits.h"
 
@@ -38,13 +38,14 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
     if (!status->has_announced) return false;
-    /* a rank closes its context only after its calls have returned */
+    /* a rank closes its context only after its calls have returned, so it has finished the
+     * operation */
     if (status->has_closed) return true;
     if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
     return status->sequence > x->header_sequence || !status->is_inside;
 }
 
-/* Follows the waits: from the ranks that x waits for to the ranks for which these ranks wait,
+/* Follows the waits: from the ranks for which x waits to the ranks for which those ranks wait,
  * and so on. Adds to `ends` the ranks that are gone or do not wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
@@ -67,9 +68,8 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies to `culprits` those ranks of `from` that are furthest behind: the ranks that have not
- * sent their op headers for this exchange or, if all have sent them, the ranks in the lowest
- * phase. */
+/* Copies to `culprits` the ranks of `from` that are furthest behind: those that have not sent
+ * their op headers for this exchange or, if all have sent them, those in the lowest phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -127,7 +127,7 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* If `ends` is empty, the ranks wait for each other in a circle. */
+    /* if `ends` is empty, the ranks wait for each other in a cycle */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

@@ -5,17 +5,17 @@
 #include "exchange/exchange.h"
 
 /* Writes the ranks whose bits are set in `ranks` as text, for example "rank 2" or "ranks 1, 2
- * and 5". Names at most 16 of them, then "and N more". */
+ * and 5". Lists at most 16 ranks, then appends "and N more". */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
 /* Returns true if the peer has finished the operation of exchange x, so that it is no culprit,
- * even if it has closed its context. x may still wait for the peer: a full ring to EVERYONE
- * does not show which peer has not read it, so x waits for all peers. */
+ * even if it has closed its context. x may still wait for such a peer: if the ring to EVERYONE
+ * is full, it does not show which peer has not read it, so x waits for all peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
-/* Sets the bits of the culprits in `culprits`, and writes an error text with the status of
- * up to four of them to `sentence`. Follows the waits from the ranks that x waits for to ranks
- * that do not wait. Of these, the ranks that are furthest behind are the culprits. */
+/* Sets the bits of the culprits in `culprits`, and writes an error text with the status of up
+ * to four of them to `sentence`. Follows the waits from the ranks for which x waits to ranks
+ * that do not wait. The culprits are those of these ranks that are furthest behind. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);
 
 #endif

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Opens and closes operations, compares their op headers, and waits with a deadline. To *break
- * the group* is to record a failure of the group, which all later calls of all ranks return. */
+/* Opens and closes operations, compares their op headers (the first message of each rank), and
+ * waits with a deadline. To *break the group* means to record a failure of the group, which all
+ * later calls of all ranks return. */
 #include "exchange/exchange.h"
 
 #include <stdio.h>
@@ -14,7 +15,7 @@
 /* The phases of an exchange. Peers read the phase of a rank with transport->look(). */
 enum { PHASE_HEADERS, PHASE_ROWS, PHASE_NEXT_ROWS };
 
-/* interval of the checks whether peers are alive, while no peer is known to be gone */
+/* while no peer is known to be gone, checks whether peers are alive have this interval */
 #define CHECK_NS 100000000ull
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
@@ -113,7 +114,7 @@ static epic_result exchange_poll_failure(exchange *x)
 }
 
 /* Breaks the group with `result`, an error of this rank. If another rank has broken the group
- * first, returns the error of that rank instead, so that all ranks return the same error. */
+ * first, returns the error of that rank, so that all ranks return the same error. */
 static epic_result exchange_break_group(exchange *x, epic_result result,
                                         const uint64_t *culprits, const char *sentence)
 {
@@ -132,22 +133,22 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Returns true if it is time to check the peers: the last check saw a peer gone or was CHECK_NS
- * ago, or the backend knows that a peer is gone. */
+/* Returns true if it is time to check the peers: the last check found a peer gone or was
+ * CHECK_NS ago, or the backend has detected that a peer is gone. */
 static bool exchange_should_check_peers(const exchange *x, uint64_t now)
 {
     if (x->is_peer_gone || now - x->last_check_ns >= CHECK_NS) return true;
     return x->transport->any_gone && x->transport->any_gone(x->group);
 }
 
-/* Breaks the group with EPIC_EPEER if a peer that this rank waits for is gone. `late` means
- * that the deadline has passed. If it is false, most calls return without a check
+/* Breaks the group with EPIC_EPEER if a peer for which this rank waits is gone. `late` means
+ * that the deadline has passed. If `late` is false, most calls return without a check
  * (exchange_should_check_peers()).
  *
- * A peer may have sent its last data just before its process exited. So two checks must see
- * that the peer is gone, and this rank must not send or read an entry between them. If some
- * processes exited and other peers closed their contexts, the error names only the processes
- * that exited, because the other peers probably closed as a consequence. */
+ * A peer may have sent its last data just before its process exited. So the group breaks only
+ * if two checks find the peer gone and this rank has sent and read no entry between them. If
+ * some processes exited and other peers closed their contexts, the error text contains only the
+ * processes that exited, because the other peers probably closed as a consequence. */
 static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
 {
     if (!late && !exchange_should_check_peers(x, now)) return EPIC_OK;
@@ -175,9 +176,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. If this process was
- * suspended during the search for culprits, the peers probably were suspended too. Then
- * restarts the deadline and returns EPIC_OK. */
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. But if this process was
+ * suspended during the search for culprits, the peers probably were suspended too: restarts the
+ * deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -196,10 +197,10 @@ static void exchange_count_wait(exchange *x, uint64_t start)
     recorder_add_wait(x->ctx->recorder, x->operation, x->waits_for, ns);
 }
 
-/* Checks for a failure, for peers that are gone and for the deadline. Then sleeps once in
+/* Checks for a failure, for peers that are gone and for the deadline, then sleeps once in
  * transport->wait(). op_slot is the op slot of the exchange, or -1 to wait for a free op slot.
- * If one check has seen a peer gone, sleeps only until all data of that peer has arrived, so
- * that the second check comes soon. */
+ * If one check has found a peer gone, sleeps only until all data of that peer must have
+ * arrived, so that the second check comes soon. */
 static epic_result exchange_wait_in(exchange *x, int op_slot)
 {
     TRY(exchange_poll_failure(x));
@@ -237,8 +238,8 @@ void exchange_report_progress(exchange *x)
     deadline_renew(&x->deadline); /* the next wait has the full timeout again */
 }
 
-/* Waits for a free op slot and stores its index in *op_slot. Operations with any peer may use
- * the op slots, so waits_for contains all other members. */
+/* Waits for a free op slot and stores its index in *op_slot. Any member may delay the
+ * operations that use the op slots, so waits_for contains all other members. */
 static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
 {
     exchange waiter = *request;
@@ -274,7 +275,7 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
 
 /* Compares the op header of rank r with the headers of this rank and of rank *healthy. If two
  * differ, breaks the group with EPIC_EMISMATCH. *healthy is the first rank found whose header
- * reports no error, or -1. If it is -1 and rank r reports no error, this function sets it to r.
+ * reports no error, or -1. If it is -1 and rank r reports no error, sets it to r.
  *
  * A header that reports an error leaves most other elements empty. So if this rank's own header
  * reports an error, only the header of *healthy can show that rank r differs. */
@@ -295,7 +296,7 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 }
 
 /* Sets the op headers of this rank and of the vacant seats, and clears all others. The header
- * of a vacant seat is all zero: no tokens, no slots and no error. */
+ * of a vacant seat is all zero, which means no tokens, no slots and no error. */
 static void exchange_init_headers(exchange *x, const epic_op_header *mine)
 {
     static const epic_op_header vacant;
@@ -330,8 +331,8 @@ static epic_result exchange_gather_headers(exchange *x, const epic_op_header *mi
 }
 
 /* Claims an op slot, sends the op header to all ranks, and waits for the headers of all ranks.
- * Sets *out to the exchange of the op slot if one was claimed, even if an error follows. The
- * caller must close this exchange. */
+ * If an op slot was claimed, sets *out to its exchange, even if an error follows. The caller
+ * must close this exchange. */
 static epic_result exchange_enter(exchange **out, epic_context *ctx, exchange *request,
                                   const epic_op_header *header, uint64_t bytes)
 {
@@ -390,8 +391,8 @@ epic_result exchange_close(exchange *x, epic_result result)
     const uint64_t tag = x->tag, record = x->record;
     rounding_leave(x->rounding);
     x->transport->finish(x->group,
-                         /* From here on another thread may claim the op slot and overwrite *x,
-                          * so *x must not be used. */
+                         /* another thread may now claim the op slot and overwrite *x, so *x
+                          * must not be used any more */
                          x->op_slot);
     recorder_end(ctx->recorder, record, result, result == EPIC_OK ? NULL : epic_sentence());
     tags_end(&ctx->tags, tag);

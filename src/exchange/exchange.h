@@ -7,12 +7,12 @@
  * moves the rows of *items*. An item is usually one token, numbered on its own rank. There are
  * two kinds of flows:
  *
- *   scatter   each source rank sends its own items in ascending order, and each rank reads the
- *             items that it needs. Sources do not wait for one another. Dispatch scatters rows,
- *             and a plan scatters expert ids.
- *   collect   each item has a home rank. Other ranks compute a row for the item and send it to
- *             the home, which handles the item when the rows of all contributing ranks have
- *             arrived. Combine collects: the home sums the rows of a token.
+ * - scatter: each source rank sends its own items in ascending order, and each rank reads the
+ *   items that it needs. Sources do not wait for one another. Dispatch scatters rows, and a
+ *   plan scatters expert ids.
+ * - collect: each item has a home rank. Other ranks compute a row for the item and send it to
+ *   the home, which handles the item when the rows of all contributing ranks have arrived.
+ *   Combine collects: the home sums the rows of a token.
  *
  * Rows are sent as entries of rings (backend/transport.h): one ring from each rank to each
  * peer, or one ring from each rank to EVERYONE. A row that is larger than an entry is split
@@ -25,9 +25,9 @@
 #include "exchange/op_header.h"
 
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
-/* A piece has a multiple of PIECE_UNIT bytes, at most PIECE_MAX. The last piece of a row may be
- * shorter. PIECE_UNIT is 1024 float64 elements, because dot products are computed in blocks of
- * 1024 elements. */
+/* The size of a piece is a multiple of PIECE_UNIT bytes, at most PIECE_MAX. The last piece of a
+ * row may be shorter. PIECE_UNIT is the size of 1024 float64 elements, because dot products are
+ * computed in blocks of 1024 elements. */
 #define PIECE_UNIT 8192
 #define PIECE_MAX (4 * PIECE_UNIT)
 /* Maximum size of a trailer in bytes. A trailer follows a row in its ring entry, and has one
@@ -39,19 +39,20 @@
 typedef struct ring_write_time {
     /* average time of writing one cache line, in picoseconds */
     int32_t line_ps;
-    uint32_t rows; /* rows written so far */
-    /* written, never read: the atomic exchange of write_row_timed() returns after all earlier
-     * stores */
+    uint32_t rows; /* number of rows written so far */
+    /* Never read. write_row_timed() writes it with an atomic exchange, which returns only after
+     * all earlier stores are done. */
     _Atomic bool settled;
 } ring_write_time;
 
 /* An output of a peer in a window, into which this rank may store rows directly. */
 typedef struct window_target {
-    unsigned char *base; /* address in this process; NULL: this rank must not store into it */
-    int64_t bytes;       /* number of bytes from `base` to the end of the peer's window */
+    /* address in this process; NULL: this rank must not store into the output */
+    unsigned char *base;
+    int64_t bytes; /* number of bytes from `base` to the end of the peer's window */
 } window_target;
 
-/* State of the operation in one op slot of this rank. One thread at a time uses it. */
+/* State of the operation in one op slot of this rank. Used by one thread at a time. */
 typedef struct exchange {
     epic_context *ctx;
     const epic_transport *transport;
@@ -68,43 +69,45 @@ typedef struct exchange {
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
     /* the phase (PHASE_* in exchange.c), which peers can read */
     uint32_t phase;
-    /* true: the last check found a peer gone, and no entry was sent or read since */
+    /* true: the last check found a peer gone, and no entry was sent or read since then */
     bool is_peer_gone;
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */
-    uint64_t waits_for[RANK_WORDS]; /* one bit for each rank that this rank waits for */
+    uint64_t waits_for[RANK_WORDS]; /* bit mask of the ranks for which this rank waits */
 
     /* The arrays from `headers` to `rows` have one element for each rank. The header of a
      * vacant seat is all zero. */
     const epic_op_header **headers;
-    /* element r: number of items of rank r; in a collect flow, of items whose home is rank r */
+    /* element r: number of items of rank r (in a collect flow: of items whose home is rank
+     * r) */
     int64_t *items;
-    int64_t *sends, *receives; /* entries to and from each rank in this flow */
-    /* number of entries sent to and read from each rank so far */
+    int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
+    /* number of entries that were sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
-    int64_t *next_item_to;   /* next item to send to each peer */
-    int32_t *next_piece_to;  /* next piece of item next_item_to[r] for each peer r */
-    int64_t *next_item_from; /* next item to read from each peer */
+    int64_t *next_item_to; /* index of the next item to send to each peer */
+    /* index of the next piece of item next_item_to[r] for each peer r */
+    int32_t *next_piece_to;
+    int64_t *next_item_from; /* index of the next item to read from each peer */
     ring_write_time
         *ring_write_times;  /* [num_ranks] of the ring to each peer; kept between operations */
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
-    /* How many bytes of the last entry fill_entry() did not write into the ring, because
-     * windows have them or no peer needs them. The flow sets it to 0 before each entry. */
+    /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
+     * it stored them into windows or no peer needs them. The flow sets it to 0 before each
+     * entry. */
     int64_t left_out_bytes;
-    /* [num_ranks, max_top_k] Unfinished dot products of combine_backward. Row r is for the
-     * token of rank r whose pieces are arriving. Element k is the dot product of the token's
-     * gradient row and the expert's output for choice k. */
+    /* [num_ranks, max_top_k] Partial dot products of combine_backward. Row r is for the token
+     * of rank r whose pieces are arriving. Element k is the dot product of the token's gradient
+     * row and the expert's output for choice k. */
     double *sums;
     unsigned char *row;          /* one quantized row, max_row_bytes + 64 bytes */
-    unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] scratch rows for partials */
+    unsigned char *scratch_rows; /* [TREE_LEVELS + 1, PIECE_MAX] rows for partial sums */
 } exchange;
 
 /* Allocate and free one exchange for each op slot of a context. If exchange_open_all() returns
  * EPIC_ENOMEM, the caller must call exchange_close_all() too. */
 epic_result exchange_open_all(epic_context *ctx);
 void exchange_close_all(epic_context *ctx);
-/* Returns the size in bytes of the host memory of one exchange. */
 int64_t exchange_bytes(const epic_config *config);
 
 /* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
@@ -116,9 +119,9 @@ int64_t exchange_bytes(const epic_config *config);
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
-/* Ends the operation of x, which has succeeded, and begins the next operation of its tag in x,
- * without new op headers. So the op headers of the first operation must contain everything that
- * the ranks must agree on in the second one. */
+/* Ends the operation of x, which must have succeeded, and begins the next operation of its tag
+ * in x, without new op headers. So the op headers of the first operation must contain
+ * everything on which the ranks must agree in the second one. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation. The caller must not use x afterwards. Returns `result`. */
@@ -133,7 +136,7 @@ epic_result exchange_wait(exchange *x);
  * that only a wait without any progress ends in EPIC_ETIMEOUT. */
 void exchange_report_progress(exchange *x);
 
-/* Adds `bytes` to the count of bytes that this rank has written into rings, which tests read.
+/* Adds `bytes` to the number of bytes that this rank has written into rings, which tests read.
  * Call it once for many rows, because the atomic addition waits for all earlier stores. */
 static inline void exchange_count_bytes(exchange *x, int64_t bytes)
 {
@@ -146,8 +149,7 @@ static inline bool exchange_is_peer(const exchange *x, int rank)
     return rank != x->rank && context_has_member(x->ctx, rank);
 }
 
-/* Adds a rank to waits_for. If this rank waits too long, peers read waits_for to find the rank
- * that delays all others. */
+/* Adds a rank to waits_for. Peers read waits_for to find the rank that delays all others. */
 static inline void exchange_mark_awaited(exchange *x, int rank)
 {
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
@@ -159,7 +161,8 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* The pieces of a row: num_pieces pieces of piece_bytes bytes; the last one may be shorter. */
+/* How a row is split: num_pieces pieces of piece_bytes bytes, of which the last may be
+ * shorter. */
 typedef struct row_split {
     int64_t row_bytes;
     int64_t piece_bytes;
@@ -167,12 +170,13 @@ typedef struct row_split {
 } row_split;
 
 /* Splits rows of row_bytes bytes into pieces. A piece is as large as possible, but fits into
- * one ring entry together with `trailer` more bytes. `everyone` selects the ring: the ring to
- * EVERYONE if the transport has it, otherwise a ring to a single peer. */
+ * one ring entry together with `trailer` more bytes. `everyone` is true if the rows go through
+ * the ring to EVERYONE, when the transport has it, and false if they go through the rings to
+ * single peers. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 
-/* Return the offset of a piece in its row, and the size of a piece, in bytes. */
+/* Return the offset of a piece in its row, and the size of a piece, both in bytes. */
 static inline int64_t piece_offset(const row_split *c, int32_t piece)
 {
     return piece * c->piece_bytes;
@@ -184,12 +188,12 @@ static inline int64_t piece_size(const row_split *c, int32_t piece)
     return left < c->piece_bytes ? left : c->piece_bytes;
 }
 
-/* The callbacks of a scatter flow. `self` is their first argument. Sender and receiver must
+/* The callbacks of a scatter flow, whose first argument is `self`. Sender and receiver must
  * agree: is_sent(peer, item) on this rank equals is_received(this rank, item) on the peer. The
  * result for a vacant seat has no effect. */
 typedef struct scatter {
     void *self;
-    const int64_t *items; /* [num_ranks]: items of each source */
+    const int64_t *items; /* [num_ranks]: number of items of each source */
     row_split split;
 
     /* Returns true if `peer` needs item `item` of this rank. */
@@ -201,7 +205,7 @@ typedef struct scatter {
     /* Writes one piece of an item into an entry of a ring. */
     void (*fill_entry)(void *self, int64_t item, int32_t piece, void *entry);
 
-    /* Called after entries are filled and before they are sent. Makes stores past the caches
+    /* Called after entries are filled and before they are sent. Makes non-temporal stores
      * visible to the peers. NULL: fill_entry() uses only normal stores. */
     void (*flush_stores)(void);
 
@@ -216,13 +220,14 @@ typedef struct scatter {
  * while it can do neither. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
-/* The callbacks of a collect flow. `self` is their first argument. Sender and receiver must
+/* The callbacks of a collect flow, whose first argument is `self`. Sender and receiver must
  * agree: is_sent(home, item) on this rank equals is_received(this rank, item) on the home. */
 typedef struct collect {
     void *self;
-    const int64_t *items; /* [num_ranks]: items of each home */
+    const int64_t *items; /* [num_ranks]: number of items of each home */
     row_split split;
-    /* bytes of the trailer after the first piece of a row in its entry; 0: no trailer */
+    /* size in bytes of the trailer, which follows the first piece of a row in its entry; 0:
+     * none */
     int64_t trailer;
 
     /* Returns true if this rank sends a row for item `item` of rank `home`. */
@@ -234,13 +239,13 @@ typedef struct collect {
     /* Writes one piece of this rank's row for an item of rank `home` into a ring entry. */
     void (*fill_entry)(void *self, int home, int64_t item, int32_t piece, void *entry);
 
-    /* Called after entries are filled and before they are sent. Makes stores past the caches
+    /* Called after entries are filled and before they are sent. Makes non-temporal stores
      * visible to the peers. NULL: fill_entry() uses only normal stores. */
     void (*flush_stores)(void);
 
     /* Handles one piece of an item of this rank. Called when the entries of all contributing
-     * ranks for this piece have arrived. rows[r] is the entry of rank r. It is NULL if rank r
-     * does not contribute, and for this rank. */
+     * ranks for this piece have arrived. rows[r] is the entry of rank r, or NULL for this rank
+     * and for ranks that do not contribute. */
     void (*read_rows)(void *self, int64_t item, int32_t piece, const void **rows);
 } collect;
 

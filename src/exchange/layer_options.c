@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts the options of a layer to words of an op header, and describes different words. */
+/* Converts the options of a layer to words of an op header, and describes the words that differ
+ * between ranks. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>
@@ -15,7 +16,7 @@ typedef enum option_kind {
     KIND_FLOAT,  /* a float: one word */
     KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* a 64-bit integer: two words */
-    /* a weight: 0 if it is NULL, else 1 or a checksum (layer_options_weight_word()) */
+    /* a weight: 0 if it is NULL, 1 or a checksum if it is not (layer_options_weight_word()) */
     KIND_WEIGHT
 } option_kind;
 
@@ -32,8 +33,8 @@ typedef enum choice_list {
     TYPES
 } choice_list;
 
-/* The names of each choice_list, in the order of the enum's values in epic.h. An array of
- * pointers would need relocations when the library is loaded. */
+/* The names of each choice_list, separated by spaces, in the order of the enum's values in
+ * epic.h. Not an array of pointers, which would need relocations when the library is loaded. */
 static const char choices[][72] = {
     [SCORES] = "softmax sigmoid sqrtsoftplus logits",
     [GROUP_SCORES] = "max sum",
@@ -96,8 +97,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The header words about the weights: a flag, which is 1 if the other words are checksums, and
- * a word for each enum layer_weight. */
+/* The header words about the weights: a flag that is 1 if the other words are checksums, then a
+ * word for each enum layer_weight. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -115,7 +116,7 @@ static const option weights[] = {
 enum { NUM_WEIGHTS = sizeof weights / sizeof *weights };
 _Static_assert(NUM_WEIGHTS == NUM_LAYER_WEIGHTS + 1, "a name for each layer_weight");
 
-#define DOUBLE_WORDS 7 /* options that take two words */
+#define DOUBLE_WORDS 7 /* number of options that take two words */
 _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
                "epic_op_header.options");
 
@@ -135,7 +136,7 @@ static void put_long(uint32_t **at, uint64_t value)
     put_word(at, (uint32_t)(value >> 32));
 }
 
-/* Writes a double as two words. -0 is written as 0, because both values are equal. */
+/* Writes a double as two words. Writes -0 as 0, because both values are equal. */
 static void put_real(uint32_t **at, double value)
 {
     uint64_t bits = 0;
@@ -169,7 +170,8 @@ static void put_router(uint32_t **at, const epic_router *r)
     put_real(at, r->scale == 0 ? 1 : r->scale);
 }
 
-/* Writes limit and alpha of a clamped activation; zeros for others or if e is NULL. */
+/* Writes limit and alpha of a clamped activation, and zeros for other activations or if e is
+ * NULL. */
 static void put_limits(uint32_t **at, const epic_experts *e)
 {
     const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;
@@ -203,8 +205,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
     put_limits(at, e);
 }
 
-/* Writes the options to out->words (layer_options.h), except those that may differ between
- * ranks: how many slots and local experts a rank has, the caller's GEMM function, and
+/* Writes the options to out->words (layer_options.h). Leaves out the options that may differ
+ * between ranks: numbers of slots and local experts, the caller's GEMM function, and
  * EPIC_RECOMPUTE. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
@@ -244,7 +246,7 @@ uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_chec
     if (!data) return 0;
     if (!is_checked) return 1;
     const uint64_t sum = hash_bytes(data, (size_t)bytes);
-    return (uint32_t)(sum ^ sum >> 32) | 2; /* "| 2": so the word is neither 0 nor 1 */
+    return (uint32_t)(sum ^ sum >> 32) | 2; /* "| 2": the word must be neither 0 nor 1 */
 }
 
 void layer_options_set_weights(layer_options *out, bool are_checked,
@@ -263,7 +265,7 @@ static int num_words_of(const option *o)
     return o->kind == KIND_REAL || o->kind == KIND_LONG ? 2 : 1;
 }
 
-/* Writes the name of an enum value, or the value if it has none. */
+/* Writes the name of an enum value, or its number if it has no name. */
 static void describe_choice(char text[40], const option *o, uint32_t value)
 {
     const char *word = choices[o->choices];

@@ -9,18 +9,19 @@
 
 #include "backend/transport.h"
 
-/* 32-bit words for options in an op header; a double takes two words */
+/* number of 32-bit words for options in an op header; a double takes two words */
 #define OPTION_WORDS (sizeof(((epic_op_header *)0)->options) / sizeof(uint32_t))
 
 typedef struct layer_options {
-    uint64_t hash; /* hash of the options in `words`; 0: unknown, so it is not compared */
-    /* hash of the words for weights (layer_weight); 0: unknown, so it is not compared */
+    uint64_t hash; /* hash of the options in `words`; 0: unknown, so ranks do not compare it */
+    /* hash of the words for weights (layer_weight); 0: unknown, so ranks do not compare it */
     uint64_t weights_hash;
     uint32_t words[OPTION_WORDS];
 } layer_options;
 
-/* The weights of a layer that either all ranks or no rank must pass. The op header has a word
- * for each: 0 if the pointer is NULL, otherwise 1 or, with EPIC_CHECK_WEIGHTS, a checksum. */
+/* The weights of a layer that either all ranks or no rank must pass. The op header has one word
+ * for each: 0 if the pointer is NULL. If it is not, the word is 1 or, with EPIC_CHECK_WEIGHTS,
+ * a checksum. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -51,12 +52,12 @@ void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_rout
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);
 
-/* Returns the header word for a weight of `bytes` bytes at `data`: 0 if data is NULL, a
- * checksum if is_checked is set, otherwise 1. */
+/* Returns the header word for a weight of `bytes` bytes at `data`: 0 if data is NULL. If not, a
+ * checksum or, without is_checked, 1. */
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
-/* Writes a text that names the first option or weight that differs between two op headers. Call
- * it if their hashes differ. */
+/* Writes a text with the first option or weight that differs between two op headers. Called if
+ * their hashes differ. */
 void layer_options_describe_difference(const epic_op_header *a, int rank_a,
                                        const epic_op_header *b, int rank_b, char *sentence,
                                        size_t size);

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Compares the op headers of two ranks, and writes texts for the errors in headers. */
+/* Compares the op headers of two ranks, and writes the error texts for errors that headers
+ * report. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>
@@ -57,7 +58,7 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the name of the value of a common element, or NULL if it has none. */
+/* Returns the name of the value of an element of `common`, or NULL if it has none. */
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {
@@ -114,14 +115,14 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
         return false;
     }
     if (a->local[LOCAL_ERROR] || b->local[LOCAL_ERROR])
-        /* A rank with an error in its data leaves other fields empty. op_header_data_error()
-         * reports the error later. */
+        /* a rank with an error in its data leaves other fields empty; op_header_data_error()
+         * reports the error later */
         return true;
     for (int i = 0; i < NUM_COMMON; i++) {
         char text_a[32], text_b[32];
         if (a->common[i] == b->common[i]) continue;
         if (i == COMMON_OPTIONS || i == COMMON_LAYER_WEIGHTS) {
-            /* a hash of 0: the rank does not know its options */
+            /* a hash of 0 means that the options of the rank are unknown */
             if (!a->common[i] || !b->common[i]) continue;
             layer_options_describe_difference(a, rank_a, b, rank_b, sentence, size);
             return false;
@@ -146,8 +147,8 @@ bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *
                              char *sentence, size_t size)
 {
     /* The order in which fields are compared. If the caller passes one field differently, the
-     * defaults of later fields may differ too. In this order the error names the field that the
-     * caller passed. */
+     * defaults of later fields may differ as a consequence. In this order the error text
+     * contains the field that the caller passed. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
@@ -173,7 +174,7 @@ void op_header_set_fault(epic_op_header *header, const data_fault *fault)
     memcpy(&header->local[LOCAL_ERROR_DETAILS], fault->about, sizeof fault->about);
 }
 
-/* Returns the error of a wrong placement. */
+/* Returns the error of an invalid placement. */
 static epic_result placement_fail(int rank, const int64_t *about, int num_ranks)
 {
     const long long expert = about[0], owner = about[1];

@@ -2,7 +2,7 @@
 /* The op header is the first message that every rank sends in an operation. This file names its
  * elements and declares the functions that compare two headers.
  *
- * Every rank reads the headers of all ranks. So all ranks find the same difference or the same
+ * Every rank reads the headers of all ranks, so all ranks find the same difference or the same
  * reported error, and return the same result. */
 #ifndef EPIC_OP_HEADER_H
 #define EPIC_OP_HEADER_H
@@ -43,10 +43,12 @@ enum { /* elements of epic_op_header.common */
 enum { /* elements of epic_op_header.local */
        LOCAL_TOKENS,
        LOCAL_CAPACITY,
-       /* number of rows of the caller's array with one row per slot; EPIC_OP_WINDOW: bytes */
+       /* number of rows of the caller's array with one row per slot; in EPIC_OP_WINDOW: size in
+        * bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
-       /* dispatch_signature() of the dispatch that follows in the same public call; 0: none */
+       /* dispatch_signature() of the dispatch that follows this plan in the same public call;
+          0: no dispatch follows */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
        LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
@@ -58,23 +60,25 @@ enum { /* elements of epic_op_header.local */
 /* The outputs of one operation that may lie in windows. */
 enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTPUTS };
 
-/* The errors in the data of a rank. data_fault.about has the details in this order. */
+/* The errors in the data of a rank. The comment of each error lists its details, in the order
+ * in which data_fault.about stores them. */
 enum data_error {
     DATA_OK,
     /* An expert id is out of range. Details: token, k, id, number of valid ids. */
     DATA_EXPERT,
-    /* A token has an expert twice in a layer with EPIC_DISTINCT. Details: token, k, id. */
+    /* A token has chosen an expert twice in a layer with EPIC_DISTINCT. Details: token, k,
+     * id. */
     DATA_DUPLICATE,
     /* The owner of an expert is invalid. Details: expert, owner, enum placement_error,
      * members. */
     DATA_PLACEMENT,
-    /* An entry of logical_of_expert is invalid. Details: expert, logical expert, num_logical.
-     * Or a logical expert has no replica. Details: -1, logical expert. */
+    /* An entry of logical_of_expert is invalid (details: expert, logical expert, num_logical),
+     * or a logical expert has no replica (details: -1, logical expert). */
     DATA_REPLICAS,
     /* The bytes of a plan are damaged. Detail: an enum plan_damage. */
     DATA_PLAN,
-    /* An element of token_ids, which selects a row of the router's table for a token, is out of
-     * range. Details: token, id, table_rows. */
+    /* An element of token_ids, which selects the row of the router's table for a token, is out
+     * of range. Details: token, id, table_rows. */
     DATA_TOKEN_ID,
     /* An expert id in the router's table is out of range. Details: row, k, id, number of
      * ids. */
@@ -86,7 +90,7 @@ enum data_error {
     DATA_SAVED,
     /* A part of the layer's `saved` is damaged. Details: an enum saved_part, index, value. */
     DATA_SAVED_PART,
-    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes has the error
+    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes contains the error
      * text. */
     DATA_WINDOW
 };
@@ -94,7 +98,7 @@ enum data_error {
 enum saved_part { SAVED_TOKENS, SAVED_ROWS, SAVED_COUNT, SAVED_CHOICE };
 
 /* An error that a rank found in its own data before an operation. The rank still takes part and
- * reports the error in its op header, so that all ranks return it. */
+ * reports the error in its op header, so that all ranks return the error. */
 typedef struct data_fault {
     int64_t error;    /* an enum data_error; DATA_OK: no error */
     int64_t about[4]; /* the details of the error */
@@ -112,22 +116,22 @@ void op_header_set_fault(epic_op_header *header, const data_fault *fault);
 /* Stores the options of a layer in an op header. Does nothing for NULL. */
 void op_header_set_options(epic_op_header *header, const layer_options *options);
 
-/* Returns the name of an epic_operation as errors print it. */
+/* Returns the name of an epic_operation for error texts. */
 const char *operation_name(uint32_t operation);
 
 /* Returns true if the op headers of two ranks describe the same operation. If not, writes the
- * first difference to `sentence`. If one of them reports an error, compares only the operation,
- * because its other fields are empty. */
+ * first difference to `sentence`. If one of the headers reports an error, compares only the
+ * operation, because its other fields are empty. */
 bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header *b, int rank_b,
                        char *sentence, size_t size);
 
 /* Returns true if the layer that a caller passed equals the layer of its plan. If not, writes
- * the first field that differs to `sentence`. */
+ * the first difference to `sentence`. */
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error that the headers report, or EPIC_OK. If several headers report one, the
- * error of the lowest rank counts, so every rank returns the same result and text. */
+/* Returns the error that the headers report, or EPIC_OK. If several headers report one, returns
+ * the error of the lowest rank, so every rank returns the same result and text. */
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

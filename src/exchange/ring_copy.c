@@ -7,11 +7,14 @@
 
 #define LINE 64
 #define MIN_TIMED_BYTES 1024 /* shorter rows are not timed, because their times vary too much */
-#define TIMED_EVERY 64 /* one row of this many is timed, because timing a row slows it down */
-/* Rows are written past the caches if one cache line takes longer than this on average. The
- * limit lies between the times for cores that share a cache and for cores that do not. */
+/* one of this many rows is timed; not all, because timing a row slows it down */
+#define TIMED_EVERY 64
+/* If writing one cache line takes longer than this on average, rows are written with
+ * non-temporal stores. The limit lies between the times for cores that share a cache and for
+ * cores that do not. */
 #define STREAM_ABOVE_PS 11000
-/* longer times count as this one, because the thread was probably preempted */
+/* maximum of a measured time; a longer one is replaced by this, because the thread was probably
+ * preempted */
 #define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)
@@ -29,8 +32,8 @@ void ring_record_time(ring_write_time *measured, uint64_t ns, size_t bytes)
     measured->line_ps += (seen - measured->line_ps) / 8;
 }
 
-/* Reads the source row into this core's cache first, so that the measured time contains only
- * the writing of the ring. */
+/* Loads the source row into this core's cache before the measurement, so that the measured time
+ * contains only the writing of the ring. */
 static void read_into_cache(const volatile char *from, size_t bytes)
 {
     for (size_t at = 0; at < bytes; at += LINE) (void)from[at];
@@ -42,7 +45,7 @@ static void write_row_timed(ring_write_time *measured, void *entry, const void *
     read_into_cache(from, bytes);
     const uint64_t begin = now_ns();
     memcpy(entry, from, bytes);
-    /* this atomic operation returns only after all stores of the memcpy */
+    /* this atomic operation returns only after all stores of the memcpy are done */
     atomic_exchange(&measured->settled, true);
     ring_record_time(measured, now_ns() - begin, bytes);
 }

@@ -2,9 +2,9 @@
 /* Chooses how to copy a row into a ring: through the caches or past them (non-temporal stores).
  *
  * A cache line of a ring is in the cache of the peer that read it last, and a normal store must
- * first fetch it from there. If writer and reader share a cache, this costs almost nothing, and
- * the reader finds the row in the cache. Otherwise the fetch costs more than writing past the
- * caches and reading from memory.
+ * first fetch the line from there. If writer and reader share a cache, this costs almost
+ * nothing, and the reader finds the row in the cache. If they do not, the fetch costs more than
+ * writing past the caches and reading from memory.
  *
  * The costs change at run time, because the scheduler moves ranks and a hypervisor moves
  * virtual cores. Therefore one row in 64 is written through the caches and timed. A moving
@@ -14,19 +14,21 @@
 
 #include "exchange/exchange.h"
 
-/* The ways to copy a row: through the caches, past them, or through them with a measurement. */
+/* How a row is copied: through the caches, past them, or through them with a measurement. */
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 
-/* Returns how to copy the next row of `bytes` bytes into a ring. `ring`: the rank that reads
+/* Returns how to copy the next row of `bytes` bytes into a ring. `ring` is the rank that reads
  * the ring, or this rank itself for the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
-/* Copies a row as ring_choose_path() decided. copy_past_caches copies for RING_STREAMED. */
+/* Copies a row in the way that ring_choose_path() returned. copy_past_caches() is used for
+ * RING_STREAMED. */
 void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
                     size_t bytes, copy_function *copy_past_caches);
 
-/* Adds a measurement to the moving average: writing `bytes` bytes took `ns` nanoseconds. */
+/* Updates the moving average with a measurement: writing `bytes` bytes took `ns`
+ * nanoseconds. */
 void ring_record_time(ring_write_time *measured, uint64_t ns, size_t bytes);
 
 #endif

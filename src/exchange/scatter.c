@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The scatter flow. Every rank is a source: it sends its items to all ranks that need them,
  * without waiting for other sources. If the transport has a ring to EVERYONE, the source writes
- * each item once into that ring. Otherwise it writes the item into the ring of each peer that
+ * each item once into that ring. If not, it writes the item into the ring of each peer that
  * needs it.
  *
  * A rank repeats these steps until all entries are sent and read. It sends entries while the
@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* most bytes to move through one ring before the flow serves the next ring */
+/* maximum number of bytes to move through one ring before the flow serves the next ring */
 #define BATCH_BYTES (256 * 1024)
 
 /* State of one scatter flow. */
@@ -21,8 +21,8 @@ typedef struct scatter_state {
     const scatter *s;
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
-    int64_t own_next; /* this rank's item that is passed to read_own_item() next */
-    /* how many entries are BATCH_BYTES */
+    int64_t own_next; /* index of this rank's item that is passed to read_own_item() next */
+    /* number of entries that fit in BATCH_BYTES */
     int64_t batch;
 } scatter_state;
 
@@ -33,7 +33,8 @@ static bool is_wanted_by_any(const scatter_state *g, int64_t item)
     return false;
 }
 
-/* Fills one entry with a piece of an item. Returns the bytes that it wrote into the entry. */
+/* Fills one entry with a piece of an item. Returns the number of bytes that it wrote into the
+ * entry. */
 static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece, void *entry)
 {
     g->x->left_out_bytes = 0;
@@ -42,8 +43,8 @@ static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece,
 }
 
 /* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any.
- * Every item has an entry in this ring, even if no peer needs it, so that a piece is always
- * entry item * num_pieces + piece. */
+ * Every item has an entry in this ring, even if no peer needs the item, so that a piece always
+ * has the index item * num_pieces + piece. */
 static bool scatter_send_to_all(scatter_state *g)
 {
     exchange *x = g->x;
@@ -171,8 +172,8 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for to the peers with which it still has to exchange entries. If an entry for
- * the ring to EVERYONE is left, these are all peers. */
+ * Sets x->waits_for to the peers with which it still must exchange entries, or to all peers if
+ * an entry for the ring to EVERYONE is left. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;
@@ -190,7 +191,7 @@ static bool scatter_is_unfinished(scatter_state *g)
     return open || g->own_next < g->s->items[x->rank];
 }
 
-/* Counts the entries to and from each rank, and resets the counters of the flow. */
+/* Computes the number of entries to and from each rank, and resets the counters of the flow. */
 static void scatter_count_entries(scatter_state *g)
 {
     exchange *x = g->x;
