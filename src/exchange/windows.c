@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Adds windows to a context, and finds outputs in windows.
  *
- * A window has memory on every rank. Adding a window takes two operations. In the first one,
- * each rank's op header reports whether its own memory is ready. Then each rank maps the memory
- * of its peers and enters the window in its table. The second op header reports whether that
- * succeeded.
+ * A window has memory on every rank, into which peers store rows directly. Adding a window
+ * takes two operations. In the first one, each rank's op header reports whether its own memory
+ * is ready. Then each rank maps the memory of its peers and enters the window in its table. In
+ * the second one, the op header reports whether that succeeded.
  *
- * A rank places its own outputs in the window only after the second headers of all ranks. So
- * when a later header names the window to a peer, it is already in the peer's table. */
+ * A rank places its own outputs in the window only after it has received the second headers of
+ * all ranks. So when a later header of this rank contains the window's index, all peers have
+ * the window in their tables. */
 #include "exchange/windows.h"
 
 #include <errno.h>
@@ -18,13 +19,13 @@
 
 #include "base/error.h"
 
-#define PLACE_BITS 48 /* bits of the offset in the result of window_place() */
+#define PLACE_BITS 48 /* number of bits of the offset in the result of window_place() */
 
-/* One window: this rank's memory, and that of its peers. */
+/* One window: this rank's memory, and the memory of its peers. */
 typedef struct window {
-    unsigned char *data; /* this rank's memory; NULL if it has 0 bytes */
+    unsigned char *data; /* this rank's memory; NULL if its size is 0 */
     int64_t bytes;
-    bool is_allocated; /* true: EPIC has allocated the memory */
+    bool is_allocated; /* true: EPIC has allocated the memory, and must free it */
     /* true: peers may store into outputs of this rank in the window */
     _Atomic bool is_usable;
     /* [num_ranks]: address of each peer's memory in this process; NULL: not mapped */
@@ -32,10 +33,9 @@ typedef struct window {
     int64_t *bytes_of; /* [num_ranks] size of each rank's memory of the window */
 } window;
 
-/* The windows of a context. */
 struct window_table {
     pthread_mutex_t mutex; /* held by the thread that adds a window */
-    uint64_t attempts;     /* calls that tried to add a window; guarded by mutex */
+    uint64_t attempts;     /* number of calls that tried to add a window; guarded by mutex */
     _Atomic int num;
     window windows[MAX_WINDOWS];
 };
@@ -59,8 +59,8 @@ static const epic_window_transport *window_transport(const epic_context *ctx)
     return ctx->num_ranks > 1 ? ctx->backend->transport->windows : NULL;
 }
 
-/* Unmaps the peers' memory of the window and frees the arrays of *w. If `frees` is true, also
- * frees this rank's memory if EPIC has allocated it. */
+/* Unmaps the peers' memory of the window and frees the arrays of *w. If `frees` is true and
+ * EPIC has allocated this rank's memory, also frees it. */
 static void window_release(epic_context *ctx, window *w, bool frees)
 {
     for (int r = 0; w->at && r < ctx->num_ranks; r++)
@@ -85,7 +85,7 @@ void windows_close(epic_context *ctx, bool ours)
 
 /* ------------------------------------------------------------------ adding a window ---- */
 
-/* Allocates memory for a window into which no peer can store. */
+/* Allocates memory for a window if peers cannot store into it. */
 static epic_result allocate_private(epic_window_memory *memory)
 {
     void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE,
@@ -97,9 +97,9 @@ static epic_result allocate_private(epic_window_memory *memory)
     return EPIC_OK;
 }
 
-/* Sets w->data to this rank's memory of the window: the caller's or, without it, new memory. If
- * the transport has windows, offers this memory to the peers, and writes the handle with which
- * they map it to `handle`. */
+/* Sets w->data to this rank's memory of the window: the caller's memory or, if there is none,
+ * new memory. If the transport has windows, also offers this memory to the peers, and writes
+ * the handle with which they map it to `handle`. */
 static epic_result window_get_memory(epic_context *ctx, window *w, const epic_window_args *args,
                                      uint64_t attempt, unsigned char *handle)
 {
@@ -135,7 +135,8 @@ static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, u
     return EPIC_OK;
 }
 
-/* Fills in an op header. An error in `result` is reported with this thread's error text. */
+/* Fills in an op header. If `result` is an error, the header reports it with this thread's
+ * error text. */
 static void window_fill_header(epic_op_header *header, const struct window_table *table,
                                const epic_window_args *args, epic_result result)
 {
@@ -149,8 +150,8 @@ static void window_fill_header(epic_op_header *header, const struct window_table
 }
 
 /* Runs the first of the two operations that add a window: sets this rank's memory, then maps
- * the memory of the peers, with the result in *mapped. If a rank has no memory, all ranks
- * return its error. */
+ * the memory of the peers and stores the result of that in *mapped. If a rank has no memory,
+ * all ranks return its error. */
 static epic_result window_exchange_memory(epic_context *ctx, struct window_table *table,
                                           window *w, const epic_window_args *args,
                                           epic_result *mapped)
@@ -181,7 +182,6 @@ static epic_result window_agree(epic_context *ctx, struct window_table *table,
     return x ? exchange_close(x, result) : result;
 }
 
-/* Implements windows_add(). The caller holds the mutex of the table. */
 static epic_result windows_add_locked(epic_context *ctx, struct window_table *table,
                                       const epic_window_args *args, epic_window_info *out)
 {
@@ -202,9 +202,9 @@ static epic_result windows_add_locked(epic_context *ctx, struct window_table *ta
     atomic_store(&table->num, number + 1);
     result = window_agree(ctx, table, args, mapped);
     if (result != EPIC_OK) {
-        /* If the group is not broken, all ranks return this error, so none uses the window, and
-         * its number is never used again. If the group is broken, a peer may have succeeded and
-         * use the window. Then it stays mapped until the context closes. */
+        /* If the group is not broken, all ranks return this error, so no rank uses the window,
+         * and its index is never used again. If the group is broken, a peer may have succeeded
+         * and use the window, so the window stays mapped until the context closes. */
         if (!atomic_load(&ctx->broken)) window_release(ctx, w, true);
         return result;
     }
@@ -244,7 +244,8 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Returns the target at a window_place() of rank `peer`, or an empty one for invalid places. */
+/* Returns the target for `place`, a window_place() of rank `peer`. The target is empty if the
+ * place is invalid. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

@@ -10,17 +10,17 @@
 
 /* Releases the windows of a context, before the backend leaves the group. With `ours`, first
  * waits until no peer stores into them. If a peer still stores into a window at the deadline,
- * the window's memory is not freed. Without `ours` (in a forked child), releases only this
+ * does not free the window's memory. Without `ours` (in a forked child), releases only this
  * process's mappings. */
 void windows_close(epic_context *ctx, bool ours);
 
-/* Adds a window to the context and writes its address and size to *out. All ranks must call it.
- * If args->data is NULL, EPIC allocates the memory. */
+/* Adds a window to the context and writes its address and size to *out. Collective. If
+ * args->data is NULL, EPIC allocates the memory. */
 epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_window_info *out);
 
 /* Returns the *place* of the bytes [data, data + bytes): the index of a window of this rank and
  * an offset in it, packed into one integer, which this rank sends to its peers in an op header.
- * Returns 0 if the bytes do not lie in one window, or if peers cannot store into the window. */
+ * Returns 0 if the bytes are not in one window, or if peers cannot store into the window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
 /* Stores the place (window_place()) of output `which` in an op header. */
@@ -31,20 +31,20 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
     header->local[LOCAL_WINDOWS + which] = window_place(ctx, data, bytes);
 }
 
-/* Writes the addresses of the peers' outputs that lie in windows to x->targets, before a flow
- * that stores directly. Returns false if there are none. After true, the caller must call
- * windows_end_stores() after the flow. */
+/* Called before a flow that stores directly. Writes the addresses of the peers' outputs that
+ * are in windows to x->targets. Returns false if there are none. If it returns true, the caller
+ * must call windows_end_stores() after the flow. */
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
-/* Returns true if output `which` of a rank lies in a window, into which its peers store. */
+/* Returns true if output `which` of a rank is in a window, so that its peers store into it. */
 static inline bool window_is_direct(const exchange *x, int rank, enum window_output which)
 {
     return exchange_local_field(x, rank, LOCAL_WINDOWS + which) != 0;
 }
 
-/* Returns the address of bytes [at, at + bytes) of output `which` of a peer. Returns NULL if
- * the peer has closed its context, or if the bytes are outside of its window, which happens
+/* Returns the address of the bytes [at, at + bytes) of output `which` of a peer. Returns NULL
+ * if the peer has closed its context, or if the bytes are outside of its window, which happens
  * only with a damaged plan or op header. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Activations and their derivatives. pass_template.h includes this file. The functions read n
- * elements that are `step` elements apart. `step` is 2 if experts.interleaved is set: then a
- * row holds elements of the gate and of the up projection in turn. Otherwise `step` is 1.
+ * elements that are `step` elements apart. `step` is 2 if experts.interleaved is set, because
+ * elements of the gate and of the up projection then alternate in a row. If it is not set,
+ * `step` is 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
@@ -35,7 +36,8 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of the gate's element in[i * step], without up_factor(). */
+/* Sets out[i] to the activation of in[i * step], an element of the gate. Does not multiply it
+ * by up_factor(). */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -79,7 +81,7 @@ static inline REAL gelu_tanh_slope(REAL x)
     return (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope;
 }
 
-/* Sets out[i] to the derivative of the activation at in[i * step]. It is 0 above a limit. */
+/* Sets out[i] to the derivative of the activation at in[i * step], which is 0 above a limit. */
 static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -106,7 +108,8 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     }
 }
 
-/* Returns the factor of an activation. u: element of the up projection in the same column. */
+/* Returns the factor by which an activation is multiplied. u is the element of the up
+ * projection in the same column. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -115,7 +118,7 @@ static inline REAL up_factor(REAL u, const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU ? clamped + 1 : clamped;
 }
 
-/* Returns the derivative of up_factor(): 0 outside of the limits, else 1. */
+/* Returns the derivative of up_factor(): 0 outside of the limits, and 1 inside. */
 static inline REAL up_slope(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

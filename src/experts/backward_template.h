@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Backward on one slab. pass_template.h includes this file after forward_template.h.
+/* Backward on one slab (the slots of one expert). pass_template.h includes this file after
+ * forward_template.h.
  *
  * Symbols in the formulas: `a` [slots, inner] are the activations, `w` [slots] the slots'
  * weights, and `d_z` is the gradient of any array z. The forward pass is y = (w a) W_down + w
  * b_down. In this formula w is 1, unless experts.weighting is EPIC_WEIGHT_EARLY. The gradients
  * follow by the chain rule:
- * - d_W_down = (w a)^T d_y, and d_b_down is the sum of w d_y over the rows. Below, d_a stands
- *   for d_y W_down^T, which is the gradient of the product w a.
+ *
+ * - d_W_down = (w a)^T d_y, and d_b_down is the sum of w d_y over the rows. Below, d_a is d_y
+ *   W_down^T, the gradient of the product w a.
  * - d_w = dot(d_a, a) + dot(d_y, b_down) for each slot. This formula does not contain y, so y
  *   need not be saved.
  * - d_gate_up = w d_a times the derivative of the activation.
@@ -16,7 +18,7 @@
  * With EPIC_WEIGHT_INPUT the forward pass multiplies x by w. Then d_w = dot(d_x', x) and d_x =
  * w d_x', with d_x' the gradient of the product w x. */
 
-/* Returns the dot product of two rows of n numbers, summed in float64. */
+/* Returns the dot product of two rows of n elements, summed in float64. */
 static double dot_product(const REAL *a, const REAL *b, int64_t n)
 {
     double sum = 0;
@@ -24,7 +26,8 @@ static double dot_product(const REAL *a, const REAL *b, int64_t n)
     return sum;
 }
 
-/* Computes one row of d_gate_up from the rows gate_up and d, the gradient of activations. */
+/* Computes one row of d_gate_up from the row gate_up and from d, the gradient of the row's
+ * activations. */
 static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const REAL *gate_up,
                                   const REAL *d)
 {
@@ -47,8 +50,9 @@ static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const
     }
 }
 
-/* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY: dot(d, a) + dot(d_y, b_down).
- * d is the gradient of the weighted activations. `row` is the index of the slot in its slab. */
+/* Returns the gradient of a slot's weight with EPIC_WEIGHT_EARLY: dot(d, a) + dot(d_y, b_down),
+ * where d is the gradient of the weighted activations. `row` is the index of the slot in its
+ * slab. */
 static double early_gradient(const experts_job *job, const REAL *gate_up, const REAL *d,
                              const void *d_y, int64_t row, const REAL *b_down)
 {
@@ -59,9 +63,9 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
                   : sum;
 }
 
-/* Computes job->d_gate_up from d [slots, inner], and then the gradients of the weights. d is
- * the gradient of the activations or, with EPIC_WEIGHT_EARLY, of the weighted activations. Sets
- * the rows of padding to 0. */
+/* Computes job->d_gate_up from d [slots, inner], and then the gradients of the slots' weights.
+ * d is the gradient of the activations or, with EPIC_WEIGHT_EARLY, of the weighted activations.
+ * Sets the rows of padding to 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {
@@ -83,8 +87,8 @@ static void activations_backward(const experts_job *job, const slab *slab, REAL 
     clear_padding(job, slab, job->d_gate_up, job->width);
 }
 
-/* For EPIC_WEIGHT_INPUT: computes the gradients of the weights from d, the gradient of w x.
- * Then multiplies each row of d by its weight, which makes it the gradient of x. */
+/* For EPIC_WEIGHT_INPUT: computes the gradients of the slots' weights from d, the gradient of w
+ * x. Then multiplies each row of d by its weight, so that it becomes the gradient of x. */
 static void inputs_backward(const experts_job *job, const slab *slab, REAL *d)
 {
     REAL *x = job->row_scratch;
@@ -122,7 +126,7 @@ void OF(experts_backward)(const experts_job *job, const slab *slab)
     const void *d_y = slab_rows(job, slab, job->d_y);
     REAL *d = job->activations;
 
-    /* padding slots keep 0 */
+    /* the gradients of padding slots stay 0 */
     for (int64_t r = 0; job->d_slot_weights != NULL && r < slab->rows; r++)
         store_weight_gradient(job, slab->first + r, 0);
     bias_gradient(job, slab, job->d_b_down, d_y, hidden, true);

@@ -17,8 +17,8 @@
 /* Constants of CBLAS, the C interface of BLAS: CblasRowMajor, CblasNoTrans, CblasTrans. */
 enum { ROW_MAJOR = 101, NOT_TRANSPOSED = 111, TRANSPOSED = 112 };
 
-/* Function types of cblas_sgemm and cblas_dgemm, for sizes of 32 bits (int) or 64 bits
- * (wide). */
+/* Function types of cblas_sgemm and cblas_dgemm. The size arguments have 32 bits in some builds
+ * of OpenBLAS (int) and 64 bits in others (wide). */
 #define GEMM(name, integer, real)                                                         \
     typedef void name(int order, int op_a, int op_b, integer m, integer n, integer k,     \
                       real alpha, const real *a, integer lda, const real *b, integer ldb, \
@@ -30,7 +30,7 @@ GEMM(dgemm_wide, int64_t, double);
 
 /* Functions of OpenBLAS. If it was not found, `loaded` is false. */
 typedef struct blas {
-    /* the first two are for sizes of 32 bits, the last two for 64 bits */
+    /* the first two are for 32-bit sizes, the last two for 64-bit sizes */
     sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
@@ -46,16 +46,17 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
-/* The prefixes and suffixes of function names in builds of OpenBLAS: those of Linux
- * distributions first, then those of scipy and numpy. */
+/* The prefixes and suffixes of function names in builds of OpenBLAS: first those of Linux
+ * distributions, then those of scipy and numpy. */
 typedef struct naming {
     const char *before, *after;
 } naming;
 
 static const naming namings[] = {{"", ""}, {"scipy_", ""}, {"scipy_", "64_"}, {"", "64_"}};
 
-/* Stores the address of a function in the pointer at `function`; returns false if it is
- * missing. Uses memcpy() because ISO C has no cast from void * to a function pointer. */
+/* Stores the address of the function `name` in the function pointer at `function`. Returns
+ * false if the library does not have it. Uses memcpy() because ISO C has no cast from void * to
+ * a function pointer. */
 static bool find_symbol(void *library, const naming *n, const char *name, void *function)
 {
     char whole[64];
@@ -77,7 +78,8 @@ static void make_name(blas *b, void *library, const naming *n, const char *confi
 }
 
 /* Reads the functions of struct blas from `library`. Returns false if one is missing. OpenBLAS
- * has 64-bit sizes if its names have a suffix, or if its configuration contains USE64BITINT. */
+ * has 64-bit sizes if its function names have a suffix, or if its configuration contains
+ * USE64BITINT. */
 static bool read_functions(blas *b, void *library, const naming *n)
 {
     char *(*get_config)(void) = NULL;
@@ -94,8 +96,8 @@ static bool read_functions(blas *b, void *library, const naming *n)
     return b->loaded;
 }
 
-/* Loads a library. Sets the_blas and returns true if it is an OpenBLAS, otherwise unloads it.
- * An OpenBLAS is never unloaded, because its threads and tables live until the process ends. */
+/* Loads a library. If it is an OpenBLAS, sets the_blas and returns true. If not, unloads it. An
+ * OpenBLAS is never unloaded, because its threads and tables live until the process exits. */
 static bool try_library(const char *path, int flags)
 {
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | flags);
@@ -121,10 +123,10 @@ static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 }
 
 /* Loads the first OpenBLAS that it finds, in this order:
- * 1. The library of the system, so that all programs on a machine compute the same bits.
- * 2. A library that the process has already loaded, for example through numpy.
- * 3. The library of the scipy package, if the loader finds it.
- * 4. The library that was found when EPIC was built. */
+ * - 1. The library of the system, so that all programs on a machine compute the same bits.
+ * - 2. A library that the process has already loaded, for example through numpy.
+ * - 3. The library of the scipy package, if the loader finds it.
+ * - 4. The library that was found when EPIC was built. */
 static void find_library(void)
 {
     char loaded[4096] = "";
@@ -142,7 +144,8 @@ static void find_library(void)
 
 #endif
 
-/* Runs once: loads OpenBLAS, then oneDNN, whose name it appends to that of OpenBLAS. */
+/* Runs once: loads OpenBLAS, then oneDNN, and appends the name of oneDNN to that of
+ * OpenBLAS. */
 static void load_libraries(void)
 {
     blas *b = &the_blas;
@@ -248,7 +251,6 @@ bool gemm_has_bf16(void)
     return onednn_is_ready();
 }
 
-/* Returns one bfloat16 element of a matrix as float32. */
 static float number_at(const void *matrix, int64_t index)
 {
     float x;
@@ -256,7 +258,7 @@ static float number_at(const void *matrix, int64_t index)
     return x;
 }
 
-/* Multiplies bfloat16 matrices by plain loops, if oneDNN reports an error. */
+/* Multiplies bfloat16 matrices with plain loops. Used if oneDNN reports an error. */
 static void multiply_bf16_plain(const gemm *g)
 {
     for (int64_t i = 0; i < g->m; i++)
@@ -274,8 +276,8 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(), guarded by the mutex: how many callers are inside, and how
- * many threads OpenBLAS used before the first one entered. */
+/* State of experts_blas_enter(), guarded by the mutex: the number of callers between enter and
+ * leave, and the number of threads that OpenBLAS used before the first of them entered. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products on the host. They use OpenBLAS, and oneDNN for bfloat16. Both libraries are
- * loaded at first use. Without OpenBLAS, plain loops compute the products. */
+/* GEMMs (matrix products) on the host, with OpenBLAS, and with oneDNN for bfloat16. Both
+ * libraries are loaded at first use. Without OpenBLAS, plain loops compute the GEMMs. */
 #ifndef EPIC_EXPERTS_BLAS_H
 #define EPIC_EXPERTS_BLAS_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-/* One matrix product: C [m, n] = op(A) op(B). If `add` is set: C += op(A) op(B).
+/* One GEMM: C [m, n] = op(A) op(B) or, if `add` is set, C += op(A) op(B).
  *
  * op(A) is [m, k]. With transpose_a, A is stored as [k, m], and op(A) is its transpose. op(B)
  * is [k, n], and transpose_b has the same meaning for B. lda, ldb and ldc are the distances in
@@ -36,27 +36,27 @@ bool gemm_has_bf16(void);
 void gemm_bf16(const gemm *g);
 
 /* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
- * column of op(B) and k. If the last terms of the sum over k are 0, they do not change the
- * bits. The float32 function uses host_kernels.product, the float64 function plain loops. Both
- * overwrite `memory`, which has gemm_invariant_bytes() bytes. */
+ * column of op(B) and k. Zeros as last terms of the sum over k do not change the bits. The
+ * float32 function uses host_kernels.product, the float64 function plain loops. Both overwrite
+ * `memory`, which has gemm_invariant_bytes() bytes. */
 void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);
 
 /* gemm_few() multiplies matrices A and B of type EPIC_F32 or EPIC_BF16 without OpenBLAS. m is
  * at most HOST_FEW_ROWS, and no matrix is transposed. `memory` has HOST_FEW_MEMORY floats.
- * gemm_has_few() returns true if gemm_few() is the fastest product for few rows on this
- * processor, because its kernels use vector instructions. */
+ * gemm_has_few() returns true if gemm_few() is the fastest GEMM for few rows on this processor,
+ * because its kernels use vector instructions. */
 bool gemm_has_few(void);
 void gemm_few(const gemm *g, uint32_t a_type, uint32_t b_type, void *memory);
 
-/* Multiply by plain loops, even if OpenBLAS is loaded, so that tests can compare the results.
+/* Multiply with plain loops, even if OpenBLAS is loaded, so that tests can compare the results.
  * At most one of A and B may be transposed. */
 void gemm_plain_f32(const gemm *g);
 void gemm_plain_f64(const gemm *g);
 
 /* Between experts_blas_enter() and experts_blas_leave(), OpenBLAS and oneDNN use one thread per
- * product. Otherwise the bits of a product would depend on the number of threads.
+ * GEMM. With more threads, the bits of a GEMM would depend on the number of threads.
  *
  * OpenBLAS has one setting for the whole process. The first thread that enters sets it to one
  * thread, and the last one that leaves restores it. oneDNN has a setting for each thread. Any

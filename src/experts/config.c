@@ -10,9 +10,10 @@
 
 #define MAX_EXPERTS 65536
 #define MAX_ROW_NUMBERS (1 << 24) /* maximum of `hidden` and of `inner` */
-/* maximum number of elements of all weights in an array; its size in bytes fits an int64_t */
+/* maximum number of elements in the weights of all experts together, so that their size in
+ * bytes fits into an int64_t */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Maximum number of elements in a tile: 4 MiB of float32. A tile then fits into a core's cache,
+/* Maximum number of elements in a tile: 4 MiB of float32. Such a tile fits into a core's cache,
  * and still has many columns or rows. */
 #define TILE_NUMBERS (1 << 20)
 
@@ -24,7 +25,8 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types. F64 rows and F64 weights require each other. Only weights may be E4M3. */
+/* Checks the types. Rows must be F64 if and only if weights are F64. Only weights may be
+ * E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)
@@ -66,8 +68,9 @@ static epic_result check_activation(const epic_experts *ex)
     return EPIC_OK;
 }
 
-/* Reads and checks the options of the experts, and fills in defaults: weight_type is row_type,
- * limit 7 (clamped SiLU: 10), alpha 1.702 as in gpt-oss (clamped SiLU: always 1). */
+/* Reads and checks the options of the experts, and fills in the defaults: weight_type is
+ * row_type, limit is 7 (10 for clamped SiLU), and alpha is 1.702, as in gpt-oss. For clamped
+ * SiLU alpha is always 1. */
 epic_result experts_read_config(experts_job *job, const epic_experts *theirs, size_t size)
 {
     epic_experts *ex = &job->experts;
@@ -76,7 +79,7 @@ epic_result experts_read_config(experts_job *job, const epic_experts *theirs, si
     const bool silu = ex->activation == EPIC_CLAMPED_SILU;
     if (ex->limit == 0) ex->limit = silu ? 10 : 7;
     if (ex->alpha == 0) ex->alpha = 1.702f;
-    /* swish(x) with alpha 1 is SiLU: the code for clamped SwiGLU computes clamped SiLU too */
+    /* with alpha 1, the code for clamped SwiGLU also computes clamped SiLU */
     if (silu) ex->alpha = 1;
     TRY(check_range("num_local_experts", ex->num_local_experts, 1, MAX_EXPERTS));
     TRY(check_range("hidden", ex->hidden, 1, MAX_ROW_NUMBERS));
@@ -138,7 +141,7 @@ static int64_t tile_numbers(const experts_job *job)
 }
 
 /* Rounds a number of float32 elements up to a multiple of 64 bytes, so that each part of the
- * workspace begins a cache line. */
+ * workspace begins at a cache line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;
@@ -162,8 +165,8 @@ static int64_t product_numbers(const experts_job *job)
 }
 
 /* Sets the workspace pointers of *job to parts of the memory at `at`, unless `at` is NULL.
- * Returns the number of elements in all parts together: float64 elements with F64 rows,
- * otherwise float32 elements. */
+ * Returns the number of elements in all parts together: float64 elements for F64 rows, and
+ * float32 elements for all others. */
 static int64_t layout_pieces(experts_job *job, int64_t num_slots, bool backward, char *at)
 {
     const bool copied =

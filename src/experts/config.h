@@ -2,11 +2,12 @@
 /* State of one call of the experts: the checked options and arguments, and the workspace.
  *
  * A slab is the slots of one local expert, which are contiguous. Each expert is an MLP of two
- * matrix products:
- * - First product: gate_up [slots, width] = x W_gate_up + b_gate_up.
+ * GEMMs:
+ *
+ * - First GEMM: gate_up [slots, width] = x W_gate_up + b_gate_up.
  * - Activation: a [slots, inner] = activation(gate) * up. Without a gate, a =
  *   activation(gate_up).
- * - Second product: y [slots, hidden] = a W_down + b_down.
+ * - Second GEMM: y [slots, hidden] = a W_down + b_down.
  *
  * width is 2 * inner with a gate, and inner without one. On the host, forward and backward
  * convert weight matrices to float32 or float64, the type of the sums, one tile at a time. A
@@ -25,7 +26,7 @@ typedef struct experts_job {
     epic_experts experts; /* the caller's options, with defaults filled in */
     int64_t hidden;
     int64_t inner;
-    /* number of columns of the first product: 2 * inner, or inner without a gate */
+    /* number of columns of the first GEMM: 2 * inner, or inner without a gate */
     int64_t width;
     bool is_f64;          /* rows and weights are F64 */
     bool is_e4m3;         /* weights are E4M3; in forward, x is E4M3 too */
@@ -33,11 +34,12 @@ typedef struct experts_job {
     bool accumulate;      /* EPIC_ACCUMULATE is set: the call adds to the gradients */
     /* EPIC_RECOMPUTE is set: forward computes only `saved`, which backward reads */
     bool is_recompute;
-    bool is_invariant; /* EPIC_INVARIANT is set: products do not depend on the number of rows */
-    /* true: rows and weights are BF16, and oneDNN multiplies them without a conversion; inputs
-     * of later products, such as activations, are rounded to BF16 */
+    /* EPIC_INVARIANT is set: the bits of a GEMM do not depend on the number of rows */
+    bool is_invariant;
+    /* true: rows and weights are BF16, and oneDNN multiplies them without conversion; inputs of
+     * later GEMMs, such as activations, are rounded to BF16 */
     bool is_bf16;
-    /* true: gemm_few() multiplies the rows of experts with at most HOST_FEW_ROWS rows */
+    /* true: gemm_few() computes the GEMMs of experts with at most HOST_FEW_ROWS rows */
     bool has_few;
     bool is_device;     /* arrays are in device memory, which the host must not read */
     uint32_t grad_type; /* epic_type of the gradients of weights and biases; only in backward */
@@ -48,29 +50,30 @@ typedef struct experts_job {
     const int32_t *expert_rows;   /* [local]: number of slots of each expert, with padding */
     const int32_t *expert_tokens; /* [local]: number of slots of each expert, without padding */
     const void *slot_weights;     /* [slots], or NULL with EPIC_WEIGHT_LATE */
-    /* [local, hidden, width]: weights of the first product, for each local expert */
+    /* [local, hidden, width]: weights of the first GEMM */
     const void *w_gate_up;
-    const void *w_down;    /* [local, inner, hidden]: weights of the second product */
-    const void *b_gate_up; /* [local, width]: bias of the first product */
-    const void *b_down;    /* [local, hidden]: bias of the second product */
+    const void *w_down;    /* [local, inner, hidden]: weights of the second GEMM */
+    const void *b_gate_up; /* [local, width]: bias of the first GEMM */
+    const void *b_down;    /* [local, hidden]: bias of the second GEMM */
 
-    void *saved;          /* output of forward: the result of the first product */
-    void *y;              /* output of forward: the result of the second product */
-    const void *saved_in; /* input of backward: the array that forward wrote to `saved` */
+    void *saved;          /* output of forward: the result of the first GEMM */
+    void *y;              /* output of forward: the result of the second GEMM */
+    const void *saved_in; /* input of backward: the array `saved` of forward */
     const void *d_y;      /* input of backward: the gradient of y */
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* The workspace. The slabs are computed one after the other, in the same memory. */
-    /* [slots, hidden]: input rows after conversion to the type of the sums, or times their
-     * weights; empty if products can read the caller's rows */
+    /* The workspace. All slabs use the same memory, because they are computed one after the
+     * other. */
+    /* [slots, hidden]: input rows after conversion to the type of the sums, or multiplied by
+     * their weights; empty if GEMMs can read the caller's rows */
     void *rows;
-    void *activations; /* [slots, inner]: input of the second product */
+    void *activations; /* [slots, inner]: input of the second GEMM */
     void *d_gate_up;   /* [slots, width], used by backward */
     /* one tile (some columns or rows) of a weight matrix, converted to float32 */
     void *weights_tile;
     /* Scratch memory in two parts. The first part, [2 * max(hidden, inner)], is for the row of
-     * results that a product is computing. The second part is for one input row of a product,
+     * results that a GEMM is computing. The second part is for one input row of a GEMM,
      * converted to float32. */
     void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
@@ -87,8 +90,8 @@ typedef struct slab {
 } slab;
 
 /* Checks *type, the caller's type for the gradients of weights and biases, and replaces 0 by
- * the default: float64 for F64 rows, else float32. On a device it may also be row_type. Returns
- * EPIC_OK or EPIC_EINVAL. */
+ * the default: float64 for F64 rows, and float32 for all others. On a device *type may also be
+ * row_type. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool device);
 
 /* Copies the caller's epic_experts of `size` bytes into job->experts, fills in its defaults and
@@ -101,32 +104,32 @@ static inline bool experts_is_clamped(const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Return true if matrix products can read the caller's rows (or weights) without a conversion
- * to the type of the sums. */
+/* Return true if GEMMs can read the caller's rows (or weights) without a conversion to the type
+ * of the sums. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 
-/* Returns the size of a tile: how many columns (or rows) of a weight matrix are multiplied at a
- * time. The matrix has n columns (or rows) with k elements each. The bits of a product can
- * depend on the size of the tiles. The size depends only on k and n, so products of one shape
- * always have the same bits. */
+/* Returns the size of a tile: the number of columns (or rows) of a weight matrix that are
+ * multiplied at a time. The matrix has n columns (or rows) with k elements each. The bits of a
+ * GEMM can depend on the size of the tiles. The size depends only on k and n, so GEMMs of the
+ * same shape always have the same bits. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
-/* Writes to *out the sizes in bytes of `saved` and of the workspaces of forward and backward,
- * for num_slots slots. on_device selects a CUDA device or the host. Errors: EPIC_EINVAL;
- * EPIC_ENOTSUP for E4M3 weights on the host and for F64 rows on a device. */
+/* Writes the sizes in bytes of `saved` and of the workspaces of forward and backward to *out,
+ * for num_slots slots. on_device is true for a CUDA device and false for the host. Errors:
+ * EPIC_EINVAL, EPIC_ENOTSUP for E4M3 weights on the host and for F64 rows on a device. */
 epic_result experts_memory(const epic_experts *experts, size_t experts_size, int64_t num_slots,
                            bool on_device, epic_experts_memory_info *out);
 
 /* Return the size in bytes of `saved`, or of the workspace of forward or backward, for
- * num_slots slots. job->is_device selects a device or the host. */
+ * num_slots slots on a device (job->is_device) or on the host. */
 int64_t experts_saved_bytes(const experts_job *job, int64_t num_slots);
 int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool backward);
 /* Sets the workspace pointers of *job to parts of `workspace`. For host contexts only. */
 void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
                               void *workspace);
 
-/* Run forward or backward on one slab, in float32 or float64. Call them only between
+/* Run forward or backward on one slab, in float32 or float64. May be called only between
  * experts_blas_enter() and experts_blas_leave(). */
 void experts_forward_f32(const experts_job *job, const slab *slab);
 void experts_forward_f64(const experts_job *job, const slab *slab);

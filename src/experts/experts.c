@@ -58,7 +58,8 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
 
 /* ------------------------------------------------------------------------------ checks ---- */
 
-/* Returns a local expert's slots without padding: all slots if expert_tokens is NULL. */
+/* Returns the number of slots of a local expert without padding. If expert_tokens is NULL,
+ * there is no padding. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
 {
     return job->expert_tokens ? job->expert_tokens[expert] : job->expert_rows[expert];
@@ -72,7 +73,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* The host cannot read counts on a device; kernels ignore rows that exceed num_slots. */
+    /* the host cannot read the counts of a device, whose kernels ignore rows that exceed
+     * num_slots */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
@@ -91,8 +93,8 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights if the experts multiply by them, otherwise
- * NULL. */
+/* Checks that the caller passed slot weights if the experts multiply by them, and NULL if they
+ * do not. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -122,7 +124,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* Scales that must be set for E4M3 weights, and NULL for other types. */
+/* An array of scales, which must be set for E4M3 weights, and NULL for other types. */
 typedef struct named_scales {
     const char *name;
     const float *scales;
@@ -158,7 +160,6 @@ static epic_result check_e4m3(const experts_job *job, const char *call)
     return EPIC_OK;
 }
 
-/* An array that must not be NULL if num_slots is above 0. */
 typedef struct required {
     const char *name;
     const void *array;
@@ -201,11 +202,11 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
                      device ? convert_name(row_type) : " on host contexts");
 }
 
-/* The shapes of the arrays of forward and backward. */
 typedef struct shapes {
-    /* numbers of elements; `local`: number of local experts, `slots`: number of slots */
+    /* numbers of elements of the arrays; `local` is the number of local experts, `slots` the
+     * number of slots */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
-    /* numbers of scales; only with E4M3 weights */
+    /* numbers of elements of the arrays of scales; only with E4M3 weights */
     int64_t x_scales, gate_up_scales, down_scales;
     /* sizes of one element in bytes */
     size_t x, row, weight, bias, gradient, slot_weight;
@@ -291,7 +292,7 @@ static epic_result read_context(experts_job *job, epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Moves *slab to the slab of the next local expert. Returns false after the last one. */
+/* Sets *slab to the slab of the next local expert. Returns false after the last one. */
 static bool next_slab(const experts_job *job, slab *slab)
 {
     slab->expert++;
@@ -302,7 +303,6 @@ static bool next_slab(const experts_job *job, slab *slab)
     return true;
 }
 
-/* Reads and checks the arguments of forward. On the host, also lays out the workspace. */
 static epic_result prepare_forward(experts_job *job, const epic_experts_args *a)
 {
     TRY(experts_read_config(job, a->experts, sizeof *a->experts));
@@ -364,7 +364,6 @@ epic_result epic_experts_forward_v1(epic_context *ctx, const epic_experts_args *
     return EPIC_OK;
 }
 
-/* Reads and checks the arguments of backward. On the host, also lays out the workspace. */
 static epic_result prepare_backward(experts_job *job, const epic_experts_backward_args *a)
 {
     TRY(experts_read_config(job, a->experts, sizeof *a->experts));

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Forward on one slab. pass_template.h includes this file. Writes the result of the first
- * product (gate_up, config.h) to `saved` for backward. Then computes the activations and the
- * second product. */
+/* Forward on one slab (the slots of one expert). pass_template.h includes this file. Writes
+ * gate_up, the result of the first GEMM (config.h), to `saved` for backward. Then computes the
+ * activations and the second GEMM. */
 
 /* Adds the bias [n], which may be NULL, to each of num_rows rows. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
@@ -11,9 +11,9 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
         for (int64_t i = 0; i < n; i++) rows[r * n + i] += bias[i];
 }
 
-/* Computes one row of activations, out [inner], from one row of the first product, gate_up
- * [width]. A row contains first the gate and then the up projection, or elements of both in
- * turn with experts.interleaved. */
+/* Computes one row of activations, out [inner], from one row of the first GEMM, gate_up
+ * [width]. A row contains first the gate and then the up projection. With experts.interleaved,
+ * elements of both alternate. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -24,7 +24,7 @@ static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
         for (int64_t i = 0; i < job->inner; i++) out[i] *= up_factor(up[i * step], ex);
 }
 
-/* Returns the activations of the slab, the left matrix of the second product. With
+/* Returns the activations of the slab, the left matrix of the second GEMM. With
  * EPIC_WEIGHT_EARLY they are multiplied by the slots' weights. The rows of padding are 0. */
 static const void *make_activations(const experts_job *job, const slab *slab,
                                     const REAL *gate_up)

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Loads oneDNN at first use.
  *
- * Bfloat16 products use dnnl_gemm_bf16bf16f32, which accepts any number of rows. oneDNN's
- * matmul primitive would compile a kernel for each shape, and the slabs of each call have new
- * shapes. oneDNN 2 and 3 export the function, but do not declare it in their headers. A oneDNN
- * without it is not used. */
+ * GEMMs of bfloat16 matrices use dnnl_gemm_bf16bf16f32, which accepts any number of rows.
+ * oneDNN's matmul primitive is not used: it would compile a kernel for each shape, and the
+ * slabs of each call have new shapes. oneDNN 2 and 3 export the function, but do not declare it
+ * in their headers. EPIC does not use a oneDNN that lacks it. */
 #include "experts/onednn.h"
 
 #include <dlfcn.h>
@@ -20,11 +20,11 @@ typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k,
                           const void *a, int64_t lda, const void *b, int64_t ldb, float beta,
                           float *c, int64_t ldc);
 
-/* First fields of the struct that dnnl_version() returns. */
+/* The first fields of the struct that dnnl_version() returns. */
 typedef struct version {
     int major, minor, patch;
     const char *hash;
-    /* library of the threads: SEQUENTIAL (none), OPENMP or another value */
+    /* kind of threads: SEQUENTIAL (none), OPENMP or another value */
     unsigned runtime;
 } version;
 
@@ -41,12 +41,13 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* State of onednn_enter() for this thread: how many calls still have no onednn_leave(), and how
- * many threads OpenMP used before the first of them. */
+/* State of onednn_enter() for this thread: the number of calls without a matching
+ * onednn_leave(), and the number of threads that OpenMP used before the first of them. */
 static _Thread_local int depth, threads_before;
 
-/* Stores the address of a function in the pointer at `function`; returns false if it is
- * missing. Uses memcpy() because ISO C has no cast from void * to a function pointer. */
+/* Stores the address of the function `name` in the function pointer at `function`. Returns
+ * false if the library does not have it. Uses memcpy() because ISO C has no cast from void * to
+ * a function pointer. */
 static bool find_symbol(void *library, const char *name, void *function)
 {
     void *address = dlsym(library, name);
@@ -54,9 +55,9 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Reads the functions of a library. Returns false if one is missing. Also returns false if the
- * library uses other threads than OpenMP's: EPIC could not limit its products to one thread,
- * and their bits would depend on the number of threads. */
+/* Reads the functions of a library. Returns false if one is missing, or if the library has
+ * threads other than OpenMP's: EPIC could not limit its GEMMs to one thread, and their bits
+ * would depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
@@ -71,8 +72,8 @@ static bool read_functions(onednn *o, void *library)
            find_symbol(library, "dnnl_gemm_bf16bf16f32", &o->multiply);
 }
 
-/* Loads a library and reads its functions. A library that can be used is never unloaded,
- * because its threads and tables live until the process exits. */
+/* Loads a library and reads its functions. A usable library is never unloaded, because its
+ * threads and tables live until the process exits. */
 bool onednn_load_file(const char *file)
 {
     onednn o = {0};
@@ -86,8 +87,8 @@ bool onednn_load_file(const char *file)
     return false;
 }
 
-/* Loads the oneDNN that the build found, unless a test has loaded another one, on processors
- * with bfloat16 instructions (AVX512-BF16). */
+/* Loads the oneDNN that the build found, if the processor has bfloat16 instructions
+ * (AVX512-BF16). Does nothing if a test has loaded another one. */
 static void load_default(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Products of bfloat16 matrices with oneDNN, loaded at first use. Only blas.c includes this. */
+/* GEMMs of bfloat16 matrices with oneDNN, which is loaded at first use. Only blas.c includes
+ * this header. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 
@@ -18,11 +19,11 @@ const char *onednn_name(void);
 bool onednn_load_file(const char *file);
 
 /* Multiplies bfloat16 matrices A and B into a float32 matrix C. Returns false and leaves C
- * unchanged if oneDNN reports an error, for example if out of memory. Only after
+ * unchanged if oneDNN reports an error, for example if out of memory. May be called only after
  * onednn_is_ready() has returned true. */
 bool onednn_multiply(const gemm *g);
 
-/* Between onednn_enter() and onednn_leave(), the products of the calling thread use one OpenMP
+/* Between onednn_enter() and onednn_leave(), the GEMMs of the calling thread use one OpenMP
  * thread. Pairs of calls may be nested. */
 void onednn_enter(void);
 void onednn_leave(void);

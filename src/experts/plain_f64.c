@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products by plain loops in float64 (plain_template.h). */
+/* GEMMs with plain loops in float64 (plain_template.h). */
 #define REAL double
 #define OF(name) name##_f64
 #include "experts/plain_template.h"

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products by plain loops, for machines without OpenBLAS. The inner loops run along
- * contiguous memory, so that compilers can vectorize them. plain_f32.c and plain_f64.c include
- * this file, with REAL defined as float or double. */
+/* GEMMs with plain loops, for machines without OpenBLAS. The inner loops run along contiguous
+ * memory, so that compilers can vectorize them. plain_f32.c and plain_f64.c include this file,
+ * with REAL defined as float or double. */
 #include <string.h>
 
 #include "experts/blas.h"

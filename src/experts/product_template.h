@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Matrix products of the experts, and the conversion of their operands. pass_template.h
- * includes this file.
+/* GEMMs of the experts, and the conversion of their operands. pass_template.h includes this
+ * file.
  *
- * Products read operands of type REAL, or BF16 operands if the processor can multiply them
+ * GEMMs read operands of type REAL, or BF16 operands if the processor can multiply them
  * (job->is_bf16). Weights of other types are converted to REAL in the workspace, one tile at a
- * time (experts_tile_size). A tile contains all k weights for each of its elements of the
- * product. So no sum is split between tiles, which would change the order of the additions. */
+ * time (experts_tile_size). A tile contains all k weights of each of its output elements. So no
+ * sum is split between tiles, which would change the order of the additions. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
@@ -17,7 +17,6 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n elements from REAL to `type`, the reverse of load_reals(). */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (sizeof *in == sizeof(double))
@@ -37,7 +36,7 @@ static void *row_at(const experts_job *job, const void *rows, int64_t slot)
     return (char *)rows + slot * job->hidden * convert_bytes(job->experts.row_type);
 }
 
-/* Returns the weight of a slot as REAL. The caller passed the weights as float32 or float64. */
+/* Returns the weight of a slot as REAL. The caller's weights are float32 or float64. */
 static REAL slot_weight_at(const experts_job *job, int64_t slot)
 {
     return job->has_f64_weights ? (REAL)((const double *)job->slot_weights)[slot]
@@ -54,14 +53,16 @@ static void store_weight_gradient(const experts_job *job, int64_t slot, double g
 }
 
 /* Returns the memory in which the caller computes a row of an operand: the row itself or, with
- * job->is_bf16, scratch memory, from which store_operand_row() later converts the row. */
+ * job->is_bf16, scratch memory. store_operand_row() later converts the row from scratch
+ * memory. */
 static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     const int64_t most = job->hidden > job->inner ? job->hidden : job->inner;
     return job->is_bf16 ? (REAL *)job->row_scratch + 2 * most : (REAL *)operand + row * n;
 }
 
-/* Writes the row in the memory of operand_row() as BF16, if job->is_bf16 is set. */
+/* With job->is_bf16, converts the row in the memory of operand_row() to BF16 and stores it in
+ * the operand. Without it, the row is already there. */
 static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     if (job->is_bf16)
@@ -80,7 +81,7 @@ static const REAL *read_operand_row(const experts_job *job, const void *operand,
     return out;
 }
 
-/* Sets the rows of padding of an operand to zero: the rows of the slab after its tokens. */
+/* Sets the rows of padding of an operand, which follow the slab's tokens, to zero. */
 static void clear_padding(const experts_job *job, const slab *slab, void *operand, int64_t n)
 {
     const size_t bytes = (size_t)n * (job->is_bf16 ? sizeof(uint16_t) : sizeof(REAL));
@@ -88,7 +89,7 @@ static void clear_padding(const experts_job *job, const slab *slab, void *operan
            (size_t)(slab->rows - slab->tokens) * bytes);
 }
 
-/* Multiplies two operands. They are BF16 if job->is_bf16 is set, otherwise REAL. */
+/* Multiplies two operands, which are BF16 if job->is_bf16 is set, and REAL if not. */
 static void multiply_matrices(const experts_job *job, const gemm *g)
 {
     if (job->is_bf16)
@@ -99,22 +100,23 @@ static void multiply_matrices(const experts_job *job, const gemm *g)
         OF(gemm)(g);
 }
 
-/* Returns true if gemm_few() multiplies the slab's rows by the weights. Depends only on the
- * types and the number of rows, so that slabs of this size always have the same bits. */
+/* Returns true if gemm_few() computes the slab's GEMMs. The result depends only on the types
+ * and on the number of rows, so that slabs with the same number of rows always use the same
+ * method and have the same bits. */
 static bool is_few(const experts_job *job, const slab *slab)
 {
     return job->has_few && slab->rows <= HOST_FEW_ROWS;
 }
 
 /* Returns the weight of a slot if experts.weighting equals `weighting` (EPIC_WEIGHT_EARLY or
- * EPIC_WEIGHT_INPUT). Otherwise returns 1. */
+ * EPIC_WEIGHT_INPUT), and 1 if not. */
 static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot)
 {
     return job->experts.weighting == weighting ? slot_weight_at(job, slot) : 1;
 }
 
-/* Returns the slab's rows of x or d_y as an operand of a product. If products cannot read their
- * type, converts them into job->rows. */
+/* Returns the slab's rows of x or d_y as an operand of a GEMM. If GEMMs cannot read their type,
+ * first converts them into job->rows. */
 static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
@@ -123,7 +125,7 @@ static const void *slab_rows(const experts_job *job, const slab *slab, const voi
     return job->rows;
 }
 
-/* Returns the left operand of the first product: the slab's rows of x. With EPIC_WEIGHT_INPUT,
+/* Returns the left operand of the first GEMM: the slab's rows of x. With EPIC_WEIGHT_INPUT,
  * each row is multiplied by the weight of its slot, and the rows of padding are 0. */
 static const void *make_inputs(const experts_job *job, const slab *slab)
 {

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_allreduce_sum on the host, also for float64 numbers (host_sum_of_type).
+/* epic_allreduce_sum on the host, also for float64 arrays (host_sum_of_type).
  *
- * A long array is split into blocks. Member b % num_members owns block b. First every rank
- * sends its part of each block to the owner, which adds the parts (a collect flow, exchange.h).
- * Then each owner sends its sums to all ranks (a scatter flow). So all ranks get the same bits.
+ * A long array is split into blocks. Member b % num_members owns block b. The all-reduce is a
+ * reduce-scatter and an all-gather: first every rank sends its part of each block to the
+ * block's owner, which adds the parts (a collect flow, exchange.h). Then each owner sends its
+ * sums to all ranks (a scatter flow). So all ranks get the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
  * This takes one message delay instead of three. The additions have the same order as for long
@@ -17,14 +18,14 @@
 
 /* State of one call of epic_allreduce_sum. */
 typedef struct sum_call {
-    const epic_allreduce_sum_args *args; /* data has numbers of `type` */
+    const epic_allreduce_sum_args *args; /* data is an array of `type` */
     uint32_t type;                       /* EPIC_F32 or EPIC_F64 */
-    int64_t bytes;                       /* number of bytes of data */
+    int64_t bytes;                       /* size of data in bytes */
     const host_kernels *kernels;
     exchange *x;
 } sum_call;
 
-/* Returns the index of the block that rank `owner` handles as its item `item`. */
+/* Returns the index of the block that is item `item` of rank `owner`. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     const epic_context *ctx = s->x->ctx;
@@ -36,7 +37,7 @@ static void *block_at(const sum_call *s, int64_t block)
     return (char *)s->args->data + block * BLOCK_BYTES;
 }
 
-/* Returns the number of bytes of a block, of which the last one may be short. */
+/* Returns the size in bytes of a block. The last block may be shorter than the others. */
 static size_t block_size(const sum_call *s, int64_t block)
 {
     const int64_t left = s->bytes - block * BLOCK_BYTES;
@@ -51,16 +52,16 @@ static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
 }
 
 /* Callback collect.fill_entry (exchange.h): sends a block of this rank's array to the owner. A
- * block fits into one entry, so `piece` is 0. */
+ * block fits into one entry, so `piece` is always 0. */
 static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, void *entry)
 {
     (void)piece;
     sum_copy_block(self, home, item, entry);
 }
 
-/* Adds the rows [first, first + count) of n numbers each in a binary tree. count is a power of
- * two. Returns the address of the sum: the only row if count is 1, otherwise row number `level`
- * of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+/* Adds the rows [first, first + count) of n elements each in a binary tree. count is a power of
+ * two. Returns the address of the sum. If count is 1, this is the only row. If not, it is row
+ * `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -73,8 +74,9 @@ static const void *sum_join_ranks(const sum_call *s, const void *const *rows, in
     return out;
 }
 
-/* Adds rows[r], of this many bytes, of all members r in the order args->order, and writes the
- * sum to `out`, which may be one of the rows. rows[r] of a vacant seat r is NULL. */
+/* Adds the rows rows[r] of all members r in the order args->order, and writes the sum to `out`,
+ * which may be one of the rows. A row has `bytes` bytes. rows[r] is NULL for a vacant seat
+ * r. */
 static void sum_add_rows(const sum_call *s, void *out, const void *const *rows, size_t bytes)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -88,7 +90,7 @@ static void sum_add_rows(const sum_call *s, void *out, const void *const *rows, 
         s->kernels->add(out, s->type, list, count, s->type, n);
 }
 
-/* Callback collect.read_rows: adds one of this rank's blocks over all ranks. */
+/* Callback collect.read_rows: sums one of this rank's blocks over all ranks. */
 static void sum_add_block(void *self, int64_t item, int32_t piece, const void **rows)
 {
     sum_call *s = self;
@@ -100,7 +102,8 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both flows. Every member sends every item to all. */
+/* The callbacks is_sent and is_received of both flows, in which every member sends every item
+ * to every member. */
 static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
     (void)item;
@@ -115,7 +118,7 @@ static void sum_fill_result(void *self, int64_t item, int32_t piece, void *entry
     sum_copy_block(s, s->x->rank, item, entry);
 }
 
-/* Callback scatter.read_entry: stores the sum of a block of rank `from` in the array. */
+/* Callback scatter.read_entry: stores the sum of a block of rank `from` into the array. */
 static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
                             const void *entry)
 {
@@ -125,7 +128,8 @@ static void sum_read_result(void *self, int from, int64_t item, int32_t piece,
     memcpy(block_at(s, block), entry, block_size(s, block));
 }
 
-/* Callback scatter.read_own_item. The sums of this rank's blocks are already in place. */
+/* Callback scatter.read_own_item: does nothing, because the sums of this rank's blocks are
+ * already in the array. */
 static void skip_own_block(void *self, int64_t item)
 {
     (void)self, (void)item;
@@ -174,7 +178,6 @@ static void sum_from_headers(sum_call *s)
     sum_add_rows(s, s->args->data, x->rows, (size_t)s->bytes);
 }
 
-/* Implements host_sum_with_header and host_sum_of_type. */
 static epic_result sum_numbers(epic_context *ctx, const epic_allreduce_sum_args *args,
                                uint32_t type, const epic_op_header *about)
 {

@@ -6,9 +6,10 @@
  * partials of all ranks in the layer's sum order and rounds the result once. A partial is sent
  * in pieces, each of which fits into one ring entry.
  *
- * dispatch_backward adds gradient rows in this way too. After the partial, each rank also sends
- * a *trailer*: the gradient of the weight of each choice, as floats. The home rank stores them
- * in d_weights without adding them. */
+ * dispatch_backward adds gradient rows in the same way. Each rank also sends a *trailer* after
+ * the partial: the gradients of the weights of the token's choices, as floats. A choice is one
+ * of the top_k experts of a token. The home rank stores these gradients in d_weights without
+ * adding them. */
 #include <string.h>
 
 #include "base/error.h"
@@ -21,7 +22,7 @@ typedef struct combine_call {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    /* element types: `type` of rows and out, partial_type of partials */
+    /* element types: `type` for rows and out, partial_type for partials */
     epic_type type, partial_type;
     const char *rows_name;
     epic_const_rows rows;
@@ -55,9 +56,10 @@ static void *scratch_row(const combine_call *c, int level)
 typedef struct gathered { /* the slots of one token on this rank, in ascending order of k */
     int n;                /* number of slots */
     const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
-    /* weight of each slot; not in FLAT layers, whose rows the caller has multiplied */
+    /* weight of each slot; not in FLAT layers, where the caller has already applied the
+     * weights */
     float weights[MAX_TOP_K];
-    /* leaf of each slot; set only with EPIC_TREE, and not in FLAT layers */
+    /* leaf of the sum tree for each slot; set only with EPIC_TREE, and not in FLAT layers */
     int32_t leaves[MAX_TOP_K];
 } gathered;
 
@@ -71,7 +73,8 @@ static const void *piece_of_row(const combine_call *c, int64_t row)
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    while (low < high) { /* the slot is in the slab of a local expert from low to high */
+    /* invariant: the slot is in the slab of a local expert from low to high */
+    while (low < high) {
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
             low = middle;
@@ -81,8 +84,8 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the index of the leaf that contains the expert of a slot. The experts of the layer
- * are divided into layer->leaves leaves of equal size. */
+/* Returns the index of the leaf (of the sum tree) that contains the expert of a slot. The
+ * experts of the layer are divided into layer->leaves leaves of equal size. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
     const epic_layer *layer = &v->header->layer;
@@ -91,7 +94,8 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
 }
 
 /* Sets *g to this rank's slots for one token of rank `home`. In a FLAT layer this is only the
- * token's row on this rank, which the caller of combine has already summed. */
+ * token's single row on this rank, in which the caller of combine has already added the
+ * experts' rows. */
 static void gather_slots(const combine_call *c, int home, int64_t token, gathered *g)
 {
     const plan_view *v = &c->plan;
@@ -111,7 +115,7 @@ static void gather_slots(const combine_call *c, int home, int64_t token, gathere
     }
 }
 
-/* Adds the rows of those slots in g whose leaves are in [first, first + count), and writes the
+/* Adds the rows of the slots in g whose leaves are in [first, first + count), and writes the
  * sum to `out`. First adds the rows of each leaf by ascending k, then the sums of the leaves in
  * a binary tree. A leaf without slots adds nothing. If no slot is in these leaves, returns
  * false and writes nothing. May overwrite the scratch rows from `level` on. */
@@ -159,8 +163,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
 }
 
 /* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
- * choice k has no slot on this rank. In a FLAT layer, a row of d_slot_weights begins with the
- * gradients of the choices on this rank, by ascending k. */
+ * choice k has no slot on this rank. In a FLAT layer, a row of d_slot_weights contains only the
+ * choices on this rank, by ascending k, so they are moved to their k. */
 static void write_trailer(const combine_call *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -173,8 +177,8 @@ static void write_trailer(const combine_call *c, int home, int64_t token, void *
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-/* Returns true if all top_k choices of a token have slots on this rank. Then no other rank has
- * a partial for the token. */
+/* Returns true if all top_k choices of a token have slots on this rank. If so, no other rank
+ * has a partial for the token. */
 static bool has_all_choices(const combine_call *c, int home, int64_t token)
 {
     const int32_t *slots = plan_slots_of_token(&c->plan, home, token);
@@ -183,8 +187,8 @@ static bool has_all_choices(const combine_call *c, int home, int64_t token)
     return true;
 }
 
-/* Stores the current piece of a token's only partial into the output of its home rank, which
- * lies in a window. Rounds the elements as the home rank would. */
+/* Stores the current piece of a token's only partial into the output of the token's home rank,
+ * which is in a window. Rounds the elements in the same way as the home rank. */
 static void store_in_out(combine_call *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
@@ -196,8 +200,8 @@ static void store_in_out(combine_call *c, int home, int64_t token)
     c->kernels->add(to, c->type, &partial, 1, c->partial_type, c->count);
 }
 
-/* Stores a token's trailer into d_weights of its home rank, which lies in a window. All choices
- * of the token are on this rank. */
+/* Stores a token's trailer into d_weights of the token's home rank, which is in a window. All
+ * choices of the token are on this rank. */
 static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 {
     unsigned char *to =
@@ -206,8 +210,8 @@ static void store_in_d_weights(const combine_call *c, int home, int64_t token)
 }
 
 /* Stores the current piece of a token's only partial, and its trailer, into those outputs of
- * the home rank that lie in windows. Sets *partial (or *trailer) to false if the ring entry
- * need not contain the partial (or the trailer). */
+ * the home rank that are in windows. Sets *partial (or *trailer) to false if the partial (or
+ * the trailer) is stored there, so that the ring entry need not contain it. */
 static void combine_store_directly(combine_call *c, int home, int64_t token, int32_t piece,
                                    bool *partial, bool *trailer)
 {
@@ -224,9 +228,9 @@ static void combine_store_directly(combine_call *c, int home, int64_t token, int
 }
 
 /* Callback collect.fill_entry (exchange.h): writes one piece of this rank's partial for a token
- * into a ring entry. The first piece is followed by the trailer. Computes the piece directly in
- * the entry. If the entry must be written past the caches, computes the piece in a scratch row,
- * and copies it. */
+ * into a ring entry. The trailer follows the first piece. Computes the piece directly in the
+ * entry. If the entry must be written past the caches, computes the piece in a scratch row and
+ * copies it. */
 static void combine_fill_entry(void *self, int home, int64_t token, int32_t piece, void *entry)
 {
     combine_call *c = self;
@@ -247,7 +251,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Copies the weight gradients of the choices on rank `from` from its trailer to d_weights. */
+/* Copies the weight gradients of the choices on rank `from` from that rank's trailer to
+ * d_weights. */
 static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -259,8 +264,8 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
             c->d_weights[first + k] = values[k];
 }
 
-/* Returns the rank that has slots of all choices of this rank's token, if that is another rank.
- * Otherwise returns -1. That rank identifies the same tokens with has_all_choices(). */
+/* If a single other rank has the slots of all choices of this rank's token, returns that rank.
+ * If not, returns -1. That rank finds the same tokens with has_all_choices(). */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -288,10 +293,9 @@ static void read_trailers(const combine_call *c, int64_t token, const void **row
     }
 }
 
-/* Adds the partials at[first] to at[first + count - 1] in a binary tree; NULL stands for no
- * partial. Returns the address of the sum. This is NULL without a partial, the only partial if
- * there is one, and otherwise scratch row `level`. May overwrite the scratch rows from `level`
- * on. */
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL means no partial.
+ * Returns the address of the sum: NULL if there is no partial, the partial if there is one, and
+ * scratch row `level` if there are several. May overwrite the scratch rows from `level` on. */
 static const void *join_subtrees(const combine_call *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -306,7 +310,7 @@ static const void *join_subtrees(const combine_call *c, const void *const *at, i
 }
 
 /* Adds the partials rows[r] of all ranks r in a binary tree, and writes the sum to `out`. NULL
- * stands for no partial. Rank r is leaf plan.position_of[r] of the tree. */
+ * means no partial. Rank r is leaf plan.position_of[r] of the tree. */
 static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
@@ -318,7 +322,8 @@ static void add_partials_as_tree(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Writes to `out` the sum of the partials rows[r] (NULL: none), added by ascending rank r. */
+/* Adds the partials rows[r] of all ranks r by ascending rank, and writes the sum to `out`. NULL
+ * means no partial. */
 static void add_partials_by_rank(const combine_call *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];
@@ -344,7 +349,7 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     void *out = (unsigned char *)c->out.data + token * c->out.row_bytes +
                 c->first * (int64_t)epic_type_bytes(c->type);
     if (direct && window_is_direct(c->x, rank, WINDOW_ROWS))
-        /* the only rank with slots of this token has stored the row in the window */
+        /* the only rank with slots of this token has already stored the row in the window */
         ;
     else if (c->plan.header->layer.sum_order == EPIC_TREE)
         add_partials_as_tree(c, rows, out);
@@ -355,13 +360,11 @@ static void combine_read_rows(void *self, int64_t token, int32_t piece, const vo
     rows[rank] = NULL;
 }
 
-/* Callback collect.is_sent: returns true if this rank has a slot of the token. */
 static bool combine_is_sent(void *self, int home, int64_t token)
 {
     return plan_receives_token(&((combine_call *)self)->plan, home, token);
 }
 
-/* Callback collect.is_received: returns true if rank `from` has a slot of this rank's token. */
 static bool combine_is_received(void *self, int from, int64_t token)
 {
     return plan_sends_token(&((combine_call *)self)->plan, from, token);
@@ -369,7 +372,8 @@ static bool combine_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Checks the size of the buffer of slot rows on every rank, then runs the collect flow. */
+/* Checks on every rank that the buffer of slot rows is large enough, then runs the collect
+ * flow. */
 static epic_result combine_transfer(combine_call *c)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -407,7 +411,6 @@ static void combine_clear_outputs(const combine_call *c)
     slot_array_clear(&weights);
 }
 
-/* Runs combine or dispatch_backward, from the op headers to the end of the operation. */
 static epic_result combine_run(epic_context *ctx, uint32_t operation, const epic_call *call,
                                plan_op *s, combine_call *c)
 {

@@ -3,7 +3,8 @@
  *
  * Each rank sends the gradient row of each token to the ranks that hold slots of the token (a
  * scatter flow, exchange.h). The row is sent in pieces, each of which fits into one ring entry.
- * A rank that holds a slot of the token computes:
+ * For each of its slots of a token, a rank computes:
+ *
  * - d_rows[slot] = slot weight * gradient row.
  * - d_slot_weights[slot] = dot(gradient row, rows[slot]). rows[slot] is the expert's output in
  *   this slot, which combine has sent. */
@@ -28,8 +29,8 @@ static const unsigned char *row_of_own_token(const combine_backward_call *s, int
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
-/* Writes w * piece to n elements of d_rows[slot], from element `first` on. If the call asks for
- * quantized rows, writes quantized products and their scales. */
+/* Writes w * piece to n elements of d_rows[slot], starting at element `first`. If the call
+ * requests quantized rows, writes the products quantized, and their scales. */
 static void write_scaled_row(const combine_backward_call *s, int64_t slot, float w,
                              const void *piece, int64_t first, int64_t n)
 {
@@ -48,7 +49,7 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds to *sum, the dot product of the gradient row and rows[slot], the part for one piece. The
+/* Adds the part for one piece to *sum, the dot product of the gradient row and rows[slot]. The
  * piece begins at element `first` of its row. After the last piece, writes the sum to
  * d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
@@ -63,11 +64,11 @@ static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
     if ((first + n) * size == s->split.row_bytes) a->d_slot_weights[slot] = (float)*sum;
 }
 
-/* Handles one piece of a token's gradient row: n elements from element `first` on. For each
- * slot of the token on this rank, writes the elements times the weight of the slot, and updates
- * the dot product. In a FLAT layer, only copies the elements to the token's row. All pieces of
- * a token of rank `from` arrive before the next token of that rank, so x->sums needs one
- * unfinished dot product for each source rank and k. */
+/* Handles one piece of a token's gradient row: n elements, starting at element `first`. For
+ * each slot of the token on this rank, writes the elements times the weight of the slot, and
+ * updates the dot product. In a FLAT layer, only copies the elements to the token's row. All
+ * pieces of a token of rank `from` arrive before the next token of that rank, so x->sums needs
+ * only one partial dot product for each source rank and k. */
 static void scatter_piece(const combine_backward_call *s, int from, int64_t token,
                           const void *piece, int64_t first, int64_t n)
 {
@@ -87,11 +88,12 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
     }
 }
 
-/* Stores one piece of a gradient row directly into d_rows of those peers that need the piece,
- * whose d_rows lies in a window, and on which the token has only one slot. If a peer multiplies
- * the rows by weights, its op header has no place of d_rows, so the peer is left out. Copies
- * with the function that write_scaled_row() uses, so that even a NaN has the same bits as
- * without windows. Returns true if some peer has to read the piece from the ring. */
+/* Stores one piece of a gradient row directly into the d_rows of peers. Does this for each peer
+ * that needs the piece, whose d_rows is in a window, and on which the token has only one slot.
+ * If a peer multiplies the rows by weights, its op header contains no place of d_rows, so the
+ * function skips it. Copies with the same function as write_scaled_row(), so that even a NaN
+ * has the same bits as without windows. Returns true if some peer must read the piece from the
+ * ring. */
 static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;
@@ -128,7 +130,7 @@ static void combine_backward_fill_entry(void *self, int64_t token, int32_t piece
     ring_write_row(x, x->rank, path, entry, from, size, s->kernels->copy);
 }
 
-/* Callback scatter.read_entry: handles an arrived piece of a gradient row of rank `from`. */
+/* Callback scatter.read_entry: handles one piece of a gradient row from rank `from`. */
 static void combine_backward_read_entry(void *self, int from, int64_t token, int32_t piece,
                                         const void *entry)
 {
@@ -141,7 +143,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Callback scatter.read_own_item: handles the whole row of a token that has slots here. */
+/* Callback scatter.read_own_item: handles the whole row of a token that has slots on its own
+ * rank. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     combine_backward_call *s = self;
@@ -149,13 +152,11 @@ static void combine_backward_read_own(void *self, int64_t token)
     scatter_piece(s, s->x->rank, token, row_of_own_token(s, token), 0, n);
 }
 
-/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool combine_backward_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((combine_backward_call *)self)->plan, peer, token);
 }
 
-/* Callback scatter.is_received: returns true if a token of rank `from` has a slot here. */
 static bool combine_backward_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_dispatch on the host.
  *
- * A rank sends each token once to each rank that holds at least one slot of the token. The
- * bytes that it sends for a token are called the token's *message* here: the row, its scales,
- * and one weight for each choice k. A message is split into pieces, each of which fits into one
- * ring entry. The receiver copies the row and the scales to each slot of the token, and to each
- * slot the weight of its choice. */
+ * A rank sends each token once to each rank that holds at least one slot of the token. In this
+ * file, a token's *message* is the bytes that are sent for it: the row, its scales, and one
+ * weight for each choice k (each of the top_k experts of the token). A message is split into
+ * pieces, each of which fits into one ring entry. The receiver copies the row and the scales to
+ * each slot of the token, and the weight of each choice to the choice's slot. */
 #include <string.h>
 
 #include "base/error.h"
@@ -14,15 +14,15 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* If the receive buffer has fewer bytes than this, it is written through the caches, where it
- * stays until the experts read it. */
+/* A receive buffer of fewer bytes than this is written through the caches, so that it stays in
+ * the cache until the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
 /* State of one call of dispatch. */
 typedef struct dispatch_call {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
-    copy_function *copy; /* copies rows and scales to slots: through the caches or past them */
+    copy_function *copy; /* copies rows and scales to slots, through the caches or past them */
     exchange *x;
     plan_view plan;
     row_split split; /* how the message is split into pieces */
@@ -57,8 +57,8 @@ static void quantize_token(dispatch_call *d, int64_t token)
         d->x->row, d->x->row + d->scales_at, row_of(&a->tokens, token), 1, type, n);
 }
 
-/* Return the address of one part of a token's message: its row, its scales or its weights.
- * Quantized rows and their scales are computed first. */
+/* Return the address of one part of a token's message: its row, its scales or its weights. If
+ * quantized rows and scales are requested, compute them first. */
 static const unsigned char *row_part(dispatch_call *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -78,8 +78,8 @@ static const float *weights_part(const dispatch_call *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies bytes of a message. `from` has the bytes [begin, end) of the message, and `to` has
- * room for the bytes [at, at + size). Copies the bytes that are in both ranges. */
+/* Copies a range of bytes of a message. `from` contains the bytes [begin, end) of the message,
+ * and `to` has room for the bytes [at, at + size). Copies the bytes that are in both ranges. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -96,14 +96,15 @@ static void copy_cached(void *to, const void *from, size_t n)
     memcpy(to, from, n);
 }
 
-/* The parts of a message, as bits of a mask. Bit numbers are those of enum window_output. */
+/* The parts of a message, as bits of a mask. The bit indices are the values of enum
+ * window_output. */
 #define ROW_BIT (1u << WINDOW_ROWS)
 #define SCALES_BIT (1u << WINDOW_SCALES)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
 #define ALL_PARTS (ROW_BIT | SCALES_BIT | WEIGHTS_BIT)
 
-/* Copies the parts `wanted` (mask) of one piece of a token's message into `entry` with
- * `copy`. */
+/* Copies those parts of one piece of a token's message that are in the mask `wanted` into
+ * `entry`, with the function `copy`. */
 static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void *entry,
                             uint32_t wanted, copy_function *copy)
 {
@@ -117,9 +118,10 @@ static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void
         copy_overlap(copy, entry, begin, size, weights_part(d, token), d->weights_at, end);
 }
 
-/* Stores bytes of one part of a message into an output of a peer. The part is bytes [low, high)
- * of the message. It is at `from` on this rank, and begins at byte `at` of the peer's output.
- * Only the bytes in the current piece, bytes [begin, end) of the message, are stored. */
+/* Stores bytes of one part of a message into an output of a peer. The part is the bytes [low,
+ * high) of the message. It is at `from` on this rank, and begins at byte `at` of the peer's
+ * output. Stores only the bytes that are also in the current piece, the bytes [begin, end) of
+ * the message. */
 static void store_part(const dispatch_call *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {
@@ -129,9 +131,9 @@ static void store_part(const dispatch_call *d, int peer, enum window_output whic
     if (to) d->copy(to, (const unsigned char *)from + (first - low), (size_t)(last - first));
 }
 
-/* Stores one piece of a token's message into those outputs of a peer that lie in windows.
- * `slot` is the token's only slot there. Returns the mask of the other parts, which the peer
- * reads from the ring. */
+/* Stores one piece of a token's message into those outputs of a peer that are in windows.
+ * `slot` is the token's only slot on the peer. Returns the mask of the other parts, which the
+ * peer reads from the ring. */
 static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64_t token,
                                  int32_t piece)
 {
@@ -161,8 +163,8 @@ static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64
 }
 
 /* Stores one piece of a token's message directly into outputs of peers. This is possible if an
- * output lies in a window and the token has only one slot on the peer. Returns the mask of the
- * parts that some peer has to read from the ring. */
+ * output is in a window and the token has only one slot on the peer. Returns the mask of the
+ * parts that some peer must read from the ring. */
 static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
 {
     uint32_t staged = 0;
@@ -174,7 +176,7 @@ static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
     return staged;
 }
 
-/* Returns how many bytes of a piece belong to parts that are not in the mask `wanted`. */
+/* Returns the number of bytes of a piece that belong to parts outside of the mask `wanted`. */
 static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wanted)
 {
     const int64_t begin = piece_offset(&d->split, piece);
@@ -190,9 +192,10 @@ static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wa
 }
 
 /* Callback scatter.fill_entry (exchange.h): copies one piece of a token's message into a ring
- * entry, except the parts that are stored in windows of all peers that need them.
+ * entry. Leaves out the parts that are stored into windows of all peers that need them.
  * ring_choose_path() decides whether the copy goes through the caches and whether it is timed.
- * Before a timed copy, the parts are joined in x->scratch_rows, so that one copy is timed. */
+ * Before a timed copy, the parts are joined in x->scratch_rows, so that a single copy is
+ * timed. */
 static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *entry)
 {
     dispatch_call *d = self;
@@ -214,21 +217,22 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* Some bytes of a token's row, scales or weights: `size` bytes from offset `at` on, which are
- * stored at `from`. No bytes if `size` is 0 or less. */
+/* A range of a token's row, scales or weights: `size` bytes, starting at offset `at`, which are
+ * stored at `from`. Empty if `size` is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
 } part;
 
-/* The parts of a piece of a token's message, or of all of it, that can be written to slots
- * now. */
+/* The ranges of a token's row, scales and weights that can be written to the token's slots now,
+ * from one piece of its message or from the whole message. */
 typedef struct parts {
     part row, scales, weights;
 } parts;
 
-/* Returns the bytes of a piece, bytes [begin, end) of the message at `piece`, that belong to
- * one part, bytes [low, high) of the message. result.at is an offset in the part. */
+/* Returns the bytes of a piece that belong to one part. The piece is the bytes [begin, end) of
+ * the message, and the part is the bytes [low, high) of the message. result.at is an offset in
+ * the part. */
 static part message_part_of(const unsigned char *piece, int64_t begin, int64_t end, int64_t low,
                             int64_t high)
 {
@@ -236,7 +240,7 @@ static part message_part_of(const unsigned char *piece, int64_t begin, int64_t e
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-/* Writes the bytes in *p of a row and of its scales to one slot. */
+/* Writes the ranges in *p of a row and of its scales to one slot. */
 static void write_row(const dispatch_call *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;
@@ -247,8 +251,9 @@ static void write_row(const dispatch_call *d, int64_t slot, const parts *p)
                 (size_t)p->scales.size);
 }
 
-/* Writes the weight of choice k to slot_weights[index], or only its bytes in *weights, because
- * a piece may end inside the weight. Does not use d->copy, because a weight is small. */
+/* Writes the weight of choice k to slot_weights[index]. Writes only the bytes of the weight
+ * that are in *weights, because a piece may end inside the weight. Does not use d->copy,
+ * because a weight is small. */
 static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, const part *weights)
 {
     const int64_t at = (int64_t)(k * sizeof(float)), end = weights->at + weights->size;
@@ -259,8 +264,8 @@ static void write_weight(const dispatch_call *d, int64_t index, uint32_t k, cons
         copy_overlap(copy_cached, to, at, sizeof *to, weights->from, weights->at, end);
 }
 
-/* For FLAT layers: writes the bytes in *p to the token's only row on this rank. Also writes the
- * weights of the token's choices on this rank one after the other, by ascending k. */
+/* For FLAT layers: writes the ranges in *p to the token's only row on this rank. Also writes
+ * the weights of the token's choices on this rank, contiguously and by ascending k. */
 static void write_flat_row(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     const int64_t row = d->plan.row_of[d->plan.base_of[from] + token];
@@ -272,7 +277,7 @@ static void write_flat_row(const dispatch_call *d, int from, int64_t token, cons
         if (experts[k] >= 0) write_weight(d, index++, k, &p->weights);
 }
 
-/* Writes the bytes in *p to all slots of a token of rank `from` on this rank. */
+/* Writes the ranges in *p to all slots that a token of rank `from` has on this rank. */
 static void write_token(const dispatch_call *d, int from, int64_t token, const parts *p)
 {
     if (plan_is_flat(&d->plan)) {
@@ -280,8 +285,8 @@ static void write_token(const dispatch_call *d, int from, int64_t token, const p
         return;
     }
     const int32_t *slots = plan_slots_of_token(&d->plan, from, token);
-    /* Lists the choices on this rank without a branch on slots[k], because the processor would
-     * often mispredict such a branch. */
+    /* lists the choices on this rank without a branch on slots[k], because the processor would
+     * often mispredict such a branch */
     uint32_t here[MAX_TOP_K], count = 0;
     for (uint32_t k = 0; k < d->plan.header->layer.top_k; k++) {
         here[count] = k;
@@ -301,8 +306,8 @@ static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
            plan_has_only_slot(&d->plan, from, token);
 }
 
-/* Callback scatter.read_entry: writes one piece of a token of rank `from` to the token's slots,
- * except the parts that rank `from` has stored in windows of this rank. */
+/* Callback scatter.read_entry: writes one piece of a token of rank `from` to the token's slots.
+ * Skips the parts that rank `from` has stored in windows of this rank. */
 static void dispatch_read_entry(void *self, int from, int64_t token, int32_t piece,
                                 const void *entry)
 {
@@ -318,7 +323,7 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Callback scatter.read_own_item: writes one of this rank's tokens to its slots here. */
+/* Callback scatter.read_own_item: writes a token of this rank to its slots on this rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatch_call *d = self;
@@ -331,13 +336,11 @@ static void dispatch_read_own(void *self, int64_t token)
     write_token(d, d->x->rank, token, &p);
 }
 
-/* Callback scatter.is_sent: returns true if this rank's token has a slot on rank `peer`. */
 static bool dispatch_is_sent(void *self, int peer, int64_t token)
 {
     return plan_sends_token(&((dispatch_call *)self)->plan, peer, token);
 }
 
-/* Callback scatter.is_received: returns true if a token of rank `from` has a slot here. */
 static bool dispatch_is_received(void *self, int from, int64_t token)
 {
     return plan_receives_token(&((dispatch_call *)self)->plan, from, token);
@@ -345,8 +348,8 @@ static bool dispatch_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Describes in `out` the three outputs of dispatch that have one row per slot: address, row
- * size and number of rows. A row of slot_weights has `weights` floats. */
+/* Describes in `out` the three outputs of dispatch that have one row per slot. A row of
+ * slot_weights has `weights` floats. */
 static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, slot_array out[3])
 {
     out[0] = (slot_array){a->recv.data, a->recv.row_bytes, a->recv.num_rows};
@@ -356,7 +359,7 @@ static void list_output_arrays(const epic_dispatch_args *a, uint32_t weights, sl
 }
 
 /* For FLAT layers: writes recv_expert. Each row lists the local experts of its token by
- * ascending k, and then -1. */
+ * ascending k, followed by -1. */
 static void write_recv_expert(const dispatch_call *d)
 {
     const plan_header *h = d->plan.header;
@@ -420,14 +423,14 @@ void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
     op_header_set_window(header, ctx, WINDOW_ROWS, a->recv.data, rows * a->recv.row_bytes);
     op_header_set_window(header, ctx, WINDOW_SCALES, a->recv_scales.data,
                          a->recv_scales.num_rows * a->recv_scales.row_bytes);
-    /* In a FLAT layer the receiver selects the weights of the choices on its rank, so peers
-     * cannot store them directly. */
+    /* in a FLAT layer the receiver selects the weights of the choices on its rank, so peers
+     * cannot store them directly */
     if (!is_flat)
         op_header_set_window(header, ctx, WINDOW_WEIGHTS, a->slot_weights,
                              rows * (int64_t)sizeof(float));
 }
 
-/* Zeroes all outputs (recv_expert: -1), after an error in the data of any rank. */
+/* Zeroes all outputs (recv_expert: sets it to -1), after an error in the data of any rank. */
 static void dispatch_clear_outputs(const epic_dispatch_args *a)
 {
     slot_array arrays[3];
@@ -438,7 +441,7 @@ static void dispatch_clear_outputs(const epic_dispatch_args *a)
         a->recv_expert[i] = -1;
 }
 
-/* Returns EPIC_EINVAL if the layer or the number of tokens is not that of the plan. */
+/* Returns EPIC_EINVAL if the layer or the number of tokens differs from the plan. */
 static epic_result dispatch_check(const plan_op *s, const epic_dispatch_args *a)
 {
     TRY(plan_op_check_layer(s, a->layer));
@@ -477,7 +480,6 @@ static epic_result dispatch_transfer_all(dispatch_call *d)
     return dispatch_transfer(d);
 }
 
-/* Runs dispatch, from the op headers to the end of the operation. */
 static epic_result dispatch_run(epic_context *ctx, const epic_dispatch_args *args, plan_op *s)
 {
     dispatch_call d = {.args = args, .kernels = host_kernels_get()};
@@ -504,8 +506,9 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
     return dispatch_run(ctx, args, &s);
 }
 
-/* Runs the dispatch of epic_plan_dispatch (host_ops.h). The receive buffer has enough rows: the
- * caller has checked that it has at least `capacity` rows, and a plan never has more slots. */
+/* Runs the dispatch of epic_plan_dispatch (host_ops.h). Does not check the size of the receive
+ * buffer: the caller has checked that it has at least `capacity` rows, and a plan never has
+ * more slots. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args)
 {
     dispatch_call d = {

@@ -5,8 +5,8 @@
  * defaults of args->layer. The functions here make the checks that depend on the plan.
  *
  * Every operation is collective and blocks until its rows have arrived. If the data of one rank
- * contains an error, all ranks return it. `extra`, which may be NULL, adds to the op header an
- * error that src/moe found in this rank's data, and the options of the layer. */
+ * contains an error, all ranks return it. `extra`, which may be NULL, contains data for the op
+ * header: an error that src/moe found in this rank's data, and the options of the layer. */
 #ifndef EPIC_HOST_OPS_H
 #define EPIC_HOST_OPS_H
 
@@ -14,7 +14,6 @@
 #include "kernels/kernels.h"
 #include "plan/plan.h"
 
-/* Implement epic_plan and epic_plan_dispatch. */
 epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
                       const op_header_extra *extra);
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
@@ -27,19 +26,18 @@ epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
 
 /* Runs the second half of epic_plan_dispatch: sends the rows in the exchange x, in which the
- * plan was made. Sends no new op headers, because those of the plan already contain the data
- * that ranks compare for the dispatch. Closes x and returns the result. */
+ * plan was made. Sends no new op headers, because the headers of the plan already contain the
+ * data that ranks compare for the dispatch. Closes x and returns the result. */
 epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
 
-/* Returns a hash of those arguments of a dispatch that must be equal on all ranks. It is never
- * 0. The op header of the plan contains it as LOCAL_NEXT_DISPATCH. */
+/* Returns a hash of the arguments of a dispatch that must be equal on all ranks. The hash is
+ * never 0. The op header of the plan contains it as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
 
-/* Stores in an op header where the outputs of a dispatch lie in this rank's windows. */
+/* Stores the places (window_place()) of the outputs of a dispatch in an op header. */
 void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
                                     const epic_dispatch_args *args);
 
-/* Implement the public calls epic_combine, epic_dispatch_backward and so on. */
 epic_result host_combine(epic_context *ctx, const epic_combine_args *args);
 epic_result host_dispatch_backward(epic_context *ctx, const epic_dispatch_backward_args *args);
 epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward_args *args,
@@ -48,11 +46,11 @@ epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args 
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
 /* Sums like epic_allreduce_sum. Its op header is a copy of `about`, in which only the elements
- * for the sum are replaced. So the ranks also compare the other elements of about->common. */
+ * for the sum are replaced, so the ranks also compare the other elements of about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
-/* Sums like epic_allreduce_sum, but args->data points to numbers of `type`, which is EPIC_F32 or
+/* Sums like epic_allreduce_sum, but args->data is an array of `type`, which is EPIC_F32 or
  * EPIC_F64. Does not check the arguments. */
 epic_result host_sum_of_type(epic_context *ctx, const epic_allreduce_sum_args *args,
                              uint32_t type);
@@ -64,7 +62,7 @@ epic_result host_sum_of_type(epic_context *ctx, const epic_allreduce_sum_args *a
  * ranks then return. */
 typedef struct plan_op {
     plan_view plan; /* valid unless `damaged` is true */
-    /* true: the plan is damaged or `extra` holds an error; `plan` must not be used */
+    /* true: the plan is damaged or `extra` has an error; `plan` must not be used */
     bool damaged;
     epic_op_header op_header;
 } plan_op;
@@ -88,18 +86,18 @@ epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
 /* Returns EPIC_EOVERFLOW if the slot buffer of any rank has fewer rows than that rank's plan
- * has slots. Reads all op headers, so all ranks return the same result. `name` is the name of
- * the buffer in the error text. */
+ * has slots. Reads all op headers, so all ranks return the same result. The error text calls
+ * the buffer `name`. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
 /* Returns an array [top_k] for one token of rank `from`. Element k is the slot of choice k on
- * this rank (FLAT: its local expert here). It is -1 if the choice has no slot here. */
+ * this rank (in a FLAT layer: the local expert of choice k), or -1 if choice k has no slot on
+ * this rank. */
 static inline const int32_t *plan_slots_of_token(const plan_view *v, int from, int64_t token)
 {
     return v->slot_or_expert + (v->base_of[from] + token) * (int64_t)v->header->layer.top_k;
 }
 
-/* Returns true if the layer has the layout EPIC_FLAT: one row for each token and rank. */
 static inline bool plan_is_flat(const plan_view *v)
 {
     return v->header->layer.layout == EPIC_FLAT;
@@ -147,8 +145,8 @@ static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t toke
     return slot;
 }
 
-/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. On
- * rank `from`, plan_only_slot_on() then returns this slot. */
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. If
+ * so, plan_only_slot_on() on rank `from` returns this slot. */
 static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;
@@ -168,11 +166,10 @@ typedef struct slot_array {
     int64_t num_rows;
 } slot_array;
 
-/* Set rows of an output to zero. Both functions do nothing if a->data is NULL.
- * - slot_array_clear_padding() zeroes the padding slots of every slab, unless flags has
- *   EPIC_LEAVE_PADDING. With EPIC_ZERO_TAIL it also zeroes the tail: the rows after the last
- *   slab.
- * - slot_array_clear() zeroes all rows. */
+/* Set rows of an output to zero. Do nothing if a->data is NULL. slot_array_clear() zeroes all
+ * rows. slot_array_clear_padding() zeroes the padding slots of every slab, unless flags has
+ * EPIC_LEAVE_PADDING. With EPIC_ZERO_TAIL it also zeroes the tail: the rows after the last
+ * slab. */
 void slot_array_clear_padding(const plan_view *v, const slot_array *a, uint32_t flags);
 void slot_array_clear(const slot_array *a);
 
