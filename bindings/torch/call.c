@@ -367,6 +367,15 @@ void call_check_count(torch_call *call, const char *name, call_array array, int6
                   array.count, count);
 }
 
+void call_check_shape(torch_call *call, const char *name, call_array array, int64_t dim,
+                      const int64_t *sizes)
+{
+    if (array.data == NULL || call->failed) return;
+    if (array.dim != dim || memcmp(array.sizes, sizes, (size_t)dim * sizeof *sizes) != 0)
+        call_fail(call, EPIC_EINVAL, "%s has the shape %s: must be %s", name,
+                  call_shape(array.dim, array.sizes).text, call_shape(dim, sizes).text);
+}
+
 void call_order_token(torch_call *call)
 {
     check_device(call, "order_token", next_tensor(call));

@@ -51,25 +51,19 @@ static experts_inputs read_inputs(torch_call *call)
     return in;
 }
 
-/* Checks types and numbers of elements of the inputs. */
+/* Checks types and shapes of the inputs. */
 static void check_inputs(torch_call *call, const experts_inputs *in,
-                         const epic_experts *experts)
+                         const epic_experts *experts, bool is_backward)
 {
     const int64_t local = experts->num_local_experts, hidden = experts->hidden;
     const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
     const int64_t in_blocks = blocks_of(inner), of_hidden = blocks_of(hidden);
-    const bool scaled = in->w_gate_up.type == EPIC_E4M3;
-    const uint32_t bias = scaled ? experts->row_type : in->w_gate_up.type;
-    call_check_type(call, "b_gate_up", in->b_gate_up, bias);
-    call_check_type(call, "b_down", in->b_down, bias);
+    const call_array weights[] = {in->w_gate_up, in->w_down, in->b_gate_up, in->b_down};
+    check_mlp(call, experts, weights, expert_names, experts->row_type, is_backward);
     call_check_count(call, "x", in->x, in->x.rows * hidden);
     call_check_count(call, "expert_rows", in->rows, local);
     call_check_count(call, "expert_tokens", in->tokens, local);
     call_check_count(call, "slot_weights", in->slot_weights, in->x.rows);
-    call_check_count(call, "w_gate_up", in->w_gate_up, local * hidden * width);
-    call_check_count(call, "w_down", in->w_down, local * inner * hidden);
-    call_check_count(call, "b_gate_up", in->b_gate_up, local * width);
-    call_check_count(call, "b_down", in->b_down, local * hidden);
     call_check_count(call, "w_gate_up_scales", in->w_gate_up_scales,
                      local * blocks_of(width) * of_hidden);
     call_check_count(call, "w_down_scales", in->w_down_scales, local * in_blocks * of_hidden);
@@ -105,7 +99,7 @@ static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_
     const epic_call where = call_enter_local(&call);
     mlp_types types = {.row = in.x.type, .weight = in.w_gate_up.type};
     const epic_experts options = read_experts(&call, &types);
-    check_inputs(&call, &in, &options);
+    check_inputs(&call, &in, &options, false);
     call_check_count(&call, "x_scales", x_scales, in.x.rows * blocks_of(options.hidden));
     const epic_experts_memory_info sizes = sizes_of(&call, &options, in.x.rows);
     const call_array y = call_result_like(&call, "y", options.row_type, in.x);
@@ -158,7 +152,7 @@ static void op_experts_backward(torch_value *stack, uint64_t num_arguments,
     const epic_call where = call_enter_local(&call);
     mlp_types types = {.row = in.x.type, .weight = in.w_gate_up.type};
     const epic_experts options = read_experts(&call, &types);
-    check_inputs(&call, &in, &options);
+    check_inputs(&call, &in, &options, true);
     call_check_count(&call, "d_y", d_y, in.x.count);
     const epic_experts_memory_info sizes = sizes_of(&call, &options, in.x.rows);
     epic_experts_backward_args args = {INPUTS(in),

@@ -15,7 +15,8 @@ typedef struct moe_job {
     call_array shared_gate_up, shared_down, shared_b_gate_up, shared_b_down, w_shared_gate;
     call_array w_gate_up_scales, w_down_scales;
     uint32_t grad_type; /* epic_type of the gradients of the experts' weights; 0: default */
-    bool with_routing;  /* forward returns topk_idx and topk_weights */
+    bool is_backward;
+    bool with_routing;       /* forward returns topk_idx and topk_weights */
     bool has_forced_weights; /* backward: forward had topk_weights_in */
 } moe_job;
 
@@ -58,22 +59,6 @@ static void read_weights(torch_call *call, moe_job *job)
                                       .w_down_scales = job->w_down_scales.data};
 }
 
-/* Checks the weights of one MLP. `arrays` contains w_gate_up, w_down, b_gate_up and b_down, and
- * `names` contains their names in errors. */
-static void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
-                      const char *const names[4], uint32_t bias_type)
-{
-    call_check_type(call, names[1], arrays[1], arrays[0].type);
-    call_check_type(call, names[2], arrays[2], bias_type);
-    call_check_type(call, names[3], arrays[3], bias_type);
-    const int64_t local = experts->num_local_experts, hidden = experts->hidden;
-    const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
-    call_check_count(call, names[0], arrays[0], local * hidden * width);
-    call_check_count(call, names[1], arrays[1], local * inner * hidden);
-    call_check_count(call, names[2], arrays[2], local * width);
-    call_check_count(call, names[3], arrays[3], local * hidden);
-}
-
 /* Checks the scales of e4m3 weights: one for each block of 128 x 128 elements. */
 static void check_scales(torch_call *call, const moe_job *job)
 {
@@ -85,11 +70,10 @@ static void check_scales(torch_call *call, const moe_job *job)
     call_check_count(call, "w_down_scales", job->w_down_scales, rows * ((inner + 127) / 128));
 }
 
-/* Checks the numbers of elements of x and the weights. The core cannot check them, because its
- * arguments contain only the addresses of arrays. */
+/* Checks the shapes of x and the weights. The core cannot check them, because its arguments
+ * contain only the addresses of arrays. */
 static void check_weights(torch_call *call, const moe_job *job)
 {
-    static const char *const names[] = {"w_gate_up", "w_down", "b_gate_up", "b_down"};
     static const char *const shared_names[] = {"shared_gate_up", "shared_down",
                                                "shared_b_gate_up", "shared_b_down"};
     const call_array arrays[] = {job->w_gate_up, job->w_down, job->b_gate_up, job->b_down};
@@ -98,14 +82,13 @@ static void check_weights(torch_call *call, const moe_job *job)
     const int64_t columns = (int64_t)job->router.num_experts + job->router.zero_experts;
     const int64_t hidden = job->experts.hidden;
     call_check_count(call, "x", job->x, job->x.rows * hidden);
-    call_check_count(call, "w_gate", job->w_gate, hidden * columns);
+    call_check_shape(call, "w_gate", job->w_gate, 2, (int64_t[]){hidden, columns});
     call_check_count(call, "b_gate", job->b_gate, columns);
     call_check_count(call, "bias", job->bias, columns);
     call_check_count(call, "w_shared_gate", job->w_shared_gate, hidden);
-    const bool scaled = job->w_gate_up.type == EPIC_E4M3;
-    check_mlp(call, &job->experts, arrays, names, scaled ? job->x.type : job->w_gate_up.type);
+    check_mlp(call, &job->experts, arrays, expert_names, job->x.type, job->is_backward);
     if (job->moe.shared != NULL)
-        check_mlp(call, &job->shared, shared, shared_names, job->shared_gate_up.type);
+        check_mlp(call, &job->shared, shared, shared_names, job->x.type, job->is_backward);
     check_scales(call, job);
 }
 
@@ -202,7 +185,7 @@ static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t
 {
     (void)num_arguments;
     torch_call call = call_begin("moe_backward", stack, num_results);
-    moe_job job = {0};
+    moe_job job = {.is_backward = true};
     call_order_token(&call);
     read_weights(&call, &job);
     const uint32_t type = job.x.type == EPIC_F64 ? EPIC_F64 : EPIC_F32;

@@ -92,6 +92,28 @@ epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight
     return out;
 }
 
+const char *const expert_names[4] = {"w_gate_up", "w_down", "b_gate_up", "b_down"};
+
+void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
+               const char *const names[4], uint32_t row_type, bool is_backward)
+{
+    const uint32_t type = arrays[0].type;
+    const bool turned = type == EPIC_E4M3 && !is_backward;
+    const int64_t local = experts->num_local_experts, hidden = experts->hidden;
+    const int64_t inner = experts->inner, width = experts->ungated ? inner : 2 * inner;
+    const int64_t shapes[4][3] = {
+        {local, turned ? width : hidden, turned ? hidden : width},
+        {local, turned ? hidden : inner, turned ? inner : hidden},
+        {local, width},
+        {local, hidden},
+    };
+    for (int i = 0; i < 4; i++) {
+        call_check_type(call, names[i], arrays[i],
+                        i < 2 || type != EPIC_E4M3 ? type : row_type);
+        call_check_shape(call, names[i], arrays[i], i < 2 ? 3 : 2, shapes[i]);
+    }
+}
+
 void read_compared(torch_call *call, compared_options *out, const epic_layer *layer)
 {
     *out = (compared_options){.moe.layer = layer};

@@ -74,6 +74,12 @@ typedef struct mlp_types {
  * from the next arguments of a call. *types contains types that the arguments may leave out.
  * The functions set types->grad. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
+/* Checks the types and shapes of the weights of an MLP: w_gate_up, w_down, b_gate_up and b_down.
+ * `names` contains their names in errors. Weights in e4m3 are transposed in forward, but not in
+ * backward. */
+void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
+               const char *const names[4], uint32_t row_type, bool is_backward);
+extern const char *const expert_names[4]; /* of the experts' weights */
 /* Returns a struct with inner 0 if the layer has no shared expert. */
 epic_experts read_shared(torch_call *call, epic_experts experts, uint32_t weight_type);
 

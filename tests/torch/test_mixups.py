@@ -40,6 +40,54 @@ def chosen(group: Any, table: Any) -> Any:
 
 
 META = torch.device("meta")
+
+
+def make_weights() -> dict[str, Any]:
+    """Return all weights of a layer with a shared expert. No two of its sizes are equal."""
+    shapes = {"w_gate": (HIDDEN, EXPERTS), "b_gate": (EXPERTS,), "bias": (EXPERTS,)}
+    for prefix, local in (("", EXPERTS), ("shared_", 1)):
+        names = [prefix + name for name in ("gate_up", "down", "b_gate_up", "b_down")]
+        names = names if prefix else ["w_gate_up", "w_down", "b_gate_up", "b_down"]
+        sizes = [(local, HIDDEN, 24), (local, 12, HIDDEN), (local, 24), (local, HIDDEN)]
+        shapes |= dict(zip(names, sizes, strict=True))
+    shapes |= {"w_shared_gate": (HIDDEN,)}
+    return {name: numbers(5, *shape) / 4 for name, shape in shapes.items()}
+
+
+# Changes of one weight, and the error.
+DAMAGE: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "transposed": (lambda w: w.mT if w.dim() > 1 else w[:-1], "has the shape|elements: must"),
+    "reshaped": (lambda w: w.reshape(w.shape[-1], -1)[None], "has the shape|dimensions: must"),
+    "one less": (lambda w: w[..., :-1], "has the shape|elements: must"),
+    "a list": (lambda w: w.tolist(), "is a list: must be a tensor"),
+    "sparse": (lambda w: w.to_sparse(), "is torch.sparse_coo: must be dense"),
+    "integers": (lambda w: w.int(), "is torch.int32: must be float32"),
+    "on another device": (lambda w: w.to("meta"), "is on meta and x is on cpu: must be on one"),
+}
+
+
+@pytest.mark.parametrize("name", make_weights())
+@pytest.mark.parametrize("product", [None, slab_mm], ids=["core", "composed"])
+def test_weights_of_a_layer(name: str, product: Any) -> None:
+    """Check that each weight that does not fit is an error that names it, and nothing else."""
+    shared = epic.torch.Experts(hidden=HIDDEN, inner=12)
+    options = epic.torch.Moe.of(**WISH, shared=shared)
+    weights = make_weights()
+    with epic.torch.Group(**ALONE) as group:
+
+        def run(value: Any) -> Any:
+            given = epic.torch.MoeWeights(**{**weights, name: value})
+            return epic.torch.moe(group, options, X, given, grouped_mm=product).out
+
+        for change, text in DAMAGE.values():
+            with pytest.raises(EpicArgumentError, match=rf"{name} ({text})"):
+                run(change(weights[name]))
+        if name in ("w_gate", "w_gate_up", "w_down", "shared_down"):
+            with pytest.raises(EpicArgumentError, match=f"{name} is None: must be a tensor"):
+                run(None)
+        assert run(weights[name]).isfinite().all()
+
+
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "turned weights": (lambda g: step(g, w=W.T), r"weights has .*\[3, 6\]: must be \[6, 3\]"),
     "flat weights": (lambda g: step(g, w=W.reshape(-1)), r"weights has .*\[18\]: must be \[6, 3\]"),
@@ -136,7 +184,7 @@ def test_a_parameter_that_was_not_loaded(name: str) -> None:
         layer = epic.torch.MoE(group, options, gate_bias=True, expert_biases=True, bias_rate=0.1)
         empty = getattr(layer, name).to(META)
         setattr(layer, name, empty if name == "bias" else torch.nn.Parameter(empty))
-        with pytest.raises(EpicArgumentError, match="on cpu and meta"), torch.no_grad():
+        with pytest.raises(EpicArgumentError, match=f"{name} is on meta and x is on cpu"), torch.no_grad():
             layer(X)
 
 

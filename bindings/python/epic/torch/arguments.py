@@ -179,8 +179,18 @@ def mark_no_offload(x: Tensor) -> None:
         x.__dict__.update(NO_OFFLOAD)
 
 
+def check_tensor(name: str, x: Any) -> None:
+    """Raise an error for an argument that is not a dense tensor. name: its name in the error."""
+    if not isinstance(x, Tensor):
+        found = "None" if x is None else f"a {type(x).__name__}"
+        raise EpicArgumentError(f"{name} is {found}: must be a tensor")
+    if x.layout is not torch.strided:
+        raise EpicArgumentError(f"{name} is {x.layout}: must be dense; call to_dense()")
+
+
 def check_floats(name: str, x: Tensor) -> None:
     """Raise an error if the core cannot add the dtype of a tensor. name: its name in the error."""
+    check_tensor(name, x)
     if x.dtype not in ROW_TYPES:
         raise EpicArgumentError(
             f"{name} is {x.dtype}: must be float32, bfloat16, float16 or float64"
@@ -244,6 +254,7 @@ def as_flat(name: str, x: Tensor, leading: Any) -> Tensor:
         x: One value for each token, of the shape `leading` or [num_tokens].
         leading: The leading dimensions of the tokens, as the caller passed them.
     """
+    check_tensor(name, x)
     if x.shape != leading and x.shape != (math.prod(leading),):
         raise EpicArgumentError(
             f"{name} has the shape {list(x.shape)}: must be {list(leading)}, with one value for "
@@ -267,6 +278,7 @@ def as_int32(name: str, x: Tensor) -> Tensor:
     Ids that int32 cannot represent become its largest or smallest number, so that they do not turn
     into valid ids.
     """
+    check_tensor(name, x)
     if x.dtype == torch.int32:
         return x.contiguous()
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:

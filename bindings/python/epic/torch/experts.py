@@ -20,6 +20,7 @@ from epic.torch.arguments import (
     EpicFunction,
     assume_constant_result,
     check_floats,
+    check_tensor,
     first_order_only,
     make_apply,
     mark_no_offload,
@@ -175,7 +176,15 @@ def check_weights(
         names: Names of the first four weights in errors.
         local: Number of experts that the weights must have. None: the weights determine it.
     """
+    for i, (name, x) in enumerate(zip(names[:4], weights[:4], strict=True)):
+        if i < 2 or x is not None:
+            check_tensor(name, x)
     hidden, inner, width = options.hidden, options.inner, options.width
+    if weights.w_gate_up.dim() != 3:
+        found = list(weights.w_gate_up.shape)
+        raise EpicArgumentError(
+            f"{names[0]} has the shape {found}: must be [experts, hidden, width]"
+        )
     local = weights.w_gate_up.shape[0] if local is None else local
     dtype = weights.w_gate_up.dtype
     if dtype != E4M3:

@@ -22,13 +22,13 @@ from epic.torch.arguments import (
     as_flat,
     as_int32,
     check_floats,
+    check_tensor,
     first_order_only,
     flatten_rows,
     make_apply,
     mark_no_offload,
 )
 from epic.torch.experts import (
-    TYPE_NAMES,
     ExpertWeights,
     GroupedMm,
     activate,
@@ -269,35 +269,46 @@ def set_bit(numbers: tuple[Any, ...], bit: int) -> tuple[Any, ...]:
     return (*numbers[:at], numbers[at] | bit, *numbers[at + 1 :])
 
 
+REQUIRED = ("w_gate", "w_gate_up", "w_down")  # weights that every layer has
+
+
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     """Raise an error for arguments of moe that the operators cannot check.
 
-    The operators compare numbers of elements, not shapes.
+    The operators check the shapes of the weights of experts.
     """
     check_floats("x", x)
     hidden = options.experts.hidden
-    if x.shape[-1] != hidden:
+    if x.dim() < 2 or x.shape[-1] != hidden:
         raise EpicArgumentError(f"x has the shape {list(x.shape)}: must be [..., {hidden}]")
+    if (options.shared is None) != (weights.shared_gate_up is None):
+        raise EpicArgumentError(
+            f"shared_gate_up is {'given' if options.shared is None else 'None'} and options.shared "
+            f"is {'None' if options.shared is None else 'given'}: pass both or none"
+        )
+    required = REQUIRED if options.shared is None else (*REQUIRED, "shared_down")
+    device = x.device
+    for name, w in zip(MoeWeights._fields, weights, strict=True):
+        if w is None and name not in required:
+            continue
+        check_tensor(name, w)
+        if w.dtype != E4M3 or name not in REQUIRED[1:]:
+            check_floats(name, w)
+        if w.device != device:
+            raise EpicArgumentError(
+                f"{name} is on {w.device} and x is on {device}: must be on one device"
+            )
+    if weights.w_gate_up.dim() != 3:
+        found = list(weights.w_gate_up.shape)
+        raise EpicArgumentError(
+            f"w_gate_up has the shape {found}: must be [experts, hidden, width]"
+        )
     columns = options.router.num_experts + options.router.zero_experts
     shapes = {"w_gate": (hidden, columns), "b_gate": (columns,), "bias": (columns,)}
     for name, shape in {**shapes, "w_shared_gate": (hidden,)}.items():
         w = getattr(weights, name)
         if w is not None and w.shape != shape:
             raise EpicArgumentError(f"{name} has the shape {list(w.shape)}: must be {list(shape)}")
-    for name, w in zip(MoeWeights._fields, weights, strict=True):
-        if w is not None and w.dtype not in TYPE_NAMES:
-            check_floats(name, w)
-    for name in ("w_gate", "w_gate_up", "w_down"):
-        w = getattr(weights, name)
-        if w.device != x.device:
-            raise EpicArgumentError(
-                f"{name} is on {w.device} and x is on {x.device}: must be on one device"
-            )
-    if (options.shared is None) != (weights.shared_gate_up is None):
-        raise EpicArgumentError(
-            f"shared_gate_up is {'given' if options.shared is None else 'None'} and options.shared "
-            f"is {'None' if options.shared is None else 'given'}: pass both or none"
-        )
 
 
 # ------------------------------------------------------------- the core's own layer ----
@@ -689,6 +700,7 @@ def as_mask(options: Moe, token_mask: Tensor, x: Tensor) -> Tensor:
             "token_mask is given with sequence_tokens: not supported, because the loss of a "
             "sequence counts all its tokens; leave one of them out"
         )
+    check_tensor("token_mask", token_mask)
     if token_mask.dtype != torch.bool or token_mask.shape != x.shape[:-1]:
         raise EpicArgumentError(
             f"token_mask is {token_mask.dtype} of shape {list(token_mask.shape)}: must be "

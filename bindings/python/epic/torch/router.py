@@ -20,6 +20,7 @@ from epic.torch.arguments import (
     as_int32,
     assume_constant_result,
     check_floats,
+    check_tensor,
     first_order_only,
     make_apply,
     needs_gradient,
@@ -121,6 +122,7 @@ def as_forced_ids(router: Router, ids: Tensor, rows: Tensor) -> Tensor:
         ids: Integers [..., top_k] or [num_tokens, top_k].
         rows: The logits or tokens [..., n] of the ids.
     """
+    check_tensor("forced ids", ids)
     count = math.prod(rows.shape[:-1])
     if ids.shape not in ((*rows.shape[:-1], router.top_k), (count, router.top_k)):
         raise EpicArgumentError(

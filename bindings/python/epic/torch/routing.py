@@ -40,10 +40,17 @@ def as_forced(options: Moe, forced: Given, x: Tensor) -> tuple[Tensor, Tensor | 
     Returns:
         Ids int32, and weights float32 (float64 with float64 tokens), or None without weights.
     """
-    ids, weights = (forced, None) if isinstance(forced, Tensor) else forced
+    parts = (forced, None) if isinstance(forced, Tensor) else forced
+    if not isinstance(parts, tuple) or len(parts) != 2:
+        raise EpicArgumentError(
+            f"forced is a {type(forced).__name__}: must be a tensor of ids, a tuple (ids, weights) "
+            "or a Routing"
+        )
+    ids, weights = parts
     whole = as_forced_ids(options.router, ids, x)
     if weights is None:
         return whole, None
+    check_floats("forced weights", weights)
     if weights.shape != ids.shape:
         raise EpicArgumentError(
             f"forced weights have the shape {list(weights.shape)}: must be {list(ids.shape)}, as "
@@ -53,6 +60,5 @@ def as_forced(options: Moe, forced: Given, x: Tensor) -> tuple[Tensor, Tensor | 
         raise EpicArgumentError(
             f"forced weights are on {weights.device} and x is on {x.device}: must be on one device"
         )
-    check_floats("forced weights", weights)
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     return whole, weights.reshape(whole.shape).to(wide).contiguous()
