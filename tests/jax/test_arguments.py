@@ -403,6 +403,10 @@ def test_what_the_guide_promises_while_tracing(opened: Any) -> None:
             trace(weights=few._replace(b_gate_up=None, b_down=None))
         with pytest.raises(epic.jax.EpicArgumentError, match="table is None"):
             trace(token_ids=np.zeros(8, np.int32))
+        with pytest.raises(epic.jax.EpicArgumentError, match="w_gate_up is a list: must be an arr"):
+            trace(weights=weights._replace(w_gate_up=weights.w_gate_up.tolist()))
+        with pytest.raises(epic.jax.EpicArgumentError, match="forced is a tuple of 1: must be ids"):
+            trace(forced=(np.zeros((8, 2), np.int32),))
         uneven = replace(plain, balance_coeff=0.5, sequence_tokens=3)
         with pytest.raises(epic.jax.EpicArgumentError, match="sequence_tokens is 3: must divide"):
             trace(uneven)

@@ -147,7 +147,12 @@ def as_forced(router: Router, forced: Any, x: Any) -> tuple[Any, Any]:
     """
     if forced is None:
         return None, None
-    ids, weights = forced if isinstance(forced, tuple) else (forced, None)
+    parts = forced if isinstance(forced, tuple) else (forced, None)
+    if len(parts) != 2:
+        raise EpicArgumentError(
+            f"forced is a tuple of {len(parts)}: must be ids, a tuple (ids, weights) or a Routing"
+        )
+    ids, weights = parts
     ids = routing.as_forced_ids(router, ids, x.shape[:-1])
     if weights is None:
         return ids, None
@@ -181,6 +186,11 @@ def check_parts(options: Moe, weights: MoeWeights) -> None:
     """Raise an error for arguments of wrong classes, or if only one of them has a shared expert."""
     check_kind("options", options, Moe)
     check_kind("weights", weights, MoeWeights)
+    if weights.w_gate_up is not None and not hasattr(weights.w_gate_up, "dtype"):
+        kind = type(weights.w_gate_up).__name__
+        raise EpicArgumentError(
+            f"w_gate_up is a {kind}: must be an array, because its dtype counts"
+        )
     if (options.shared is None) != (weights.shared_gate_up is None):
         raise EpicArgumentError(
             f"shared_gate_up is {'given' if options.shared is None else 'None'} and options.shared "
