@@ -184,7 +184,10 @@ def test_a_parameter_that_was_not_loaded(name: str) -> None:
         layer = epic.torch.MoE(group, options, gate_bias=True, expert_biases=True, bias_rate=0.1)
         empty = getattr(layer, name).to(META)
         setattr(layer, name, empty if name == "bias" else torch.nn.Parameter(empty))
-        with pytest.raises(EpicArgumentError, match=f"{name} is on meta and x is on cpu"), torch.no_grad():
+        with (
+            pytest.raises(EpicArgumentError, match=f"{name} is on meta and x is on cpu"),
+            torch.no_grad(),
+        ):
             layer(X)
 
 

@@ -2,6 +2,7 @@
 """Tests recording and replaying the routing of layers and models, and reading it from a trace."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -277,21 +278,31 @@ def test_an_invalid_id_is_reported_on_every_rank() -> None:
         assert "forced ids" in texts[0]
 
 
+ON_ONE_RANK: dict[str, Any] = {
+    "forced": torch.zeros(3, 2, dtype=torch.int32),
+    "token_mask": torch.ones(3, dtype=torch.bool),
+    "grouped_mm": slab_mm,
+}
+
+
+@pytest.mark.parametrize("name", ON_ONE_RANK)
 @pytest.mark.parametrize("rank_with", [0, 1])
-def test_forced_on_one_rank(rank_with: int) -> None:
+def test_an_argument_on_one_rank(rank_with: int, name: str) -> None:
     """Check that every rank gets an error that names the argument that one rank did not pass."""
 
     def run(rank: int, group: epic.torch.Group) -> str:
         options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4)
-        forced = torch.zeros(3, 2, dtype=torch.int32) if rank == rank_with else None
+        weights = epic.torch.MoE(group, options).weights()
+        more = {name: ON_ONE_RANK[name]} if rank == rank_with else {}
         with pytest.raises(epic.EpicError, match="EPIC_EMISMATCH") as raised:
-            epic.torch.MoE(group, options)(numbers(5, 3, 16), forced=forced)
+            epic.torch.moe(group, options, numbers(5, 3, 16), weights, **more)
         return str(raised.value)
 
     says = [f"rank {rank} passed distinct={rank != rank_with}" for rank in range(2)]
     for text in on_ranks(2, run):
         assert all(says_of_rank in text for says_of_rank in says), text
-        assert "unless it has forced or table: pass these on every rank or on none" in text
+        (listed,) = re.findall(r"unless it has ([\w, ]+): pass these on every rank or", text)
+        assert name in listed, text
 
 
 def test_an_expert_twice() -> None:

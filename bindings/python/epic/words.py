@@ -82,10 +82,11 @@ PATTERN = re.compile(
 )
 
 
-# Explains an argument that a user of a layer has not passed. bindings/jax/translate.c has it too.
+# Explains an argument that a user of a layer of epic.torch has not passed. translate.c has that of
+# epic.jax.
 WHY_DISTINCT = (
-    "(a layer passes distinct=True unless it has forced or table: pass these on every rank or on "
-    "none)"
+    "(a layer passes distinct=True unless it has forced, table, token_mask, grouped_mm or "
+    "quantize: pass these on every rank or on none)"
 )
 FLAGS = re.compile(r"\blayer\.flags (\d+), rank (\d+) (\w+) (\d+)")
 BYTES = re.compile(r"\b(\w+)\.row_bytes is (\d+)")
