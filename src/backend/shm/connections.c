@@ -53,9 +53,8 @@ typedef struct connect_state {
     bool *has_answered; /* [num_ranks]: lower ranks whose answer has arrived */
     int *pending;       /* [num_pending] accepted sockets without a handshake yet; -1: free */
     int num_pending;
-    int epoll; /* watches the listener, pending sockets and connections */
     int listener;
-    bool is_accepting; /* true: `epoll` watches the listener */
+    bool is_accepting; /* true: connections->epoll watches the listener */
     int missing;       /* number of higher ranks that have not connected yet */
     int unanswered;    /* number of lower ranks that have not answered yet */
     deadline deadline;
@@ -110,13 +109,14 @@ static uint64_t source_of(enum source_kind kind, int index)
     return (uint64_t)kind << 32 | (uint32_t)index;
 }
 
-/* Lets o->epoll report when data or the end of a connection arrives at a socket. `how`: EPOLL_CTL_ADD
- * for a new socket, EPOLL_CTL_MOD for a new source, or EPOLL_CTL_DEL to stop. */
+/* Lets connections->epoll report when data or the end of a connection arrives at a socket. `how`:
+ * EPOLL_CTL_ADD for a new socket, EPOLL_CTL_MOD for a new source, or EPOLL_CTL_DEL to stop. */
 static epic_result watch_socket(const connect_state *o, int how, int fd, uint64_t source)
 {
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = source};
-    return epoll_ctl(o->epoll, how, fd, &event) == 0 ? EPIC_OK
-                                                     : shm_fail_with_errno("epoll_ctl");
+    return epoll_ctl(o->connections->epoll, how, fd, &event) == 0
+               ? EPIC_OK
+               : shm_fail_with_errno("epoll_ctl");
 }
 
 /* Watches the listener only while ranks are missing and `pending` has a free entry. */
@@ -142,7 +142,7 @@ static epic_result wait_for_events(connect_state *o, struct epoll_event events[M
         return epic_fail(EPIC_ETIMEOUT, "shm: %s within %u ms", what,
                          o->join->config->timeout_ms);
     const uint64_t ms = deadline_sleep_ns(&o->deadline, now, CHECK_MS * 1000000ull) / 1000000;
-    const int got = epoll_wait(o->epoll, events, MAX_EVENTS, (int)ms + 1);
+    const int got = epoll_wait(o->connections->epoll, events, MAX_EVENTS, (int)ms + 1);
     if (got < 0 && errno != EINTR) return shm_fail_with_errno("epoll_wait");
     *count = got < 0 ? 0 : got;
     return EPIC_OK;
@@ -200,8 +200,8 @@ static bool out_of_room(int error)
 }
 
 /* Reads the handshake of pending connection number i. Answers it if the sender is a higher rank that
- * is not connected yet, otherwise closes it. is_watched: o->epoll watches the connection already. If
- * not, and the handshake has not arrived yet, o->epoll will report it. */
+ * is not connected yet, otherwise closes it. is_watched: connections->epoll watches the connection
+ * already. If not, and the handshake has not arrived yet, connections->epoll will report it. */
 static epic_result identify_pending(connect_state *o, int i, bool is_watched)
 {
     shm_connections *connections = o->connections;
@@ -292,7 +292,7 @@ static epic_result receive_answer(connect_state *o, int peer)
  * whose handshake is complete is its end. */
 static epic_result handle_event(connect_state *o, const struct epoll_event *event)
 {
-    const int index = (int)(uint32_t)event->data.u64;
+    const int index = connections_rank_of(event);
     switch ((enum source_kind)(event->data.u64 >> 32)) {
     case FROM_LISTENER:
         return accept_pending(o);
@@ -397,15 +397,22 @@ static epic_result allocate_state(connect_state *o, bool ready)
     for (int i = 0; o->pending && i < o->num_pending; i++) o->pending[i] = -1;
     if (!o->has_answered || !o->pending)
         return epic_fail(EPIC_ENOMEM, "shm: no memory to connect %d ranks", n);
-    o->epoll = epoll_create1(EPOLL_CLOEXEC);
-    return o->epoll >= 0 ? EPIC_OK : shm_fail_with_errno("epoll_create1");
+    o->connections->epoll = epoll_create1(EPOLL_CLOEXEC);
+    return o->connections->epoll >= 0 ? EPIC_OK : shm_fail_with_errno("epoll_create1");
+}
+
+/* Closes a socket that is no connection to a rank. A child that was forked meanwhile may keep it
+ * open, so connections->epoll must explicitly stop to watch it. */
+static void forget_socket(const connect_state *o, int *fd)
+{
+    if (*fd >= 0) epoll_ctl(o->connections->epoll, EPOLL_CTL_DEL, *fd, NULL);
+    close_fd(fd);
 }
 
 static void release_state(connect_state *o)
 {
-    for (int i = 0; o->pending && i < o->num_pending; i++) close_fd(&o->pending[i]);
-    close_fd(&o->listener);
-    close_fd(&o->epoll);
+    for (int i = 0; o->pending && i < o->num_pending; i++) forget_socket(o, &o->pending[i]);
+    forget_socket(o, &o->listener);
     free(o->has_answered);
     free(o->pending);
 }
@@ -459,7 +466,6 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
                        .join = join,
                        .handles = handles,
                        .listener = -1,
-                       .epoll = -1,
                        .memory = memory,
                        .deadline = deadline_begin_ms(join->config->timeout_ms)};
     epic_result result = allocate_state(&o, ready);
@@ -476,7 +482,7 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
 
 epic_result connections_alloc(shm_connections *connections, int rank, int num_ranks)
 {
-    *connections = (shm_connections){.rank = rank, .num_ranks = num_ranks};
+    *connections = (shm_connections){.rank = rank, .num_ranks = num_ranks, .epoll = -1};
     connections->sockets = malloc((size_t)num_ranks * sizeof *connections->sockets);
     connections->processes = malloc((size_t)num_ranks * sizeof *connections->processes);
     connections->dead = calloc((size_t)num_ranks, sizeof *connections->dead);
@@ -493,6 +499,7 @@ void connections_close(shm_connections *connections)
         close_fd(&connections->sockets[r]);
     for (int r = 0; connections->processes && r < connections->num_ranks; r++)
         close_fd(&connections->processes[r]);
+    if (connections->sockets) close_fd(&connections->epoll);
     free(connections->sockets);
     free(connections->processes);
     free(connections->dead);
@@ -503,9 +510,21 @@ void connections_close_dead(shm_connections *connections, const seat_set *member
 {
     for (int r = 0; r < connections->num_ranks; r++) {
         if (seat_set_has(members, r) || !load_relaxed(&connections->dead[r])) continue;
+        connections_ignore(connections, r);
         close_fd(&connections->sockets[r]);
         close_fd(&connections->processes[r]);
     }
+}
+
+int connections_rank_of(const struct epoll_event *event)
+{
+    return (int)(uint32_t)event->data.u64;
+}
+
+void connections_ignore(const shm_connections *connections, int peer)
+{
+    const int fd = connections->sockets[peer];
+    if (fd >= 0) epoll_ctl(connections->epoll, EPOLL_CTL_DEL, fd, NULL);
 }
 
 bool connections_is_dead(shm_connections *connections, int peer)

@@ -1,11 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections: one UNIX socket between every two ranks. When the group opens, rank 0 sends the
  * descriptor of the shared memory over them. Later they only carry descriptors of windows
- * (windows.c) and messages of epic_regroup (generations.c). A closed connection shows that the peer's process has ended. A forked child of
- * the peer may keep it open, so each rank also watches the process with a pidfd, a Linux
- * descriptor that becomes readable when the process ends. */
+ * (windows.c) and messages of epic_regroup (generations.c). A closed connection shows that the
+ * peer's process has ended. A forked child of the peer may keep it open, so each rank also
+ * watches the process with a pidfd, a Linux descriptor that becomes readable when the process
+ * ends. */
 #ifndef EPIC_SHM_CONNECTIONS_H
 #define EPIC_SHM_CONNECTIONS_H
+
+#include <sys/epoll.h>
 
 #include "backend/backend.h"
 #include "backend/seat_set.h"
@@ -14,10 +17,11 @@
 typedef struct shm_connections {
     int num_ranks;
     int rank;
-    int *sockets;            /* [num_ranks]; -1: no connection */
-    int *processes;          /* [num_ranks] pidfds; -1: none, the socket alone is watched */
-    _Atomic bool *dead;      /* [num_ranks] peers that were found dead; never reset */
-    struct shm_watch *watch; /* the watcher of this rank (watch.h); NULL: none */
+    int *sockets;       /* [num_ranks]; -1: no connection */
+    int epoll;          /* watches all connections; connections_rank_of() reads its events */
+    int *processes;     /* [num_ranks] pidfds; -1: none, the socket alone is watched */
+    _Atomic bool *dead; /* [num_ranks] peers that were found dead; never reset */
+    struct shm_watch *watch;             /* the watcher of this rank (watch.h); NULL: none */
     struct shm_generations *generations; /* of this rank (generations.h) */
 } shm_connections;
 
@@ -41,6 +45,12 @@ void connections_close(shm_connections *connections);
 
 /* Closes the connections to the peers that were found dead and are not in `members`. */
 void connections_close_dead(shm_connections *connections, const seat_set *members);
+
+/* Returns the rank from whose connection an event of connections->epoll comes. */
+int connections_rank_of(const struct epoll_event *event);
+
+/* Stops to watch the connection to a peer. */
+void connections_ignore(const shm_connections *connections, int peer);
 
 /* Returns whether the peer's process has ended. Any thread may call it. */
 bool connections_is_dead(shm_connections *connections, int peer);

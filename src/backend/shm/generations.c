@@ -9,7 +9,6 @@
 #include "backend/shm/generations.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -23,6 +22,7 @@
 
 #define MAGIC 0x7075727063697065ull /* "epicrpup" in memory */
 #define MAX_MEMORIES 8
+#define MAX_EVENTS 64 /* most events that one system call returns */
 
 /* A message, as it travels over a connection. */
 typedef struct frame {
@@ -42,15 +42,13 @@ typedef struct memory {
 
 struct shm_generations {
     memory memories[MAX_MEMORIES];
-    unsigned next;         /* the entry that the next memory replaces, if it may */
-    uint64_t current_id;   /* generation of group->segment; 0: the memory of epic_open */
-    uint64_t created_id;   /* last generation for which this rank has created memory */
-    uint64_t prepared_id;  /* 0: no memory is prepared */
-    char *prepared;        /* the prepared memory */
-    seat_set drained;      /* dead ranks whose messages have all been received */
-    int num_polls, cursor; /* entries of `polls`, and the first one that is not handled yet */
-    int *ranks;            /* [num_ranks] the rank of each entry of `polls` */
-    struct pollfd polls[]; /* [num_ranks] connections */
+    unsigned next;          /* the entry that the next memory replaces, if it may */
+    uint64_t current_id;    /* generation of group->segment; 0: the memory of epic_open */
+    uint64_t created_id;    /* last generation for which this rank has created memory */
+    uint64_t prepared_id;   /* 0: no memory is prepared */
+    char *prepared;         /* the prepared memory */
+    int num_events, cursor; /* entries of `events`, and the first one that is not handled yet */
+    struct epoll_event events[MAX_EVENTS];
 };
 
 static shm_generations *generations_of(const epic_group *group)
@@ -61,11 +59,8 @@ static shm_generations *generations_of(const epic_group *group)
 
 epic_result shm_generations_new(shm_generations **out, int num_ranks)
 {
-    const size_t count = (size_t)num_ranks;
-    shm_generations *g = calloc(1, sizeof *g + count * sizeof *g->polls);
-    if (g) g->ranks = calloc(count, sizeof *g->ranks);
-    *out = g;
-    if (g && g->ranks) return EPIC_OK;
+    *out = calloc(1, sizeof **out);
+    if (*out) return EPIC_OK;
     return epic_fail(EPIC_ENOMEM, "shm: no memory for messages of %d ranks", num_ranks);
 }
 
@@ -157,7 +152,7 @@ static void shm_enter(epic_group *group, const seat_set *members)
     connections_close_dead(c, members);
     shm_watch_unlock(c->watch);
     munmap(old, (size_t)group->layout.segment_bytes);
-    g->num_polls = 0;
+    g->num_events = 0;
     g->current_id = g->prepared_id;
     g->prepared = NULL;
     g->prepared_id = 0;
@@ -170,7 +165,6 @@ void shm_generations_free(shm_generations *g, const shared_layout *layout)
     if (!g) return;
     unmap_prepared(g, layout);
     for (int i = 0; i < MAX_MEMORIES; i++) drop_memory(&g->memories[i]);
-    free(g->ranks);
     free(g);
 }
 
@@ -207,43 +201,33 @@ static bool receive_from(epic_group *group, int from, void *message, size_t byte
     }
 }
 
-/* Lists the connections to all ranks from which messages may arrive. Ranks that are not members may
- * send some, too: they do not know yet that the others have gone on. */
-static void list_polls(const epic_group *group)
-{
-    const shm_connections *c = group->backend_data;
-    shm_generations *g = c->generations;
-    g->num_polls = g->cursor = 0;
-    for (int r = 0; r < c->num_ranks; r++) {
-        if (r == c->rank || seat_set_has(&g->drained, r)) continue;
-        g->ranks[g->num_polls] = r;
-        g->polls[g->num_polls++] =
-            (struct pollfd){.fd = c->sockets[r], .events = POLLIN | POLLRDHUP};
-    }
-}
-
-/* Receives from the ranks that poll() has reported. A rank that is dead sends no more messages, so
- * after its last one, poll() does not report it again. */
+/* Receives from the ranks of the events. The event of a connection that is closed says so. Such a
+ * rank sends no more messages, so after its last one its connection is not watched any more. Ranks
+ * that are not members may send messages, too: they do not know yet that the others have gone
+ * on. */
 static bool receive_reported(epic_group *group, int *from, void *message, size_t bytes)
 {
     shm_generations *g = generations_of(group);
-    for (; g->cursor < g->num_polls; g->cursor++) {
-        const struct pollfd *polled = &g->polls[g->cursor];
-        *from = g->ranks[g->cursor];
-        if (!polled->revents) continue;
-        const bool is_dead = connections_is_dead(group->backend_data, *from);
+    for (; g->cursor < g->num_events; g->cursor++) {
+        const struct epoll_event *event = &g->events[g->cursor];
+        const bool is_closed = event->events & (EPOLLHUP | EPOLLERR);
+        *from = connections_rank_of(event);
+        if (is_closed) connections_is_dead(group->backend_data, *from);
         if (receive_from(group, *from, message, bytes)) return true;
-        if (is_dead) seat_set_add(&g->drained, *from);
+        if (is_closed) connections_ignore(group->backend_data, *from);
     }
     return false;
 }
 
+/* epoll reports only connections that have something to receive. So the time of a call does not
+ * grow with the number of ranks, as it would with poll(). */
 static bool shm_receive(epic_group *group, int *from, void *message, size_t bytes, uint32_t ms)
 {
-    shm_generations *g = generations_of(group);
+    const shm_connections *c = group->backend_data;
+    shm_generations *g = c->generations;
     if (receive_reported(group, from, message, bytes)) return true;
-    list_polls(group);
-    if (poll(g->polls, (nfds_t)g->num_polls, (int)ms) <= 0) g->num_polls = 0;
+    g->cursor = 0;
+    g->num_events = epoll_wait(c->epoll, g->events, MAX_EVENTS, (int)ms);
     return receive_reported(group, from, message, bytes);
 }
 
@@ -252,7 +236,8 @@ static bool shm_receive(epic_group *group, int *from, void *message, size_t byte
 static bool shm_is_gone(epic_group *group, int seat)
 {
     const shm_connections *c = group->backend_data;
-    return load_relaxed(&c->dead[seat]) || shared_is_known_gone(group, seat);
+    return load_relaxed(&c->dead[seat]) ||
+           (shared_any_gone(group) && shared_is_known_gone(group, seat));
 }
 
 const epic_regroup_transport shm_regroup = {.send = shm_send,
