@@ -69,7 +69,8 @@ static void close_or_sum(const epic_bootstrap *bootstrap, void *self)
  * ---- */
 
 typedef struct trial {
-    unsigned vacant;  /* ranks that end before, so that the others make a new generation */
+    unsigned vacant;  /* ranks that are lost before, so that the others make a new generation */
+    bool leaves;      /* true: these ranks leave and live on; false: their processes end */
     unsigned victims; /* ranks that are killed, a bit for each */
     unsigned stopped; /* ranks that are stopped before, so that their watchers see nothing */
     int num_left;     /* number of ranks that are neither killed nor stopped */
@@ -114,11 +115,13 @@ static void be_rank(const epic_bootstrap *bootstrap, trial *t)
     epic_context *ctx;
     run_alarm(TEST_S);
     if (!open_group(&ctx, bootstrap, "shm")) _exit(1);
-    if (has_rank(t->vacant, bootstrap->rank)) _exit(0);
+    const bool is_vacant = has_rank(t->vacant, bootstrap->rank);
+    if (is_vacant && !t->leaves) _exit(0);
     if (t->vacant) {
-        const epic_regroup_args args = {.step = 1};
+        const epic_regroup_args args = {.step = 1, .leaving = is_vacant};
         CHECK_SAY(epic_regroup(ctx, &args, NULL) == EPIC_OK, "%s", epic_error(ctx));
     }
+    while (is_vacant) pause();
     t->num_open++;
     while (has_rank(t->victims | t->stopped, bootstrap->rank)) pause();
     if (t->in_call)
@@ -137,14 +140,16 @@ static void send_signal(const pid_t *pids, unsigned ranks, int number)
         if (has_rank(ranks, r)) CHECK(kill(pids[r], number) == 0);
 }
 
-static void lose_ranks(unsigned vacant, unsigned victims, unsigned stopped, bool in_call)
+/* Runs a group with a copy of *given. */
+static void lose_ranks(const trial *given)
 {
+    const unsigned vacant = given->vacant, victims = given->victims, stopped = given->stopped;
     const unsigned gone = vacant | victims | stopped;
     int num_members = 0;
     trial *t = run_share(sizeof *t);
     run_rendezvous *rendezvous = run_rendezvous_new(RANKS);
     pid_t pids[RANKS];
-    *t = (trial){.vacant = vacant, .victims = victims, .stopped = stopped, .in_call = in_call};
+    *t = *given;
     for (int r = 0; r < RANKS; r++) t->num_left += !has_rank(gone, r);
     for (int r = 0; r < RANKS; r++) num_members += !has_rank(vacant, r);
     for (int r = 0; r < RANKS; r++)
@@ -160,7 +165,7 @@ static void lose_ranks(unsigned vacant, unsigned victims, unsigned stopped, bool
         if (!has_rank(gone, r))
             CHECK_SAY(waitpid(pids[r], &status, 0) == pids[r] && status == 0,
                       "rank %d did not notice that ranks %#x ended", r, victims);
-    send_signal(pids, stopped, SIGKILL);
+    send_signal(pids, stopped | vacant, SIGKILL);
     for (int r = 0; r < RANKS; r++)
         if (has_rank(gone, r)) waitpid(pids[r], NULL, 0);
     run_rendezvous_free(rendezvous);
@@ -173,11 +178,14 @@ int main(void)
     run_alarm(2 * TEST_S);
     run_threads(2, close_or_sum, NULL);
     for (int in_call = 0; in_call < 2; in_call++) {
-        lose_ranks(0, 1u << 2, 0, in_call);
-        lose_ranks(0, 1u << 2, 1u << 1, in_call);
-        lose_ranks(0, 1u << 3 | 1u << 4, 0, in_call);
-        lose_ranks(0, 0xf, 0, in_call);
-        lose_ranks(0xe, 1u << 4, 0, in_call); /* all ranks between the last two are vacant */
+        lose_ranks(&(trial){.victims = 1u << 2, .in_call = in_call});
+        lose_ranks(&(trial){.victims = 1u << 2, .stopped = 1u << 1, .in_call = in_call});
+        lose_ranks(&(trial){.victims = 1u << 3 | 1u << 4, .in_call = in_call});
+        lose_ranks(&(trial){.victims = 0xf, .in_call = in_call});
+        /* all ranks between the last two are vacant */
+        for (int leaves = 0; leaves < 2; leaves++)
+            lose_ranks(&(trial){
+                .vacant = 0xe, .leaves = leaves, .victims = 1u << 4, .in_call = in_call});
     }
     return check_end();
 }

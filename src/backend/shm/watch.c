@@ -24,39 +24,46 @@
 
 #define NUM_WATCHED 3
 
+/* The ranks that a watcher watches. */
+typedef struct watched {
+    int count;
+    int ranks[NUM_WATCHED];
+} watched;
+
 struct shm_watch {
     pthread_t thread;
     epic_group *group;
     int event;             /* an eventfd; a write to it wakes the thread */
     pthread_mutex_t mutex; /* guards the rest, and the group against changes of its members */
     bool is_ending;        /* true: the thread must end */
+    watched watched;       /* the ranks that the thread watches */
 };
 
-/* Writes the ranks to watch now to `ranks` [NUM_WATCHED]. Returns their number. */
-static int choose_ranks(const epic_group *g, int *ranks)
+/* Returns the ranks to watch now. */
+static watched choose_ranks(const epic_group *g)
 {
-    int count = 0;
-    for (int i = 1; i < g->num_ranks && count < NUM_WATCHED; i++) {
+    watched chosen = {0};
+    for (int i = 1; i < g->num_ranks && chosen.count < NUM_WATCHED; i++) {
         const int rank = (g->rank + i) % g->num_ranks;
         if (seat_set_has(&g->members, rank) && !shared_is_known_gone(g, rank))
-            ranks[count++] = rank;
+            chosen.ranks[chosen.count++] = rank;
     }
-    return count;
+    return chosen;
 }
 
-/* Writes the descriptors to poll to `polls` [1 + 2 * NUM_WATCHED]. Returns their number, or 0 if
- * the watcher must end. The caller holds the mutex. */
-static nfds_t list_polls(const shm_watch *w, struct pollfd *polls)
+/* Chooses the ranks to watch, and writes the descriptors to poll to `polls` [1 + 2 * NUM_WATCHED].
+ * Returns their number, or 0 if the watcher must end. The caller holds the mutex. */
+static nfds_t list_polls(shm_watch *w, struct pollfd *polls)
 {
     const shm_connections *c = w->group->backend_data;
     struct pollfd *p = polls;
-    int ranks[NUM_WATCHED];
     if (w->is_ending) return 0;
     *p++ = (struct pollfd){.fd = w->event, .events = POLLIN};
-    const int count = choose_ranks(w->group, ranks);
-    for (int i = 0; i < count; i++) {
-        *p++ = (struct pollfd){.fd = c->sockets[ranks[i]], .events = POLLRDHUP};
-        *p++ = (struct pollfd){.fd = c->processes[ranks[i]], .events = POLLIN};
+    w->watched = choose_ranks(w->group);
+    for (int i = 0; i < w->watched.count; i++) {
+        const int rank = w->watched.ranks[i];
+        *p++ = (struct pollfd){.fd = c->sockets[rank], .events = POLLRDHUP};
+        *p++ = (struct pollfd){.fd = c->processes[rank], .events = POLLIN};
     }
     return (nfds_t)(p - polls);
 }
@@ -65,10 +72,10 @@ static nfds_t list_polls(const shm_watch *w, struct pollfd *polls)
 static void report_ends(const shm_watch *w)
 {
     epic_group *g = w->group;
-    int ranks[NUM_WATCHED];
-    const int count = choose_ranks(g, ranks);
-    for (int i = 0; i < count; i++)
-        if (connections_is_dead(g->backend_data, ranks[i])) shared_report_end(g, ranks[i]);
+    const watched chosen = choose_ranks(g);
+    for (int i = 0; i < chosen.count; i++)
+        if (connections_is_dead(g->backend_data, chosen.ranks[i]))
+            shared_report_end(g, chosen.ranks[i]);
 }
 
 /* The main function of the watcher. A rank that closes its context closes its connections,
@@ -98,8 +105,10 @@ void shm_watch_lock(shm_watch *w)
 void shm_watch_unlock(shm_watch *w)
 {
     if (!w) return;
+    const watched chosen = choose_ranks(w->group);
+    const bool must_wake = w->is_ending || memcmp(&chosen, &w->watched, sizeof chosen) != 0;
     pthread_mutex_unlock(&w->mutex);
-    eventfd_write(w->event, 1);
+    if (must_wake) eventfd_write(w->event, 1);
 }
 
 epic_result shm_watch_open(epic_group *g, shm_watch **out)
