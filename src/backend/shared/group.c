@@ -39,7 +39,7 @@ void shared_memory_info(const epic_config *config, epic_memory_info *out)
     memset(out, 0, sizeof *out);
     if (shared_layout_of(config, &layout) != EPIC_OK) return;
     out->host_bytes = local_bytes(&layout);
-    out->shared_bytes = layout.state_bytes + layout.rings_bytes;
+    out->shared_bytes = layout.num_slots * layout.block_bytes + layout.rings_bytes;
     out->staging_bytes = layout.num_slots * layout.staging_bytes;
 }
 

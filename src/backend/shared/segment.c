@@ -76,12 +76,12 @@ epic_result shared_layout_of(const epic_config *config, shared_layout *out)
                        .num_slots = (int)config->max_in_flight};
     TRY(choose_ring_sizes(config, &l));
     const int64_t n = l.num_ranks;
-    l.slot_bytes = (int64_t)(sizeof(shared_op_slot) + (size_t)n * sizeof(shared_peer_counters));
+    const size_t slot_bytes = sizeof(shared_op_slot) + (size_t)n * sizeof(shared_peer_counters);
     l.staging_bytes = n > 1 ? l.broadcast_ring_bytes + (n - 1) * l.peer_ring_bytes : 0;
-    l.slots_at = sizeof(shared_rank_state);
-    l.states_at = round_up(sizeof(shared_segment_header), PAGE);
-    l.state_bytes = round_up(l.slots_at + l.num_slots * l.slot_bytes, PAGE);
-    l.rings_at = l.states_at + n * l.state_bytes;
+    l.slot_at = sizeof(shared_rank_state);
+    l.blocks_at = round_up(sizeof(shared_segment_header), PAGE);
+    l.block_bytes = round_up(l.slot_at + (int64_t)slot_bytes, PAGE);
+    l.rings_at = l.blocks_at + l.num_slots * n * l.block_bytes;
     l.rings_bytes = round_up(l.num_slots * l.staging_bytes, PAGE);
     l.segment_bytes = l.rings_at + n * l.rings_bytes;
     *out = l;

@@ -3,13 +3,15 @@
  * slot is an op slot: the memory of one rank, its owner, for one exchange. A reader of a ring
  * *drops* an entry to return its memory to the writer (backend/transport.h).
  *
- *   segment: header, then the states of all ranks, then the staging of all ranks
- *   state:   rank state, slots [max_in_flight]; page-aligned
+ *   segment: header, then blocks [max_in_flight][num_ranks], then the staging of all ranks
+ *   block:   rank state (used only in the first block of a rank), one slot; page-aligned
  *   staging: for each slot, the broadcast ring, then one ring to each peer in rank order;
  *            page-aligned
  *
- * The staging takes most of the addresses, and small operations use none of it. So the states
- * of all ranks are next to each other: then a process needs few page tables for them.
+ * The order makes a new segment cheap for many ranks. The staging takes most of the addresses,
+ * and small operations use none of it, so a process needs few page tables for the blocks. A rank
+ * reads the first blocks of all its peers, which are next to each other. So one page fault can
+ * map several of them.
  *
  * The segment contains no addresses, because each rank may map it elsewhere. Its memory is
  * initially zero, and the system allocates a page only when a rank uses it. Words that
@@ -105,13 +107,12 @@ typedef struct shared_layout {
     int num_slots;
     int64_t broadcast_ring_bytes; /* size of the broadcast ring of one op slot */
     int64_t peer_ring_bytes;
-    int64_t slot_bytes;
     int64_t staging_bytes; /* size of all rings of one op slot together */
-    int64_t states_at;     /* offset of the states of all ranks */
-    int64_t state_bytes;   /* size of the state and the op slots of a rank */
-    int64_t slots_at;      /* offset of the op slots in these bytes */
-    int64_t rings_at;      /* offset of the staging of all ranks */
-    int64_t rings_bytes;   /* size of the staging of a rank */
+    int64_t blocks_at;     /* offset of the blocks */
+    int64_t block_bytes;
+    int64_t slot_at;     /* offset of the op slot in a block */
+    int64_t rings_at;    /* offset of the staging of all ranks */
+    int64_t rings_bytes; /* size of the staging of a rank */
     int64_t segment_bytes;
 } shared_layout;
 

@@ -166,14 +166,15 @@ bool shared_close_windows(epic_group *group);
 static inline shared_rank_state *shared_rank_state_of(const epic_group *group, int rank)
 {
     const shared_layout *l = &group->layout;
-    return (shared_rank_state *)(group->segment + l->states_at + rank * l->state_bytes);
+    return (shared_rank_state *)(group->segment + l->blocks_at + rank * l->block_bytes);
 }
 
 static inline shared_op_slot *shared_op_slot_of(const epic_group *group, int rank, int slot)
 {
     const shared_layout *l = &group->layout;
-    return (shared_op_slot *)((char *)shared_rank_state_of(group, rank) + l->slots_at +
-                              slot * l->slot_bytes);
+    const int64_t block = (int64_t)slot * l->num_ranks + rank;
+    return (shared_op_slot *)(group->segment + l->blocks_at + block * l->block_bytes +
+                              l->slot_at);
 }
 
 /* Returns the broadcast ring of a rank's op slot, which all its peers read. */
