@@ -10,7 +10,9 @@
  *
  * Prints medians over the rounds, of the slowest rank: from SIGKILL to the error, to the next
  * generation and to the first sum, and from the last sum before a planned leave to the first one
- * after it. Every sum must have the right value. */
+ * after it. Also prints the CPU time that all members together use from the error, or from the last
+ * sum, to the first sum in the next generation. With few cores it limits the other times. Every sum
+ * must have the right value. */
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -34,8 +36,8 @@
 #define FIRST_PORT 20000
 #define NUM_PORTS 12000 /* the ports below those that the system hands out */
 
-/* The times that a rank stores, in microseconds. */
-enum { LOST, FAILED, ENTERED, SUMMED, NUM_TIMES };
+/* The times that a rank stores, in microseconds. USED is a duration of CPU time. */
+enum { LOST, FAILED, ENTERED, SUMMED, USED, NUM_TIMES };
 
 /* State of one round, in memory that all ranks share. */
 typedef struct board {
@@ -52,6 +54,14 @@ static void fail(const char *what, const char *why)
 {
     fprintf(stderr, "regroup: %s: %s\n", what, why);
     exit(1);
+}
+
+/* Returns the CPU time of this process in microseconds. */
+static double cpu_us(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec * 1e6 + (double)t.tv_nsec / 1e3;
 }
 
 /* Adds 1 over the members. The sum must be their number. */
@@ -90,12 +100,14 @@ static void go_on(board *b, epic_context *ctx)
     const int rank = epic_rank(ctx), num_members = b->num_ranks - 1;
     const epic_regroup_args args = {.leaving = b->leaves && rank == b->victim};
     epic_members_info info;
+    const double used_before = cpu_us();
     if (epic_regroup(ctx, &args, &info) != EPIC_OK) fail("epic_regroup", epic_error(ctx));
     if (args.leaving) return;
     b->times[rank][ENTERED] = now_us();
     if (info.num_members != num_members) fail("epic_regroup", "the members are wrong");
     if (sum_once(ctx, num_members) != EPIC_OK) fail("sum", epic_error(ctx));
     b->times[rank][SUMMED] = now_us();
+    b->times[rank][USED] = cpu_us() - used_before;
     b->num_done++;
     for (int left = TIMEOUT_MS; b->num_done < num_members && left > 0; left--) nap(POLL_NS);
 }
@@ -117,8 +129,9 @@ static void run_rank(board *b, int rank)
     _exit(0);
 }
 
-/* Runs one round. Writes to `slowest` the times since the loss, of the slowest rank. */
-static void run_round(board *b, double *slowest)
+/* Runs one round. Writes to `found` the times since the loss, of the slowest rank, and the sum of the
+ * CPU times. */
+static void run_round(board *b, double *found)
 {
     pid_t pids[MAX_RANKS];
     for (int r = 0; r < b->num_ranks; r++) {
@@ -137,12 +150,15 @@ static void run_round(board *b, double *slowest)
         if (waitpid(pids[r], &status, 0) != pids[r] ||
             (status != 0 && (b->leaves || r != b->victim)))
             fail("a rank", "failed");
-    memset(slowest, 0, NUM_TIMES * sizeof *slowest);
-    for (int r = 0; r < b->num_ranks; r++)
-        for (int t = FAILED; t < NUM_TIMES && r != b->victim; t++) {
+    memset(found, 0, NUM_TIMES * sizeof *found);
+    for (int r = 0; r < b->num_ranks; r++) {
+        if (r == b->victim) continue;
+        for (int t = FAILED; t <= SUMMED; t++) {
             const double time = b->times[r][t] - b->times[r][LOST];
-            if (time > slowest[t]) slowest[t] = time;
+            if (time > found[t]) found[t] = time;
         }
+        found[USED] += b->times[r][USED];
+    }
 }
 
 static int compare_times(const void *a, const void *b)
@@ -174,14 +190,15 @@ static void run_rounds(board *b, bool leaves, int num_ranks, int rounds)
     printf("shm, %d ranks on %ld cores, %d rounds, slowest rank, medians: ", num_ranks,
            sysconf(_SC_NPROCESSORS_ONLN), rounds);
     if (leaves)
-        printf("ms of a planned leave to the next generation %.2f, to the first sum %.2f\n",
+        printf("ms of a planned leave to the next generation %.2f, to the first sum %.2f",
                median_ms(times, rounds, ENTERED), median_ms(times, rounds, SUMMED));
     else
         printf(
             "ms from SIGKILL to the error %.2f, to the next generation %.2f, to the first sum "
-            "%.2f\n",
+            "%.2f",
             median_ms(times, rounds, FAILED), median_ms(times, rounds, ENTERED),
             median_ms(times, rounds, SUMMED));
+    printf(", CPU of all members %.2f\n", median_ms(times, rounds, USED));
 }
 
 int main(int argc, char **argv)
