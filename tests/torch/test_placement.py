@@ -61,8 +61,11 @@ def whole_weights() -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in layer.named_parameters()}
 
 
-def lose_rank(rank: int) -> Any:
-    """Rank LOST closes its group; the others place its experts on themselves and go on."""
+def lose_rank(rank: int, is_compiled: bool) -> Any:
+    """Rank LOST closes its group; the others place its experts on themselves and go on.
+
+    is_compiled: whether to check a layer that was compiled before.
+    """
     group = epic.torch.Group(**SIZES)
     layer = layer_of(group, FIRST)
     placement = layer.placement
@@ -70,6 +73,9 @@ def lose_rank(rank: int) -> Any:
     table = placement.logical_of_expert
     address = table.data_ptr()
     assert layer.logical_of_expert is table
+    if is_compiled:
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        compiled(numbers(rank, TOKENS, HIDDEN))
     dist.barrier()  # otherwise a rank that is still in the step could get the error
     if rank == LOST:
         group.close()
@@ -92,6 +98,11 @@ def lose_rank(rank: int) -> Any:
     assert placement.logical_of_expert.tolist() == AFTER and placement.absent == ()
     assert placement.logical_of_expert.data_ptr() == address
     found = run_step(layer, MEMBERS.index(rank))
+    if is_compiled:
+        x = numbers(rank, TOKENS, HIDDEN)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(compiled(x)[0], layer(x)[0])
+        torch._dynamo.reset()
     group.close()
     return loaded, found
 
@@ -130,9 +141,10 @@ def check_with_float64(found: list[list[torch.Tensor]]) -> None:
             assert reference.relative(gradient.numpy(), wanted) < 1e-5
 
 
-def test_lost_rank(world: World) -> None:
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.night)])
+def test_lost_rank(world: World, is_compiled: bool) -> None:
     """Lost experts are loaded, all others stay; the bits are those of a new smaller group."""
-    answers = world.run(lose_rank)
+    answers = world.run(lose_rank, is_compiled)
     found = [answers[rank] for rank in MEMBERS]
     assert [loaded for loaded, _ in found] == [[(6, 0)], [(5, 2)], []]
     results = [results for _, results in found]
