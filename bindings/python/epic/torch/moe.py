@@ -18,6 +18,7 @@ from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.options import Experts, Moe, Router, check_invariant_call, options_by_key
 from epic.torch import combining, replicas, steps, sums
 from epic.torch.arguments import (
+    ROW_TYPES,
     EpicFunction,
     as_flat,
     as_int32,
@@ -272,6 +273,17 @@ def set_bit(numbers: tuple[Any, ...], bit: int) -> tuple[Any, ...]:
 REQUIRED = ("w_gate", "w_gate_up", "w_down")  # weights that every layer has
 
 
+def check_weight(name: str, w: Any, device: torch.device) -> None:
+    """Raise an error if a weight is no tensor, has a wrong dtype, or is on another device."""
+    check_tensor(name, w)
+    if w.dtype != E4M3 or name not in REQUIRED[1:]:
+        check_floats(name, w)
+    if w.device != device:
+        raise EpicArgumentError(
+            f"{name} is on {w.device} and x is on {device}: must be on one device"
+        )
+
+
 def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     """Raise an error for arguments of moe that the operators cannot check.
 
@@ -291,13 +303,10 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
     for name, w in zip(MoeWeights._fields, weights, strict=True):
         if w is None and name not in required:
             continue
-        check_tensor(name, w)
-        if w.dtype != E4M3 or name not in REQUIRED[1:]:
-            check_floats(name, w)
-        if w.device != device:
-            raise EpicArgumentError(
-                f"{name} is on {w.device} and x is on {device}: must be on one device"
-            )
+        # Without a call, a correct weight needs less host time.
+        is_dense = isinstance(w, Tensor) and w.layout is torch.strided
+        if not is_dense or w.dtype not in ROW_TYPES or w.device != device:
+            check_weight(name, w, device)
     if weights.w_gate_up.dim() != 3:
         found = list(weights.w_gate_up.shape)
         raise EpicArgumentError(
