@@ -88,7 +88,33 @@ def test_weights_of_a_layer(name: str, product: Any) -> None:
         assert run(weights[name]).isfinite().all()
 
 
+DICT: Any = dict(WISH)
+NONE: Any = None
+THREE: Any = 3
+E4M3_ROWS = (torch.zeros(4, 64).to(torch.float8_e4m3fn), torch.ones(4, 1))
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "options as a dict": (lambda g: epic.torch.MoE(g, DICT), "options is a dict: must be a"),
+    "no group": (lambda g: epic.torch.MoE(NONE, epic.torch.Moe.of(**WISH)), "group is a NoneType"),
+    "a product that is no function": (
+        lambda g: epic.torch.MoE(g, epic.torch.Moe.of(**WISH), grouped_mm=THREE),
+        "grouped_mm is 3: must be a function",
+    ),
+    "a rate that is NaN": (
+        lambda g: epic.torch.MoE(g, epic.torch.Moe.of(**WISH), bias_rate=float("nan")),
+        "bias_rate is nan: must be a finite number",
+    ),
+    "a rate below 0": (
+        lambda g: epic.torch.MoE(g, epic.torch.Moe.of(**WISH), bias_rate=-1.0),
+        "bias_rate is -1.0: must be 0 or more",
+    ),
+    "integers of e4m3 rows": (
+        lambda g: epic.torch.dequantize(*E4M3_ROWS, torch.int32),
+        "dtype is torch.int32: must be",
+    ),
+    "logits as a list": (
+        lambda g: epic.torch.route(epic.torch.Router(8, 2), [[0.0] * 8]),
+        "logits is a list: must be a tensor",
+    ),
     "turned weights": (lambda g: step(g, w=W.T), r"weights has .*\[3, 6\]: must be \[6, 3\]"),
     "flat weights": (lambda g: step(g, w=W.reshape(-1)), r"weights has .*\[18\]: must be \[6, 3\]"),
     "tokens in another order": (

@@ -75,6 +75,13 @@ def backend_for(on_gpus: bool, requested: str | None) -> str | None:
     return requested
 
 
+def check_kind(name: str, value: Any, *kinds: type) -> None:
+    """Raise an error if the value has none of the classes, such as a dict in place of options."""
+    if not isinstance(value, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise EpicArgumentError(f"{name} is a {type(value).__name__}: must be a {wanted}")
+
+
 def check_int(field: str, value: Any, least: int = 0, most: int = UINT32_MAX) -> int:
     """Return the value as an int after checking that it is an integer from `least` to `most`."""
     index = None

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from epic import options
 from epic.errors import EpicArgumentError
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")  # dtypes that the core can add
@@ -23,6 +24,9 @@ ANY_ROWS = "..."  # the first or last entry of a shape: one or more dimensions o
 # One dimension of a shape: its size; a name, for any size; or a name and a size.
 Dimension = int | str | tuple[str, int]
 Shape = Sequence[Dimension]
+
+
+check_kind = options.check_kind
 
 
 def show_dimension(dimension: Dimension) -> str:
@@ -104,13 +108,6 @@ def as_array(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> An
 def as_array_or_none(name: str, value: Any, dtypes: Sequence[str], *shapes: Shape) -> Any:
     """Return the value as as_array() does; None for None."""
     return None if value is None else as_array(name, value, dtypes, *shapes)
-
-
-def check_kind(name: str, value: Any, *kinds: type) -> None:
-    """Raise an error if the value has none of the classes, such as a dict in place of options."""
-    if not isinstance(value, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
-        raise EpicArgumentError(f"{name} is a {type(value).__name__}: must be a {wanted}")
 
 
 def as_axes(name: str, value: Any) -> tuple[str, ...]:

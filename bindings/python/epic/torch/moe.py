@@ -15,7 +15,14 @@ from torch import Tensor
 
 from epic import _native
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import Experts, Moe, Router, check_invariant_call, options_by_key
+from epic.options import (
+    Experts,
+    Moe,
+    Router,
+    check_invariant_call,
+    check_kind,
+    options_by_key,
+)
 from epic.torch import combining, replicas, steps, sums
 from epic.torch.arguments import (
     ROW_TYPES,
@@ -289,6 +296,7 @@ def check_moe(options: Moe, x: Tensor, weights: MoeWeights) -> None:
 
     The operators check the shapes of the weights of experts.
     """
+    check_kind("options", options, Moe)
     check_floats("x", x)
     hidden = options.experts.hidden
     if x.dim() < 2 or x.shape[-1] != hidden:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from epic.errors import EpicArgumentError
 from epic.options import BLOCKS, check_choice
-from epic.torch.arguments import as_rows, needs_gradient
+from epic.torch.arguments import ROW_TYPES, as_rows, check_tensor, needs_gradient
 from epic.torch.ops import write_out
 from epic.torch.plans import Plan, rows_and_weights
 
@@ -102,14 +102,14 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
     Args:
         rows: [slots, hidden] float8_e4m3fn, as `dispatch_quantized` returns them.
         scales: [slots, blocks]: float32 with block "1x128"; uint8 or float8_e8m0fnu with "1x32".
-        dtype: Dtype of the result.
+        dtype: Dtype of the result: float32, bfloat16, float16 or float64.
         block: "1x128" or "1x32", with which the rows were quantized.
 
     Returns:
         The rows [slots, hidden] in that dtype.
 
     Raises:
-        EpicArgumentError: The scales do not fit the rows.
+        EpicArgumentError: The scales do not fit the rows, or a dtype is wrong.
 
     Example:
         >>> import torch, epic.torch
@@ -120,6 +120,10 @@ def dequantize(rows: Tensor, scales: Tensor, dtype: torch.dtype, block: str = "1
         >>> epic.torch.dequantize(rows, scales, torch.float32)[0, 0].item()
         1.0
     """
+    check_tensor("rows", rows)
+    check_tensor("scales", scales)
+    if dtype not in ROW_TYPES:
+        raise EpicArgumentError(f"dtype is {dtype!r}: must be {' or '.join(map(str, ROW_TYPES))}")
     size = check_scales(rows, scales, block)
     if block == "1x32":
         octets = scales.view(torch.uint8)

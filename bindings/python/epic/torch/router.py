@@ -63,6 +63,7 @@ def number_of(group: Group | None, x: Tensor, name: str = "logits") -> int:
 
 def as_logits(router: Router, logits: Tensor) -> Tensor:
     """Check the logits and return them as [num_tokens, E]."""
+    check_tensor("logits", logits)
     columns = router.num_experts + router.zero_experts
     if logits.dim() < 2 or logits.shape[-1] != columns:
         raise EpicArgumentError(
