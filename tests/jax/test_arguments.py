@@ -342,6 +342,7 @@ NUMBERS: list[tuple[str, dict[str, Any], str]] = [
     ("balance_loss", {"total_tokens": -1}, "total_tokens is -1"),
     ("balance_loss by sequence", {"sequence_tokens": 4}, "sequence_tokens is 4: must divide"),
     ("bias_update", {"rate": "1"}, "rate is '1'"),
+    ("bias_update", {"rate": -1.0}, "rate is -1.0: must be at least 0"),
     ("dispatch", {"quantize": "1x64"}, "quantize is '1x64': must be one of 1x128, 1x32"),
     ("dispatch_quantized", {"block": "1x64"}, "block is '1x64': must be one of 1x128, 1x32"),
     ("dispatch_quantized with scales", {"block": "1x64"}, "block is '1x64'"),

@@ -198,6 +198,15 @@ def true_biases(steps: int, rate: float) -> list[np.ndarray]:
 RATE = 0.125  # a power of two, so that sums are exact
 
 
+@pytest.mark.parametrize("make_block", [linen_block, nnx_block])
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), "x"])
+def test_a_wrong_bias_rate(make_block: Any, rate: Any, opened: Any) -> None:
+    """The error is raised when the block is initialized, not at the first training step."""
+    grid = three_axes((1, 2, 2))
+    with pytest.raises(epic.jax.EpicArgumentError, match=f"bias_rate is {rate!r}: must be"):
+        make_block(grid, opened(grid), {"score": "sigmoid"}, bias_rate=rate)
+
+
 @groups_and_one
 def test_linen_bias(shape: tuple[int, ...], opened: Any) -> None:
     """The bias follows the load if its collection is mutable, and has no gradient."""

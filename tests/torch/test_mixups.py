@@ -105,7 +105,7 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "a rate below 0": (
         lambda g: epic.torch.MoE(g, epic.torch.Moe.of(**WISH), bias_rate=-1.0),
-        "bias_rate is -1.0: must be 0 or more",
+        "bias_rate is -1.0: must be at least 0",
     ),
     "integers of e4m3 rows": (
         lambda g: epic.torch.dequantize(*E4M3_ROWS, torch.int32),

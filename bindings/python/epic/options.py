@@ -105,6 +105,14 @@ def check_float(field: str, value: Any) -> float:
     return found
 
 
+def check_rate(field: str, value: Any) -> float:
+    """Return the step of a bias as a float after checking that it is finite and at least 0."""
+    rate = check_float(field, value)
+    if rate < 0:
+        raise EpicArgumentError(f"{field} is {value!r}: must be at least 0")
+    return rate
+
+
 def encode_text(field: str, value: Any) -> bytes:
     """Return a text in UTF-8, after checking that it can be a C string."""
     if not isinstance(value, str):

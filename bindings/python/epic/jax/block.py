@@ -18,7 +18,7 @@ from epic.jax.gemm import GroupedGemm
 from epic.jax.groups import Group
 from epic.jax.layer_args import MoeOut, MoeWeights
 from epic.jax.token_specs import TokenAxes
-from epic.options import Moe, check_choice
+from epic.options import Moe, check_choice, check_rate
 
 Initializer = Callable[..., Any]
 Names = tuple[str | None, ...]
@@ -92,12 +92,13 @@ AXIS_NAMES: dict[str, Names] = {
 }
 
 
-def check_module(mesh: Any, group: Any, options: Any, biases: Any) -> None:
-    """Raise an error for arguments of wrong classes, or if the group has another mesh."""
+def check_module(mesh: Any, group: Any, options: Any, biases: Any, bias_rate: Any) -> None:
+    """Raise an error for arguments that are wrong, or if the group has another mesh."""
     check_kind("mesh", mesh, Mesh)
     check_kind("group", group, Group)
     check_kind("options", options, Moe)
     check_kind("biases", biases, Biases)
+    check_rate("bias_rate", bias_rate)
     mesh_checks.check_mesh(group, mesh)
 
 

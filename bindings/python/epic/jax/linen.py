@@ -110,7 +110,7 @@ class MoEBlock(nn.Module):
         """
         tokens: dict[str, Any] = {"token_ids": token_ids, "table": table}
         tokens |= {"token_mask": token_mask, "capacity_limit": capacity_limit}
-        block.check_module(self.mesh, self.group, self.options, self.biases)
+        block.check_module(self.mesh, self.group, self.options, self.biases, self.bias_rate)
         weights, bias = self.weights(), None
         if self.bias_rate:
             shape = (self.options.layer.num_ids,)

@@ -90,7 +90,7 @@ class MoEBlock(nnx.Module):
         axis_names: AxisNames | None = None,
         logical_of_expert: tuple[int, ...] | None = None,
     ) -> None:
-        block.check_module(mesh, group, options, biases)
+        block.check_module(mesh, group, options, biases, bias_rate)
         self.mesh, self.group, self.options = mesh, group, options
         self.bias_rate, self.update_bias, self.deterministic = bias_rate, True, False
         self.record_routing, self.replay_routing = False, False

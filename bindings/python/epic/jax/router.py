@@ -26,7 +26,7 @@ from epic.jax.arrays import (
 from epic.jax.call import ArraySpec, call_handler, cast_all_varying, spec_of, zero_gradient
 from epic.jax.groups import Group
 from epic.jax.over_mesh import over_mesh
-from epic.options import INT64_MAX, Router, check_float, check_int
+from epic.options import INT64_MAX, Router, check_float, check_int, check_rate
 
 
 def router_workspace(router: Router) -> ArraySpec:
@@ -432,7 +432,7 @@ def bias_update(bias: Any, load: Any, rate: float) -> Any:
             f"bias has {bias.shape[0]} experts and load has {load.shape[0]}: must have equally many"
         )
     if not isinstance(rate, jax.Array):  # a traced array has no value to check
-        rate = check_float("rate", rate)
+        rate = check_rate("rate", rate)
     mean, rest = jnp.divmod(load.sum(), load.shape[0])
     above = jnp.sign(mean - load) + jnp.where((load == mean) & (rest > 0), 1, 0)
     return bias + rate * above.astype(bias.dtype)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
 from epic.invariance import check_replicas
-from epic.options import Moe, check_float, check_int, check_kind
+from epic.options import Moe, check_int, check_kind, check_rate
 from epic.torch.arguments import ROW_TYPES, assume_constant_result
 from epic.torch.experts import GroupedMm
 from epic.torch.groups import Group
@@ -127,8 +127,8 @@ class MoE(nn.Module):
         super().__init__()
         check_kind("group", group, Group)
         check_kind("options", options, Moe)
-        if bias_rate is not None and check_float("bias_rate", bias_rate) < 0:
-            raise EpicArgumentError(f"bias_rate is {bias_rate}: must be 0 or more, or None")
+        if bias_rate is not None:
+            check_rate("bias_rate", bias_rate)
         if grouped_mm is not None and not callable(grouped_mm):
             raise EpicArgumentError(f"grouped_mm is {grouped_mm!r}: must be a function, or None")
         self.seed = group.layers_made if seed is None else check_int("seed", seed)

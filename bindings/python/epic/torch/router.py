@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epic.errors import EpicArgumentError
-from epic.options import Router, options_by_key
+from epic.options import Router, check_rate, options_by_key
 from epic.torch.arguments import (
     EpicFunction,
     as_flat,
@@ -427,5 +427,5 @@ def bias_update(bias: Tensor, load: Tensor, rate: float, group: Group | None = N
         [-0.5, 0.5, 0.0]
     """
     with torch.no_grad():
-        ops.bias_update_.default(bias, load, float(rate), number_of(group, bias))
+        ops.bias_update_.default(bias, load, check_rate("rate", rate), number_of(group, bias))
     note_write(bias)
