@@ -22,8 +22,8 @@ struct epic_context {
     epic_group *group;
     int32_t rank;
     int32_t num_ranks, num_hosts;
-    /* The ranks that are members of the group now. The other ranks are *vacant seats*: numbers
-     * of ranks for which no process takes part in the operations
+    /* A *seat* is a rank number. This is the set of seats whose rank is a member of the group
+     * now. The other seats are *vacant*: no process takes part in the operations for them
      * (docs/internals/members.md). */
     seat_set members;
     int32_t num_members;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_plan and epic_plan_dispatch on the host.
  *
- * Every rank sends its expert ids to all ranks, and all ranks compute the same plan from them.
- * A rank with few tokens sends its ids inside its op header. The other ranks send their ids
- * afterwards, in a scatter flow (exchange.h). */
+ * The plan is an all-gather and a local computation: every rank sends its expert ids to all
+ * ranks, and all ranks compute the same plan from them. A rank with few tokens sends its ids
+ * inside its op header. The other ranks send their ids after the op headers, in a scatter flow
+ * (exchange.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -28,7 +29,8 @@ static int64_t id_at(const epic_plan_args *args, int64_t i)
                                         : ((const int32_t *)args->topk_idx)[i];
 }
 
-/* Converts the caller's expert ids to int32, with -1 for a choice without an expert. */
+/* Converts the caller's expert ids to int32, with -1 for a choice (one of a token's top_k
+ * experts) without an expert. */
 static void copy_ids(int32_t *ids, const epic_plan_args *args, const epic_layer *layer)
 {
     const int64_t choices = args->num_tokens * layer->top_k;
@@ -96,7 +98,8 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
-/* Returns how many slots this rank may have; 0: no limit. *capacity_limit may lower it. */
+/* Returns the maximum number of slots of this rank (0: no limit), which *capacity_limit may
+ * lower. */
 static int64_t read_capacity(const epic_plan_args *args)
 {
     if (!args->capacity_limit) return args->capacity;
@@ -135,7 +138,8 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* The callbacks scatter.is_sent and scatter.is_received: every member sends its ids to all. */
+/* Callbacks scatter.is_sent and scatter.is_received (exchange.h): every member sends its ids to
+ * all members. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -158,7 +162,8 @@ static void read_ids(void *self, int from, int64_t item, int32_t piece, const vo
     memcpy(ids_of_token(p, from, item), entry, p->layer.top_k * sizeof(int32_t));
 }
 
-/* Callback scatter.read_own_item. The ids of this rank's own tokens are already in place. */
+/* Callback scatter.read_own_item: does nothing, because the ids of this rank's own tokens are
+ * already in the planner's array. */
 static void skip_own_ids(void *self, int64_t item)
 {
     (void)self, (void)item;
@@ -166,7 +171,7 @@ static void skip_own_ids(void *self, int64_t item)
 
 /* Copies the expert ids in the op headers to the planner. Sets the number of items of the ranks
  * that sent these ids to 0, so that the scatter flow skips them. Returns true if other ranks
- * still have to send ids. */
+ * must still send ids. */
 static bool read_header_ids(planning *p)
 {
     exchange *x = p->x;
@@ -221,9 +226,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Zeroes the output in which the planner counts the choices of absent experts. This is
- * logical_load in a layer with replicas, and otherwise, with vacant seats, `load`.
- * write_counts() adds the other choices. */
+/* Zeroes the output in which the planner counts the choices of absent experts: logical_load in
+ * a layer with replicas or, if there are none but vacant seats, `load`. write_counts() adds the
+ * other choices. */
 static void clear_absent_load(planning *p)
 {
     const epic_layer *layer = &p->layer;
@@ -237,8 +242,9 @@ static void clear_absent_load(planning *p)
 }
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
- * caller's outputs depend on the placement of the experts, so the plan needs one: that of this
- * rank's rank_of_expert, or the default if the error is in this table. */
+ * caller's output arrays depend on the placement of the experts, so the plan still needs a
+ * placement: this rank's rank_of_expert, or the default placement if the error is in this
+ * table. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -328,9 +334,9 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
     return p.x ? exchange_close(p.x, result) : result;
 }
 
-/* Returns true if the dispatches of all ranks have the same signature, so that dispatch can run
- * in the exchange of the plan. Otherwise it runs with its own op headers, whose comparison
- * finds the argument that differs. */
+/* Returns true if the dispatches of all ranks have the same signature (hash of the arguments),
+ * so that dispatch can run in the exchange of the plan. If they differ, dispatch sends op
+ * headers of its own, whose comparison finds the argument that differs. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)
@@ -353,7 +359,7 @@ epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *args,
     if (result == EPIC_OK) return host_dispatch_unchecked(ctx, dispatch);
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    /* this dispatch moves no rows and zeroes the outputs, because the plan has no slots */
+    /* the plan has no slots, so this dispatch moves no rows and zeroes the outputs */
     TRY(host_dispatch_unchecked(ctx, dispatch));
     return epic_fail(result, "%s", why);
 }

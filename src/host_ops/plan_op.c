@@ -23,7 +23,7 @@ void op_header_set_layer(epic_op_header *header, const epic_layer *layer)
     header->common[COMMON_LAYER_FLAGS] = layer->flags;
 }
 
-/* Copies the plan's id and layer, which ranks compare, and the number of tokens. */
+/* Copies the plan's id and layer, which the ranks compare, and the number of tokens. */
 static void op_header_set_plan(plan_op *s)
 {
     s->op_header.common[COMMON_PLAN] = (int64_t)s->plan.header->id;
@@ -37,7 +37,7 @@ void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, cons
     memset(s, 0, sizeof *s);
     enum plan_damage found =
         plan_check(&s->plan, plan, plan_bytes, ctx->group_id, ctx->rank, ctx->num_ranks);
-    /* exchange.sums has space for max_top_k choices */
+    /* exchange.sums has room for only max_top_k choices */
     if (found == PLAN_OK && s->plan.header->layer.top_k > ctx->config.max_top_k)
         found = PLAN_OUT_OF_RANGE;
     const data_fault damage = {DATA_PLAN, {found}};

@@ -3,19 +3,17 @@
  *
  * For each logical expert with several replicas, every rank first adds its own replicas in its
  * workspace, leaf by leaf. Then epic_allreduce_sum adds the workspaces of all ranks. Example:
- * logical expert a has the replicas 0, 2, 3 and 6, whose rows are x0, x2, x3 and x6.
- *
- *     expert      0   1 | 2   3 | 4   5 | 6   7      leaves of two experts, two ranks
- *     logical     a   b | a   a | b   c | a   c
- *     a           x0    | x2+x3 |   0   | x6
- *                  \___ + ___/     \__ + _/          on each rank, in its workspace
- *                        \______ + ______/           epic_allreduce_sum */
+ * logical expert a has the replicas 0, 2, 3 and 6, whose rows are x0, x2, x3 and x6. There are
+ * two ranks with two leaves of two experts each. Rank 0 adds x0 (experts 0 and 1) and x2 + x3
+ * (experts 2 and 3), rank 1 adds 0 (experts 4 and 5) and x6 (experts 6 and 7), and
+ * epic_allreduce_sum adds the two sums. */
 #include <string.h>
 
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-/* number of floats that are added at a time, so that partial sums stay in the cache */
+/* number of floats that are added at a time, small enough that partial sums stay in the
+ * cache */
 #define CHUNK 256
 #define MOST_LEVELS 18 /* a tree over MAX_EXPERTS leaves has 17 levels; one more is spare */
 
@@ -57,8 +55,8 @@ static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
     }
 }
 
-/* Adds the leaves [first, first + count) in a binary tree; count is a power of two. Writes the
- * sum to a->levels[level], and may overwrite the rows after it. */
+/* Adds the leaves [first, first + count) in a binary tree, where count is a power of two.
+ * Writes the sum to a->levels[level], and may overwrite the rows after it. */
 static void add_leaves(replica_sum *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
@@ -88,7 +86,8 @@ static void add_local_replicas(replica_sum *a)
     }
 }
 
-/* Copies the sum of all ranks from the workspace to each replica of a->logical on this rank. */
+/* Copies the sum over all ranks from the workspace to each replica of a->logical on this
+ * rank. */
 static void copy_sum_to_replicas(const replica_sum *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;
@@ -110,8 +109,8 @@ static void mark_replicated(const plan_view *v, uint64_t *several)
     }
 }
 
-/* Implements epic_sum_replicas on the host. First sums 0 elements: the op headers of this sum
- * contain the plan's id, so the ranks compare their plans before they add anything. */
+/* Implements epic_sum_replicas on the host. First runs an all-reduce of 0 elements: its op
+ * headers contain the plan's id, so the ranks compare their plans before they add anything. */
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args)
 {
     plan_op s;

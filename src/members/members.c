@@ -1,16 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Each generation makes one decision: which members the next generation has. The decision is
- * one instance of Paxos, and its acceptors are the members of the current generation. The
- * lowest seat that is neither dead nor given up leads. docs/internals/members.md explains why
- * the rules of this file suffice, and tests/model/members.pml checks them. */
+/* Each generation (group with fixed members) makes one decision: which members the next
+ * generation has. The decision is one instance of Paxos, and its acceptors are the members of
+ * the current generation. The leader is the lowest seat that is not dead and that the other
+ * seats have not given up on. docs/internals/members.md explains why the rules of this file
+ * suffice, and tests/model/members.pml checks them. */
 #include "members/members.h"
 
 #include <string.h>
 
-/* A seat gives up a lower one after 3/2 of the patience without a message, so that a leader
- * that waits for the whole patience is not given up. */
+/* A seat gives up on a lower seat after 3/2 of the patience without a message from it. This is
+ * more than 1, because a leader may wait for the whole patience. */
 #define GIVE_UP_HALVES 3
-#define CALL_PATIENCES 4 /* the deadline of a call */
+#define CALL_PATIENCES 4 /* a call ends at the latest after this many times the patience */
 
 static int ballot_compare(const members_ballot *a, const members_ballot *b)
 {
@@ -33,7 +34,7 @@ static members_message make_message(const members *m, uint32_t kind)
                              .dead = m->dead};
 }
 
-/* Passes a message to a seat. A message to this seat itself is handled like any other. */
+/* Sends a message to a seat. If the seat is this one, handles the message directly. */
 static void send_to(members *m, int to, const members_message *message, int64_t now)
 {
     if (to == m->seat)
@@ -42,7 +43,8 @@ static void send_to(members *m, int to, const members_message *message, int64_t 
         m->send(m->self, to, message);
 }
 
-/* Sends to all seats of the set, to this seat last: its own reply may end the phase. */
+/* Sends a message to all seats of the set. This seat comes last, because its own reply may end
+ * the phase. */
 static void send_to_all(members *m, const seat_set *to, const members_message *message,
                         int64_t now)
 {
@@ -69,16 +71,17 @@ static void send_decision(members *m, int to, uint64_t generation, const members
     send_to(m, to, &commit, now);
 }
 
-/* Sends the decision that made the current generation. */
+/* Sends the decision that created the current generation. */
 static void send_last(members *m, int to, int64_t now)
 {
     if (m->last_ballot.round)
         send_decision(m, to, m->generation - 1, &m->last_ballot, &m->last, now);
 }
 
-/* Makes the prepared decision the current generation. The seat that sent the decision may be no
- * member of it. Then its death would not break this generation, and no seat would pass the
- * decision on, so this seat does that now. */
+/* Makes the prepared decision the current generation. The seat that sent the decision may not
+ * be a member of the new generation. If it then dies, its death does not break this generation,
+ * and no other seat may have the decision. So this seat sends the decision to all members
+ * now. */
 static void enter_generation(members *m, int64_t now)
 {
     const int from = m->decided_by;
@@ -97,7 +100,7 @@ static void enter_generation(members *m, int64_t now)
 
 /* -------------------------------------------------------------------------- the leader ---- */
 
-/* Returns whether the accepts of `acks` decide on the set `next`. */
+/* Returns whether the accepts in `acks` are enough to decide on the set `next`. */
 static bool is_quorum(const members *m, const seat_set *acks, const seat_set *next)
 {
     if (m->ballot.authority) return seat_set_contains(acks, next);
@@ -116,13 +119,14 @@ static void fail_for_all(members *m, uint32_t flags, int64_t now)
     send_to_all(m, &m->came, &fail, now);
 }
 
-/* Returns whether this seat has waited long enough for a lower seat to lead. */
+/* Returns whether this seat has given up on a lower seat: it has waited long enough for that
+ * seat to lead. */
 static bool is_given_up(const members *m, int seat, int64_t now)
 {
     return now - m->heard_ns[seat] >= m->call.patience_ns * GIVE_UP_HALVES / 2;
 }
 
-/* Begins a ballot in a higher round than any that this seat knows. */
+/* Begins a ballot in a round above all rounds that this seat has seen. */
 static void begin_ballot(members *m, int64_t now)
 {
     uint32_t round = m->ballot.round > m->promised.round ? m->ballot.round : m->promised.round;
@@ -136,9 +140,9 @@ static void begin_ballot(members *m, int64_t now)
     send_to_all(m, &m->current, &prepare, now);
 }
 
-/* Fills in a new proposal. Without an authority, its members are the seats that came, less
- * those that leave or cannot prepare. With an authority, its members are the set that the
- * authority named. */
+/* Fills in a new proposal. Without an authority, its members are the seats that have promised,
+ * without those that leave or cannot prepare. With an authority, its members are the set that
+ * the authority named. */
 static void make_proposal(members *m)
 {
     seat_set next = m->came;
@@ -154,7 +158,8 @@ static void make_proposal(members *m)
     }
 }
 
-/* Sends the proposal when each seat has promised, is dead or given up, or when time is up. */
+/* Sends the proposal when each seat has promised, is dead or was given up on, or when the
+ * patience has passed. */
 static void finish_gathering(members *m, int64_t now)
 {
     seat_set known = m->came;
@@ -178,9 +183,9 @@ static void finish_gathering(members *m, int64_t now)
     }
 }
 
-/* Decides when each seat that promised has accepted or is dead, or when the patience has
- * passed. A majority of accepts could decide earlier, but then seats would have to enter before
- * they have prepared. */
+/* Decides when each seat that has promised has accepted or is dead, or when the patience has
+ * passed. A majority of accepts would be enough to decide earlier, but then some seats would
+ * have to enter before they have prepared. */
 static void finish_proposing(members *m, int64_t now)
 {
     seat_set known = m->acks;
@@ -197,7 +202,7 @@ static void finish_proposing(members *m, int64_t now)
     send_to_all(m, &everyone, &commit, now);
 }
 
-/* Begins to lead if all lower seats are dead or given up. Otherwise stops leading, so that two
+/* Begins to lead if all lower seats are dead or given up on. If not, stops leading, so that two
  * leaders do not outbid each other forever. */
 static void choose_leader(members *m, int64_t now)
 {
@@ -211,7 +216,7 @@ static void choose_leader(members *m, int64_t now)
         begin_ballot(m, now);
 }
 
-/* Takes the steps that are due in the current phase at the time `now`. */
+/* Performs the steps that are due in the current phase at the time `now`. */
 static void make_progress(members *m, int64_t now)
 {
     if (!is_running(m)) return;
@@ -225,9 +230,9 @@ static void make_progress(members *m, int64_t now)
     if (is_running(m) && m->phase == MEMBERS_PROPOSES) finish_proposing(m, now);
 }
 
-/* Keeps the proposal of a promise if it was accepted in the highest ballot so far, because it
+/* Keeps the proposal in a promise if it was accepted in the highest ballot so far, because it
  * may be decided already. Ignores two kinds of proposals, which cannot be decided: those that
- * this leader itself gave up, and those of an older authority. */
+ * this leader itself has abandoned, and those of an older authority. */
 static void keep_accepted(members *m, const members_message *promise)
 {
     const members_ballot *b = &promise->accepted;
@@ -270,7 +275,8 @@ static void handle_reply(members *m, int from, const members_message *reply, int
 
 /* ------------------------------------------------------------------------ the acceptor ---- */
 
-/* Returns whether a ballot may be promised or accepted. If not, replies with the higher one. */
+/* Returns whether this seat may promise or accept the message's ballot. If not, replies with
+ * the higher ballot. */
 static bool may_follow(members *m, int from, const members_message *message, int64_t now)
 {
     members_message behind = make_message(m, MEMBERS_BEHIND);
@@ -315,21 +321,22 @@ static void handle_propose(members *m, int from, const members_message *propose,
     if (seat_set_has(&m->pending.members, m->seat))
         m->state = MEMBERS_PREPARING;
     else
-        reply_to_proposal(m, true, now); /* there is nothing to prepare */
+        reply_to_proposal(m, true, now); /* there is nothing to prepare, so accept at once */
 }
 
-/* Returns whether this seat has prepared the decided proposal. Tests whether the seat has
- * accepted it, because a seat prepares a proposal before it accepts it. */
+/* Returns whether this seat has prepared the decided proposal. It has if it has accepted the
+ * proposal, because a seat prepares a proposal before it accepts it. */
 static bool has_prepared(const members *m, const members_proposal *decided)
 {
     return m->accepted.round && m->accepted_proposal.group_id == decided->group_id &&
            seat_set_equal(&m->accepted_proposal.members, &decided->members);
 }
 
-/* Handles a decision. If this seat has prepared the decision, it enters the new generation now.
- * Otherwise the caller must prepare first. A seat that has promised a ballot of an authority
- * ignores earlier decisions, because the authority's set needs all its seats. There is one
- * exception: a seat of that set has already entered the earlier decision. */
+/* Handles a decision. If this seat has prepared it, enters the new generation now. If not, the
+ * caller must prepare first. A seat that has promised a ballot of an authority ignores
+ * decisions of ballots without that authority, because all seats of the authority's set are
+ * needed for that set. The exception is a decision from a seat of that set, which has already
+ * entered the new generation. */
 static void handle_commit(members *m, int from, const members_message *commit, int64_t now)
 {
     if (commit->ballot.authority < m->promised.authority && !seat_set_has(&m->call.only, from))
@@ -356,7 +363,7 @@ static bool is_set_valid(const members *m, const seat_set *s)
     return true;
 }
 
-/* Returns whether a machine of this group could have sent the message. */
+/* Returns whether the state machine of a seat of this group could have sent the message. */
 static bool is_valid(const members *m, int from, const members_message *message)
 {
     return from >= 0 && from < m->num_seats && message->kind >= MEMBERS_PREPARE &&
@@ -367,9 +374,9 @@ static bool is_valid(const members *m, int from, const members_message *message)
            !seat_set_has(&message->dead, from) && !seat_set_has(&message->dead, m->seat);
 }
 
-/* Handles a message of another generation. A sender that is behind gets the decision that it
- * has missed. If this seat leads, the sender also gets the ballot again, because it could not
- * reply in its old generation. */
+/* Handles a message of another generation. If the sender is behind, sends it the decision that
+ * it has missed. If this seat leads, also sends the ballot again, because the sender could not
+ * reply to it in its old generation. */
 static void handle_stranger(members *m, int from, const members_message *message, int64_t now)
 {
     if (message->generation > m->generation) {

@@ -27,8 +27,8 @@ typedef struct call_args {
     bool backward;
 } call_args;
 
-/* Checks that `rows` has as many rows as x, with the same row size. If the caller passed {NULL,
- * 0, 0}, does not check the row size. */
+/* Checks that `rows` has as many rows as x, and the same row size. Does not check the row size
+ * of an empty matrix {NULL, 0, 0}. */
 static epic_result check_rows(const moe_job *j, const char *name, epic_const_rows rows)
 {
     const bool is_empty = !rows.data && !rows.num_rows && !rows.row_bytes;
@@ -67,7 +67,8 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that the caller passed scales if the weights are E4M3 (`scaled`), otherwise NULL. */
+/* Checks that the caller passed scales if the weights are E4M3 (`scaled`), and NULL if they are
+ * not. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -79,8 +80,8 @@ static epic_result check_scales(const char *name, const float *scales, bool scal
         name);
 }
 
-/* Sets j->is_e4m3_backward if the caller of backward passed scales. EPIC_RECOMPUTE is then an
- * error, because it would repeat forward with rows and weights of type row_type. */
+/* Sets j->is_e4m3_backward if the caller of backward passed scales. In this case EPIC_RECOMPUTE
+ * is an error, because it would repeat forward with rows and weights of type row_type. */
 static epic_result read_e4m3_backward(moe_job *j)
 {
     j->is_e4m3_backward = j->is_e4m3 && j->weights.w_gate_up_scales;
@@ -89,7 +90,8 @@ static epic_result read_e4m3_backward(moe_job *j)
                                   "weights in backward must be of moe.experts.row_type");
 }
 
-/* Checks that the caller passed all weights. `scaled`: the weights of the experts are E4M3. */
+/* Checks that the caller passed all weights. `scaled` means that the weights of the experts are
+ * E4M3. */
 static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -116,8 +118,9 @@ static epic_result check_sequences(const moe_job *j)
         (long long)j->sequence_unit, (long long)j->tokens);
 }
 
-/* Stores in j->options which weights the caller passed, for the ranks to compare. With
- * EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that all ranks have. */
+/* Records in j->options which weights the caller passed, so that the ranks can compare this.
+ * With EPIC_CHECK_WEIGHTS on the host, also stores a checksum of each weight that must be equal
+ * on all ranks. */
 static void record_weights(moe_job *j)
 {
     const epic_moe_weights *w = &j->weights;
@@ -163,8 +166,8 @@ static epic_result check_device_support(const moe_job *j)
     return EPIC_OK;
 }
 
-/* With EPIC_INVARIANT on a device, checks that all arrays are aligned to 16 bytes. Otherwise
- * EPIC would use kernels without tensor cores, which compute other bits. */
+/* With EPIC_INVARIANT on a device, checks that all arrays are aligned to 16 bytes. For other
+ * arrays EPIC would use kernels without tensor cores, which compute other bits. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -203,9 +206,9 @@ static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *cal
             (long long)c->x.num_rows, (long long)ctx->config.max_tokens);
     TRY(moe_read_config(j, &ctx->config, ctx->num_members, c->moe, sizeof *c->moe,
                         c->x.num_rows));
-    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf for each rank.
-     * moe_read_config() has already set the number of blocks of this rank to 1, which is then
-     * still correct. */
+    /* layer_choose_order() may replace EPIC_BY_HOSTS by EPIC_TREE with one leaf per rank.
+     * moe_read_config() has already set this rank's number of blocks to 1, which is correct in
+     * this case too. */
     layer_choose_order(&j->layer, ctx->num_ranks, context_relays(ctx, c->rank_of_expert));
     TRY(check_rows(j, "x", c->x));
     TRY(check_rows(j, c->y_name, c->y));
@@ -231,8 +234,9 @@ static epic_result check_loss_type(const moe_job *j, uint32_t type)
                      type);
 }
 
-/* Checks that no rank owns more than num_local_experts experts, the length of expert_rows.
- * epic_plan later checks the ranks in rank_of_expert, so that all ranks return the error. */
+/* Checks that no rank owns more than num_local_experts experts, which is the number of elements
+ * of expert_rows. epic_plan later checks the ranks in rank_of_expert, so that all ranks return
+ * the error. */
 static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expert)
 {
     const uint32_t experts = j->layer.num_experts, ranks = (uint32_t)j->ctx->num_ranks;
@@ -253,10 +257,10 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
                      (long long)most);
 }
 
-/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf. Which
- * replica computes a choice depends on the other tokens. If the replicas were in several
- * leaves, the order in which combine adds the rows would depend on the other tokens too.
- * Ignores invalid entries, which epic_plan reports. */
+/* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf of the
+ * sum tree. The other tokens determine which replica computes a choice. If the replicas were in
+ * several leaves, the other tokens would also determine the order in which combine adds the
+ * rows. Ignores invalid entries, which epic_plan reports. */
 static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
 {
     uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves before the current one */
@@ -284,7 +288,8 @@ static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_ex
     return EPIC_OK;
 }
 
-/* Checks a forced routing: forced weights need forced ids, which exclude a table. */
+/* Checks the routing that the caller forces: forced weights need forced ids, and with forced
+ * ids no table is allowed. */
 static epic_result check_forced(const epic_moe_args *a)
 {
     if (a->topk_weights_in && !a->topk_idx_in)
@@ -330,7 +335,7 @@ epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *
         return epic_fail(EPIC_EINVAL, "moe.capacity is 0, EPIC_CAPACITY_EXACT: call "
                                       "epic_moe_plan first, then with EPIC_PLANNED");
     TRY(check_loss_type(j, a->loss_type));
-    /* The kernels that make the plan check tables in device memory. */
+    /* tables in device memory are checked by the kernels that make the plan */
     if (!j->is_device) TRY(check_replicas(j, a->logical_of_expert));
     if (j->is_device && a->rank_of_expert) return EPIC_OK;
     return check_placement(j, a->rank_of_expert);

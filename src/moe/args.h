@@ -7,13 +7,14 @@
 #include "moe/moe.h"
 
 /* Reads and checks the arguments of epic_moe_forward or, if `planning` is true, of
- * epic_moe_plan, and fills in *j. Replaces a row_bytes of 0 in *a. Returns EPIC_EINVAL for an
- * invalid argument, and EPIC_ENOTSUP for options that this context does not support. */
+ * epic_moe_plan, and fills in *j. Replaces a row_bytes of 0 in *a by its default. Returns
+ * EPIC_EINVAL for an invalid argument, and EPIC_ENOTSUP for options that this context does not
+ * support. */
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning);
 
 /* Reads and checks the arguments of epic_moe_backward, and fills in *j. *g has the arrays for
- * the caller's gradients. Returns the errors that moe_read_forward_args() returns. */
+ * the caller's gradients. Errors: those of moe_read_forward_args(). */
 epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
                                    const epic_moe_gradients *g);
 

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks all arrays of a call of the layer before its first operation, when no peer waits for
- * this rank yet: their alignment, and that no output overlaps another array. */
+/* Checks the alignment of all arrays of a call of the layer, and that no output overlaps
+ * another array. This happens before the first operation, when no peer waits for this rank
+ * yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"
@@ -8,20 +9,21 @@
 
 #define MAX_ARRAYS 40 /* maximum number of arrays in a call */
 
-/* The arrays of one call, with their sizes. */
 typedef struct array_list {
     call_array list[MAX_ARRAYS];
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements of `unit` bytes. `out`: the call writes the array. */
+/* Adds an array of `count` elements of `unit` bytes each. `out` means that the call writes the
+ * array. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {
     p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
 }
 
-/* Returns the size in bytes of an element of a weight matrix. weight_type 0: row_type. */
+/* Returns the size in bytes of an element of a weight matrix. A weight_type of 0 means
+ * row_type. */
 static int64_t weight_bytes(const epic_experts *experts)
 {
     return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);
@@ -44,7 +46,7 @@ static void add_scales(array_list *p, const moe_job *j)
               false);
 }
 
-/* Adds all weights of the layer. `scaled`: the weights of the experts are E4M3. */
+/* Adds all weights of the layer. `scaled` means that the weights of the experts are E4M3. */
 static void add_weights(array_list *p, const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;

@@ -13,8 +13,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Reserves `bytes` bytes at offset *used of `base`, and advances *used by that size, rounded up
- * to a multiple of 64. Returns the address of the bytes, or NULL if `base` is NULL. */
+/* Reserves `bytes` bytes at offset *used of `base`, and adds their number, rounded up to a
+ * multiple of 64, to *used. Returns the address of the bytes, or NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -25,8 +25,8 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 /* Lays out `saved`.
  *
  * The buffers that epic_moe_plan writes come first, at offsets that do not depend on the
- * capacity. The caller sets the capacity and enlarges `saved` only after epic_moe_plan has
- * counted the slots, and these buffers keep their contents.
+ * capacity: the caller sets the capacity and enlarges `saved` after epic_moe_plan has counted
+ * the slots, and these buffers must keep their contents.
  *
  * On devices expert_rows and expert_tokens have room for all experts, because the placement
  * table is in device memory, where the host cannot count the experts of a rank. */
@@ -59,7 +59,7 @@ static void layout_saved(moe_job *j, unsigned char *base)
     j->saved_bytes = used;
 }
 
-/* Adds to the workspace the buffers that are not in `saved` because of EPIC_RECOMPUTE or
+/* Adds the buffers to the workspace that are not in `saved` because of EPIC_RECOMPUTE or
  * EPIC_DISPATCH_AGAIN. In forward also adds the scales of E4M3 rows. */
 static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool backward)
 {
@@ -76,8 +76,8 @@ static void layout_unsaved(moe_job *j, unsigned char *base, int64_t *used, bool 
             place_buffer(base, used, j->capacity * experts_blocks(j->hidden) * 4);
 }
 
-/* Returns the size in bytes of the workspace of the gate's kernels. Forward handles all tokens
- * in one call, and backward one batch. */
+/* Returns the size in bytes of the workspace of the gate's kernels, for all tokens in forward
+ * and for one batch in backward. */
 static int64_t measure_gate(const moe_job *j, bool backward)
 {
     const gate_tokens all = {j->tokens, j->block, 1, j->deciding_tokens};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads and checks the configuration of a layer: epic_moe and the structs that it points to.
- * Computes the sizes that depend on it. */
+/* Reads and checks the configuration of a layer, which is epic_moe and the structs to which it
+ * points. Computes the sizes that depend on it. */
 #include <math.h>
 #include <stdio.h>
 
@@ -18,8 +18,9 @@
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
      EPIC_INVARIANT)
 
-/* Sets j->is_invariant for the flag EPIC_INVARIANT. It then excludes options with which the
- * results of a token could depend on other tokens or on the number of ranks (EPIC_EINVAL). */
+/* Sets j->is_invariant if the flag EPIC_INVARIANT is set. With this flag, returns EPIC_EINVAL
+ * for options that make the results of a token depend on other tokens or on the number of
+ * ranks. */
 static epic_result read_invariant(moe_job *j)
 {
     if (j->experts.flags || (j->has_shared && j->shared.flags))
@@ -50,8 +51,8 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j, and checks each alone. check_shapes() then compares
- * them. */
+/* Copies the caller's structs into *j, and checks each of them separately. check_shapes() later
+ * checks that they match. */
 static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe *moe,
                                 size_t size)
 {
@@ -185,7 +186,7 @@ static int64_t ceil_div(int64_t a, int64_t b)
     return (a + b - 1) / b;
 }
 
-/* Returns the number of levels of a binary tree whose leaves are `blocks` blocks of tokens. */
+/* Returns the number of levels of a binary tree with `blocks` leaves. */
 static int64_t num_levels(int64_t blocks)
 {
     int64_t levels = 1;
@@ -196,7 +197,7 @@ static int64_t num_levels(int64_t blocks)
     return levels;
 }
 
-/* Computes how much memory the experts, or the shared expert, need. Error texts begin with
+/* Computes how much memory the experts or the shared expert need. Error texts begin with
  * `name`, the name of the option. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
@@ -239,10 +240,10 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Sets the number of tokens in a batch, and deciding_tokens, by which the gate chooses its
- * method. In tree order, deciding_tokens must not depend on the number of ranks. It is at most
- * the number of tokens in GATE_BLOCKS blocks, because each rank of a group with many leaves
- * computes only a few blocks. */
+/* Sets the number of tokens in a batch, and deciding_tokens, the number of tokens by which the
+ * gate chooses its method. In tree order, deciding_tokens must not depend on the number of
+ * ranks. It is at most the number of tokens in GATE_BLOCKS blocks, because each rank of a group
+ * with many leaves computes only a few blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;
@@ -255,7 +256,7 @@ static void set_batch(moe_job *j)
 }
 
 /* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
- * EPIC_WEIGHT_EARLY: the experts then multiply by the weights, because combine supports only
+ * EPIC_WEIGHT_EARLY, so that the experts multiply by the weights, because combine supports only
  * float32 weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
                             const epic_moe *moe, size_t size, int64_t tokens)
@@ -276,7 +277,7 @@ epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_m
     j->blocks = j->layer.sum_order == EPIC_TREE ? j->layer.leaves / (uint32_t)num_members : 1;
     j->tokens = tokens;
     TRY(check_options(j));
-    /* the ranks compare the caller's coefficients in j->options, even if they become 0 here */
+    /* j->options keeps the caller's coefficients, so the ranks still compare them */
     if (j->moe.flags & EPIC_LOSS_BY_CALLER) j->moe.balance_coeff = j->moe.z_coeff = 0;
     j->sequence_unit =
         j->moe.balance_coeff != 0 && j->moe.sequence_tokens ? j->moe.sequence_tokens : 1;

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Host arithmetic on one block of tokens for the gate, the zero-experts and the gate of the
  * shared expert (dense_ops in moe.h). dense_f32.c and dense_f64.c include this file and define:
- * REAL (float or double), GEMM and GEMM_INVARIANT (the functions for matrix products), and OPS
- * (the name of the table of functions).
+ * REAL (float or double), GEMM and GEMM_INVARIANT (the GEMM functions), and OPS (the name of
+ * the table of functions).
  *
- * Rows of other types are first converted to REAL. For the products of the gate, GATE_TILE
- * columns of all rows are converted at a time, otherwise one row at a time. */
+ * Rows of other types are first converted to REAL: GATE_TILE columns of all rows at a time for
+ * the GEMMs of the gate, and one row at a time for everything else. */
 #include <math.h>
 #include <string.h>
 
@@ -13,7 +13,8 @@
 #include "moe/moe.h"
 #include "rules/convert.h"
 
-/* Converts n elements of `type` to REAL. If `type` is EPIC_F64, REAL is double. */
+/* Converts n elements of `type` to REAL. If `type` is EPIC_F64, REAL is double and the elements
+ * are only copied. */
 static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
 {
     if (type == EPIC_F64)
@@ -22,7 +23,6 @@ static void load_reals(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n elements from REAL to `type`. */
 static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     if (type == EPIC_F64)
@@ -46,8 +46,8 @@ static void *out_row_at(const token_block *b, const epic_rows *rows, int64_t tok
     return (char *)rows->data + token * b->job->row_bytes;
 }
 
-/* Returns columns [first, first + count) of x as REAL. Sets *stride to the distance in elements
- * from one row to the next. Converts rows of another type into work.tile. */
+/* Returns the columns [first, first + count) of x as REAL. Sets *stride to the distance in
+ * elements from one row to the next. Rows of another type are converted into work.tile. */
 static const REAL *columns_of(const token_block *b, int64_t first, int64_t count,
                               int64_t *stride)
 {
@@ -78,7 +78,8 @@ static int64_t smaller_of(int64_t a, int64_t b)
     return a < b ? a : b;
 }
 
-/* Adds the products of GATE_TILE columns of x and the matching rows of W_gate. */
+/* Computes the GEMM x W_gate as a sum of GEMMs, each of GATE_TILE columns of x and the matching
+ * rows of W_gate. */
 static void gate_forward(const token_block *b, void *logits)
 {
     const moe_job *j = b->job;
@@ -100,8 +101,8 @@ static void gate_forward(const token_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if a choice of the block is a zero-expert, whose ids follow those of the
- * experts. */
+/* Returns true if choice `choice` of the block is a zero-expert. The ids of zero-experts follow
+ * those of the experts. */
 static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
@@ -136,7 +137,8 @@ static void add_local_experts(const token_block *b, const epic_rows *out, const 
     }
 }
 
-/* Sums z = dot(row, gate) in float64. The sigmoid uses e^-|z|, which cannot overflow. */
+/* Computes z = dot(row, gate) with a float64 sum. The sigmoid uses e^-|z|, which cannot
+ * overflow. */
 static void shared_gate_forward(const token_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -187,7 +189,7 @@ static void zero_expert_d_weights(const token_block *b, const epic_const_rows *d
     }
 }
 
-/* Writes d_W_gate = x^T d_logits and d_b_gate, the sum of d_logits over the tokens, to their
+/* Writes d_W_gate = x^T d_logits, and d_b_gate = the sum of d_logits over the tokens, to their
  * offsets (dense_grad_offsets) in `dense_grads`. */
 static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dense_grads)
 {
@@ -210,8 +212,8 @@ static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* Computes d_logits W_gate^T for all rows of d_x in one matrix product, and then adds the other
- * terms of d_x row by row. */
+/* Computes d_logits W_gate^T for all rows of d_x in one GEMM, and then adds the other terms of
+ * d_x row by row. */
 static void gate_backward(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads)

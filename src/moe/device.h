@@ -18,7 +18,7 @@ layer_tokens moe_device_token_args(const moe_job *j, const token_block *block);
 
 /* Computes the gate of the shared expert for one block, if there is one. */
 epic_result moe_device_shared_gate(moe_job *j, const token_block *block);
-/* Computes the gate and the output of the shared expert for block b, in work.shared_y. With
+/* Computes the gate of the shared expert for block b, and its output, in work.shared_y. With
  * EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, uint32_t flags);
 
@@ -31,7 +31,8 @@ epic_result moe_device_plan_dispatch(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 /* Runs the second half of backward, after the gradient rows have returned to their tokens.
  * Computes the gradients of the router, the losses, the shared expert and the gate. Sums the
- * last two over the blocks and, with EPIC_SUM_DENSE, over the ranks. */
+ * gradients of the shared expert and the gate over the blocks and, with EPIC_SUM_DENSE, over
+ * the ranks. */
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
@@ -45,8 +46,9 @@ epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,
 /* Returns the arguments of a loss for one block, except the loss and the gradients. */
 epic_loss_args moe_device_loss_args(const moe_job *j, const token_block *block, double coeff);
 
-/* Returns the factor of the balance loss (formula: router/losses.c), but not divided by the
- * number of tokens of all ranks. Only the plan in device memory contains that number. */
+/* Returns the factor of the balance loss (formula: router/losses.c) before the division by the
+ * number of tokens of all ranks. The division is left to the kernel, because only the plan in
+ * device memory contains that number. */
 double moe_device_balance_factor(const moe_job *j);
 
 #endif

@@ -1,19 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Runs epic_moe_backward on a device. The stages are those of host_backward.c. Each stage
- * launches kernels on the caller's stream. */
+/* Runs epic_moe_backward on a device, in the stages of host_backward.c. Each stage launches
+ * kernels on the caller's stream. */
 #include "base/error.h"
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses for the gradients of the gate and the shared expert; NULL: not computed.
+/* Device addresses for the gradients of the gate and the shared expert. NULL: not computed.
  * `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct gradient_addresses {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
 } gradient_addresses;
 
-/* Returns true if the gradients of the gate and the shared expert are summed over blocks or
- * ranks, in work.dense_grads. Otherwise kernels write them to the caller's arrays. */
+/* Returns true if the gradients of the gate and the shared expert are first summed over blocks
+ * or ranks, in work.dense_grads. If not, kernels write them directly to the caller's arrays. */
 static bool is_dense_staged(const moe_job *j)
 {
     return j->num_dense_levels > 0;
@@ -33,11 +33,12 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* The gradients in a row of work.dense_grads: GATE_PARTS first, then the shared expert's. */
+/* Number of gradients in a row of work.dense_grads: the first GATE_PARTS are those of the gate
+ * and the router, the others those of the shared expert. */
 enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
- * gradient that the caller does not want is only computed with EPIC_SUM_DENSE, because other
+ * gradient that the caller does not want is computed only with EPIC_SUM_DENSE, because other
  * ranks may want it. */
 static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
                              dense_part parts[DENSE_PARTS])
@@ -59,8 +60,8 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes.
- * Otherwise a sum would read uninitialized memory. */
+/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes, so
+ * that a sum does not read uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                           float *dense_grads, int first, int end)
 {
@@ -74,7 +75,8 @@ static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DEN
     return EPIC_OK;
 }
 
-/* Returns addresses in `dense_grads`, which is one row of work.dense_grads. */
+/* Returns the addresses of the gradients in `dense_grads`, which is one row of
+ * work.dense_grads. */
 static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
                                          float *dense_grads)
 {
@@ -86,8 +88,9 @@ static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
 
 /* ---------------------------------------------------------------- one batch of tokens ---- */
 
-/* Some of the blocks of a batch: `count` blocks, from block `first` on. Their gradients of the
- * gate and the shared expert are added in a binary tree, in row `level` of work.dense_grads. */
+/* A range of the blocks of a batch: `count` blocks, starting at block `first`. Their gradients
+ * of the gate and the shared expert are added in a binary tree, in row `level` of
+ * work.dense_grads. */
 typedef struct block_range {
     int64_t first, count, level;
 } block_range;
@@ -121,8 +124,8 @@ static epic_result losses_backward(moe_job *j, const token_block *block)
 }
 
 /* Replaces router_backward() if the caller forced the weights (topk_weights_in). Forced weights
- * do not depend on the logits, so work.d_logits and the gradient of scale_of_expert become
- * zero. Copies the gradients of the weights to the caller's array, if the caller wants them. */
+ * do not depend on the logits, so sets work.d_logits and the gradient of scale_of_expert to
+ * zero. If the caller wants the gradients of the weights, copies them to the caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const token_block *block, const layer_tokens *tokens,
                                            const gradient_addresses *to)
@@ -143,8 +146,8 @@ static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_a
 }
 
 /* Runs epic_router_backward for one block. Outputs: d_logits, and d_scale, the block's gradient
- * of scale_of_expert (NULL: not computed). Does not pass on EPIC_ACCUMULATE, because
- * epic_router_backward would then add to d_logits. */
+ * of scale_of_expert (NULL: not computed). Does not pass EPIC_ACCUMULATE, which would make
+ * epic_router_backward add to d_logits. */
 static epic_result call_router_backward(moe_job *j, const token_block *block,
                                         const float *d_weights, float *d_logits, float *d_scale)
 {
@@ -164,9 +167,9 @@ static epic_result call_router_backward(moe_job *j, const token_block *block,
     return epic_router_backward(j->ctx, &how);
 }
 
-/* Computes work.d_logits of a batch block by block, because the caller wants the gradient of
- * scale_of_expert, which is a sum over tokens. Computes this gradient for each block in
- * work.d_scale, and adds the blocks in a binary tree. */
+/* Computes work.d_logits of a batch, if the caller wants the gradient of scale_of_expert. This
+ * gradient is a sum over tokens, so the function runs block by block: it computes the gradient
+ * for each block in work.d_scale, and adds the blocks in a binary tree. */
 static epic_result router_backward_scaled(moe_job *j, const block_range *range,
                                           const gradient_addresses *to)
 {
@@ -186,7 +189,7 @@ static epic_result router_backward_scaled(moe_job *j, const block_range *range,
                       EPIC_F32, !(to->flags & EPIC_ACCUMULATE));
 }
 
-/* Computes work.d_logits of a batch from the gradients of its weights. */
+/* Computes work.d_logits of a batch from the gradients of the weights of its choices. */
 static epic_result router_backward(moe_job *j, const block_range *range,
                                    const token_block *batch, const layer_tokens *tokens,
                                    const gradient_addresses *to)
@@ -240,8 +243,8 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
                       (to->flags & EPIC_ACCUMULATE) != 0, j->work.gate);
 }
 
-/* Adds to `rows` (rows of work.shared_y) those parts of d_x that come from the zero-experts and
- * from the shared expert's gate. `rows` already contains the part of the shared expert, if
+/* Adds the parts of d_x that come from the zero-experts and from the shared expert's gate to
+ * `rows` (rows of work.shared_y). `rows` already contains the part of the shared expert, if
  * there is one. */
 static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *rows)
 {
@@ -250,8 +253,8 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *r
     return CONTEXT_OP(j->ctx, add_local_rows, j->call.stream, tokens, &sum);
 }
 
-/* Runs the backward of the shared expert on one block of a batch, whose first token is `begin`,
- * and adds the block's parts of d_x to its rows of work.shared_y. */
+/* Runs the backward of the shared expert on one block of a batch, and adds the block's parts of
+ * d_x to its rows of work.shared_y. `begin` is the first token of the batch. */
 static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
                                          int64_t begin, const gradient_addresses *to)
 {
@@ -286,8 +289,8 @@ static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args
                       numbers, EPIC_F32, false);
 }
 
-/* Computes the gradients of the gate's weights. Adds the gate's part of d_x, and
- * work.shared_y. */
+/* Computes the gradients of the gate's weights. Adds to d_x the part that comes from the gate,
+ * and the rows of work.shared_y. */
 static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
                                  void *d_x, const gradient_addresses *to)
 {
@@ -304,8 +307,8 @@ static epic_result gate_backward(moe_job *j, const block_range *range, const tok
 }
 
 /* Runs the stages of backward for a batch. Writes the gradients of the gate to the addresses in
- * `to`. Writes the gradients of the shared expert there too if the batch is one block.
- * Otherwise writes them to row range->level of work.dense_grads.
+ * `to`. If the batch is one block, also writes the gradients of the shared expert there. If
+ * not, writes them to row range->level of work.dense_grads.
  *
  * One launch handles all tokens, or all blocks of the gate. Only the shared expert's backward
  * runs block by block, because its gradients are large. */
@@ -352,8 +355,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                       j->num_dense_grads, EPIC_F32, false);
 }
 
-/* Copies the summed gradients of the gate and the shared expert to the caller's arrays, or adds
- * them with EPIC_ACCUMULATE. */
+/* Copies the summed gradients of the gate and the shared expert to the caller's arrays or, with
+ * EPIC_ACCUMULATE, adds them. */
 static epic_result store_dense_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                          uint32_t flags)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_forward and epic_moe_plan on a device, in the stages of host_forward.c. In
- * epic_moe_forward the host never reads results. If the data of one rank is invalid, the
- * kernels of the plan find this on every rank, and epic_check returns the error. */
+ * epic_moe_forward the host never reads results. If the data of one rank is invalid, the plan's
+ * kernels on every rank find the error, and epic_check returns it. */
 #include "base/error.h"
 #include "moe/device.h"
 #include "rules/experts_layout.h"
@@ -26,7 +26,8 @@ static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
     return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-/* Runs the gate and the router on all tokens at once: tokens do not depend on each other. */
+/* Runs the gate and the router on all tokens at once, because tokens do not depend on each
+ * other. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     token_block all = moe_get_block(j, 0);
@@ -59,7 +60,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all num_local_experts experts; the plan may write fewer counts. */
+/* Zeroes the counts of all num_local_experts experts, because the plan may write fewer of
+ * them. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -67,7 +69,7 @@ static epic_result zero_counts(moe_job *j)
                       end - j->saved.expert_rows, EPIC_F32, true);
 }
 
-/* If the layer is E4M3, lets dispatch send E4M3 rows with scales. */
+/* If the layer is E4M3, makes dispatch send E4M3 rows with scales. */
 static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
 {
     if (!j->is_e4m3) return;
@@ -89,8 +91,8 @@ static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_ar
     return EPIC_OK;
 }
 
-/* With rank_of_expert, checks in a kernel that no rank owns more than num_local_experts
- * experts. Without it, check_placement() has checked that on the host. */
+/* Without rank_of_expert, check_placement() has checked on the host that no rank owns more than
+ * num_local_experts experts. With it, launches a kernel that checks this. */
 static epic_result check_fits(moe_job *j, const epic_moe_args *a, const epic_plan_args *plan)
 {
     if (!a->rank_of_expert) return EPIC_OK;
@@ -161,7 +163,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, write_losses, j->call.stream, both, a);
 }
 
-/* Adds up the slots of this rank's experts, after the plan has been made. */
+/* Waits for the counts of the plan, and adds up the slots of this rank's experts. */
 static epic_result count_slots(moe_job *j, int64_t *slots)
 {
     enum { PIECE = 512 };
@@ -200,7 +202,7 @@ epic_result moe_device_forward(moe_job *j, const epic_moe_args *a)
     if (a->flags & EPIC_PLANNED)
         TRY(copy_routing(j, a));
     else
-        /* no peer waits for this rank yet, so only this rank returns an error */
+        /* no peer waits for this rank yet, so only this rank returns an error of route */
         TRY(moe_device_route(j, a));
     TRY(moe_device_plan_dispatch(j, a));
     epic_result result = moe_run_experts(j);

@@ -20,7 +20,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how)
     how->recv_scales = weight_rows(j, j->work.recv_weights, j->capacity);
 }
 
-/* Returns how many slots are in use. These are the first slots of the receive buffer. */
+/* Returns the number of used slots, which are the first ones of the receive buffer. */
 static int64_t count_slots(const moe_job *j)
 {
     int64_t slots = 0;
@@ -29,8 +29,8 @@ static int64_t count_slots(const moe_job *j)
     return slots;
 }
 
-/* Returns the index of a slot's own weight in an array with top_k weights per slot. If k is out
- * of range, because `saved` is damaged, uses k = 0. */
+/* Returns the index of a slot's own weight in an array with top_k weights per slot. Uses k = 0
+ * if k is out of range, which means that `saved` is damaged. */
 static int64_t weight_index(const moe_job *j, int64_t slot)
 {
     const float k = j->saved.slot_k[slot];

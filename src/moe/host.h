@@ -7,15 +7,14 @@
 
 #include "moe/stages.h"
 
-/* Implements epic_moe_forward. Collective. */
+/* Implement epic_moe_forward, epic_moe_plan and epic_moe_backward. Collective. *slots is set to
+ * the number of slots of this rank. */
 epic_result moe_host_forward(moe_job *j, const epic_moe_args *a);
-/* Implements epic_moe_plan. Sets *slots to the number of slots of this rank. Collective. */
 epic_result moe_host_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
-/* Implements epic_moe_backward. Collective. */
 epic_result moe_host_backward(moe_job *j, const epic_moe_backward_args *a,
                               const epic_moe_gradients *g);
 
-/* Computes the gate and the output of the shared expert for block b, in work.shared_y. With
+/* Computes the gate of the shared expert for block b, and its output, in work.shared_y. With
  * EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags);
 

@@ -1,27 +1,28 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_backward on the host: the stages of forward in reverse order.
- * 1. Combine backward sends d_out to the slots.
- * 2. The experts' backward computes weight gradients, and the gradient of each slot's row.
- * 3. Dispatch backward sums the gradients of the rows into d_x.
- * 4. Each block of tokens adds the gradients of the router, the losses, the shared expert and
- *    the gate.
- * 5. The gradients of the gate and the shared expert are summed over the blocks in a binary
- *    tree. With EPIC_SUM_DENSE they are then summed over the ranks. */
+ *
+ * - 1. Combine backward sends d_out to the slots.
+ * - 2. The experts' backward computes weight gradients, and the gradient of each slot's row.
+ * - 3. Dispatch backward sums the gradients of the rows into d_x.
+ * - 4. For each block of tokens, the gradients of the router, the losses, the shared expert and
+ *   the gate are added.
+ * - 5. The gradients of the gate and the shared expert are summed over the blocks in a binary
+ *   tree and, with EPIC_SUM_DENSE, over the ranks. */
 #include <string.h>
 
 #include "base/error.h"
 #include "moe/host.h"
 
-/* One call of backward, with an error in `saved` that all ranks must return. */
+/* One call of backward. `fault` is an error in `saved`, which all ranks must return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
     data_fault fault;
 } backward_call;
 
-/* Computes work.d_logits of one block from the gradients of its weights and its losses. With
- * is_forced, uses only the losses, because forced weights do not depend on the logits. Adds the
- * block's gradient of scale_of_expert to `dense_grads`. */
+/* Computes work.d_logits of one block from the gradients of the weights of its choices and of
+ * its losses. With is_forced, uses only the losses, because forced weights do not depend on the
+ * logits. Adds the block's gradient of scale_of_expert to `dense_grads`. */
 static epic_result router_backward(moe_job *j, const token_block *block, const void *d_weights,
                                    void *dense_grads, bool is_forced)
 {
@@ -47,8 +48,8 @@ static epic_result router_backward(moe_job *j, const token_block *block, const v
     return moe_losses_backward(j, block);
 }
 
-/* Runs the backward of the shared expert on one block. Writes its part of the gradient of x to
- * d_x, unless d_x is NULL. */
+/* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the shared
+ * expert's part of the gradient of x to it. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
                                           const epic_const_rows *d_out, void *d_x,
                                           void *dense_grads)
@@ -86,9 +87,9 @@ static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_blo
     return epic_experts_backward(NULL, &how);
 }
 
-/* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds to d_x
- * the parts that come from the gate, the zero-experts and the shared expert. d_x already
- * contains the part that comes from the dispatched rows. */
+/* Writes block b's gradients of the gate and the shared expert to `dense_grads`. Adds the parts
+ * of d_x that come from the gate, the zero-experts and the shared expert. d_x already contains
+ * the part that comes from the dispatched rows. */
 static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
                                   void *dense_grads)
 {
@@ -109,9 +110,9 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
     return EPIC_OK;
 }
 
-/* Computes the gradients of the gate and the shared expert for `count` blocks from block
- * `first` on, and adds them in a binary tree in row `level` of work.dense_grads. May overwrite
- * the rows after it. */
+/* Computes the gradients of the gate and the shared expert for `count` blocks, starting at
+ * block `first`, and adds them in a binary tree in row `level` of work.dense_grads. May
+ * overwrite the rows after it. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -125,8 +126,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
-/* Copies elements [begin, end) of the summed gradients to the caller's array `to`, or adds them
- * with EPIC_ACCUMULATE. Does nothing if `to` is NULL. */
+/* Copies elements [begin, end) of the summed gradients to the caller's array `to` or, with
+ * EPIC_ACCUMULATE, adds them. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -152,7 +153,8 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* Copies the gradients of forced weights (topk_weights_in) to the caller, if it wants them. */
+/* Copies the gradients of forced weights (topk_weights_in) to the caller's array, if there is
+ * one. */
 static void store_d_weights(const moe_job *j, const backward_call *c)
 {
     void *to = c->args->d_topk_weights_in;
@@ -160,8 +162,8 @@ static void store_d_weights(const moe_job *j, const backward_call *c)
         memcpy(to, j->work.d_weights, (size_t)(j->tokens * j->top_k * j->real_bytes));
 }
 
-/* Zeroes all gradients, after an error that every rank returns. With EPIC_ACCUMULATE, only d_x
- * and the gradients of forced weights become zero. */
+/* Zeroes all gradients, after an error that every rank returns. With EPIC_ACCUMULATE, zeroes
+ * only d_x and the gradients of forced weights. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -186,8 +188,8 @@ static void zero_gradients(const moe_job *j, const backward_call *c)
     store_dense_gradients(j, c);
 }
 
-/* Runs all stages. An error of combine backward or of the repeated dispatch is returned by
- * every rank. A later error may occur on this rank alone, which then aborts the context. */
+/* Runs all stages. Every rank returns an error of combine backward or of the repeated dispatch.
+ * A later error may occur on this rank alone, which then aborts the context. */
 static epic_result run_backward(moe_job *j, backward_call *c)
 {
     epic_result result = moe_combine_backward(j, &c->args->d_out, &c->fault);
@@ -207,7 +209,8 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
-/* Returns *number, of type EPIC_F64 or EPIC_F32 (also 0), or `none` if the pointer is NULL. */
+/* Returns *number, of type EPIC_F64, EPIC_F32 or 0 (also float32). Returns `none` if the
+ * pointer is NULL. */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

@@ -2,16 +2,17 @@
 /* Runs epic_moe_forward and epic_moe_plan on the host.
  *
  * The stages of forward:
- *   1. The gate computes logits, and the router chooses experts and weights.
- *   2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
- *   3. The experts run, and combine returns and sums their results.
- *   4. The outputs of the shared expert and the zero-experts are added.
- *   5. The losses are computed.
+ *
+ * - 1. The gate computes logits, and the router chooses experts and weights.
+ * - 2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
+ * - 3. The experts run, and combine returns and sums their results.
+ * - 4. The outputs of the shared expert and the zero-experts are added.
+ * - 5. The losses are computed.
  *
  * Only this rank returns an error of stage 1, because it has sent nothing yet. Invalid expert
- * ids or token ids are no error of stage 1: the plan reports them, and every rank returns that.
- * From stage 2 on, peers wait for this rank, so an error of this rank alone aborts the context.
- */
+ * ids or token ids are no error of stage 1: the plan reports them, and every rank returns that
+ * error. From stage 2 on, peers wait for this rank, so an error of this rank alone aborts the
+ * context. */
 #include <string.h>
 
 #include "api/api.h"
@@ -20,7 +21,7 @@
 #include "plan/plan.h"
 #include "router/config.h"
 
-/* Copies ids and weights of the choices to those arrays of the caller that are not NULL. If
+/* Copies the ids and weights of the choices to the caller's arrays that are not NULL. If
  * is_valid is false, writes ids of -1 and weights of 0. */
 static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid)
 {
@@ -36,8 +37,8 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
 }
 
 /* Runs the gate and the router. If a token id, an entry of the caller's table of experts or a
- * forced id is invalid, chooses no expert and stores the error in *fault. The plan then returns
- * this error on every rank. */
+ * forced id is invalid, chooses no expert and stores the error in *fault. The plan then makes
+ * every rank return this error. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -163,7 +164,7 @@ static epic_result add_local_experts(moe_job *j, const epic_rows *out)
     return EPIC_OK;
 }
 
-/* Stores a loss as float64 or float32, unless `out` is NULL. */
+/* Stores a loss as float64 or float32. Does nothing if `out` is NULL. */
 static void store_loss(void *out, uint32_t type, double loss)
 {
     if (out && type == EPIC_F64)
@@ -197,7 +198,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     double both[2] = {moe_dense_ops(j)->sum_in_tree(balance, j->blocks),
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
-        /* exact, because without F64 rows both losses are float32 */
+        /* exact: without F64 rows both losses are float32 values */
         float narrow[2] = {(float)both[0], (float)both[1]};
         TRY(moe_sum_over_ranks(j, j->is_f64 ? (void *)both : narrow, 2));
         for (int i = 0; i < 2 && !j->is_f64; i++) both[i] = narrow[i];
@@ -206,8 +207,8 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Chooses the experts and weights of all tokens. With EPIC_PLANNED, checks those in `saved`
- * instead. If they are damaged, only this rank returns an error, because no peer waits yet. */
+/* Chooses the experts and weights of all tokens or, with EPIC_PLANNED, checks those in `saved`.
+ * If they are damaged, only this rank returns an error, because no peer waits yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);

@@ -7,13 +7,13 @@
  * every rank has. Such a sum is computed for each block, then added over the blocks in a binary
  * tree, and then over the ranks by epic_allreduce_sum. The tree depends only on `leaves`.
  *
- * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). If all ranks
- * have equally many of the group's N tokens, block b of the `leaves` blocks begins at token
- * floor(b * N / leaves) of the group. This does not depend on the number of ranks, so neither
- * do the bits of the sums. If the balance loss is computed per sequence, blocks consist of
- * whole sequences.
+ * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). If the N
+ * tokens of the group are divided equally among the ranks, block b of the `leaves` blocks
+ * begins at token floor(b * N / leaves) of the group. This does not depend on the number of
+ * ranks, so the bits of the sums do not either. If the balance loss is computed per sequence,
+ * blocks consist of whole sequences.
  *
- * A "real" is a float64 if the rows are float64, otherwise a float32. A "zero-expert" is an
+ * A "real" is a float64 if the rows are float64, and a float32 if not. A "zero-expert" is an
  * expert whose output is its input. The "dense part" of the layer has the weights of which
  * every rank has a copy: the gate, its bias, scale_of_expert and the shared expert. Names in
  * shapes, such as [block, columns], are fields of moe_job. */
@@ -33,14 +33,14 @@ typedef struct moe_saved {
     void *logits;      /* [tokens, columns] real: output of the gate */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real: weights of the choices */
-    /* [capacity, hidden]: the received rows, of E4M3 in forward of E4M3 layers; in the
+    /* [capacity, hidden]: the received rows, which are E4M3 in forward of E4M3 layers; in the
      * workspace with EPIC_DISPATCH_AGAIN */
     void *recv;
     void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
     /* expert_rows [num_local_experts]: number of slots of each local expert, with padding.
-     * expert_tokens: the same without padding. load [num_experts] and logical_load
-     * [num_logical]: number of choices of each expert in the whole group. */
+     * expert_tokens [num_local_experts]: number of slots without padding. load [num_experts]
+     * and logical_load [num_logical]: number of choices of each expert in the whole group. */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* number of tokens of all ranks; -1 if forward failed */
     /* data that forward saves for the experts, and for each block of the shared expert. With
@@ -50,19 +50,20 @@ typedef struct moe_saved {
 
 /* Buffers inside `workspace`. Their contents are lost when the call returns. */
 typedef struct moe_work {
-    /* workspaces for the calls of the experts, of the shared expert and of the router */
+    /* workspaces for the calls of the experts, the shared expert and the router */
     void *experts, *shared, *router;
     /* [capacity, experts_blocks(hidden)]: scales of rows; only in forward of E4M3 layers */
     float *recv_scales;
-    /* [tokens, top_k], only in forward: a copy of topk_idx in which zero-experts are replaced
-     * by -1, because no rows are sent to them. On devices only for layers with zero-experts. */
+    /* [tokens, top_k], only in forward: a copy of topk_idx in which -1 replaces zero-experts,
+     * because no rows are sent to them. On devices only for layers with zero-experts. */
     int32_t *plan_idx;
     void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
-    /* memory of the gate's products; only on the host with EPIC_INVARIANT */
+    /* memory for the gate's GEMMs; only on the host with EPIC_INVARIANT */
     void *product;
-    /* rows of reals, only on the host: [2, hidden] in forward, else [block + 1, hidden] */
+    /* rows of reals, only on the host: [2, hidden] in forward, [block + 1, hidden] in
+     * backward */
     void *rows;
-    /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], those
+    /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], the
      * parts of d_x that come from the shared expert and, on devices, from the zero-experts and
      * the shared expert's gate */
     void *shared_y;
@@ -84,8 +85,8 @@ typedef struct moe_work {
     /* [batch, columns] real: gradient of the logits of a batch; only in backward */
     void *d_logits;
     /* [num_dense_levels, num_dense_grads] real, only in backward: gradients of the gate and the
-     * shared expert, with a row for each level of the binary tree over the blocks. On devices
-     * only with EPIC_SUM_DENSE, several batches, or a shared expert and several blocks. */
+     * shared expert, one row for each level of the binary tree over the blocks. On devices only
+     * with EPIC_SUM_DENSE, with several batches, or with a shared expert and several blocks. */
     unsigned char *dense_grads;
     /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on
      * devices */
@@ -100,7 +101,8 @@ typedef struct moe_job {
     epic_moe moe;
     epic_layer layer;
     epic_router router;
-    epic_experts experts, shared; /* shared: the shared expert, if has_shared is true */
+    /* shared: options of the shared expert, if has_shared is true */
+    epic_experts experts, shared;
     bool has_shared;
     epic_moe_weights weights;
     /* hashes of the layer's options and weights, which the ranks compare in op headers */
@@ -119,15 +121,17 @@ typedef struct moe_job {
     int64_t row_bytes;
     /* tokens: number of tokens of this rank. capacity: number of slots of this rank. */
     int64_t tokens, hidden, capacity, top_k;
-    int64_t columns; /* number of experts and zero-experts: the width of the logits */
-    /* number of blocks of tokens of this rank, and maximum number of tokens in a block */
+    /* number of experts plus number of zero-experts: the width of the logits */
+    int64_t columns;
+    /* blocks: number of blocks of tokens of this rank. block: maximum number of tokens in a
+     * block. */
     int64_t blocks, block;
-    /* maximum number of tokens in a batch of up to GATE_BLOCKS blocks (backward on devices) */
+    /* maximum number of tokens in a batch, which is up to GATE_BLOCKS blocks (in backward on
+     * devices) */
     int64_t batch;
-    /* epic_gate_args.deciding_tokens (backend/ops.h) */
     int64_t deciding_tokens;
     /* Each block begins at a multiple of this many tokens: the length of a sequence if the
-     * balance loss is computed per sequence, otherwise 1. */
+     * balance loss is computed per sequence, and 1 if not. */
     int64_t sequence_unit;
     int64_t plan_bytes;
     epic_experts_memory_info experts_memory;
@@ -135,11 +139,12 @@ typedef struct moe_job {
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert together */
     int64_t num_dense_grads;
-    /* levels of the tree over the blocks' gradients; 0: work.dense_grads is not needed */
+    /* number of levels of the tree over the blocks' gradients; 0: work.dense_grads is not
+     * needed */
     int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
-     * the sum of the caller's gradient of that loss and d_loss, the caller's gradient of the
-     * sum of both losses. */
+     * the caller's gradient of that loss plus d_loss, the caller's gradient of the sum of both
+     * losses. */
     double d_balance, d_z;
     uint32_t grad_type; /* epic_type of the experts' weight gradients; only in backward */
     moe_saved saved;
@@ -149,7 +154,7 @@ typedef struct moe_job {
 } moe_job;
 
 /* Reads and checks `moe`, and computes all sizes for `tokens` tokens on this rank. num_members
- * is the number of ranks, without vacant seats. The caller has set j->is_device. Returns
+ * is the number of ranks without vacant seats. The caller has set j->is_device. Returns
  * EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
                             const epic_moe *moe, size_t size, int64_t tokens);
@@ -170,15 +175,15 @@ static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
-/* Returns the address of row `row` of `data`. `data` may be NULL if there are no rows, so
- * nothing is added to it for row 0: C allows no addition to NULL. */
+/* Returns the address of row `row` of `data`. `data` may be NULL if there are no rows. Adds
+ * nothing to it for row 0, because C does not allow an addition to NULL. */
 static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
 {
     return row ? (const char *)data + row * j->row_bytes : (const char *)data;
 }
 
-/* Return the rows of block `block` in an array with one row per token of this rank: an input
- * (x, d_out), or an output (out, d_x). */
+/* Return the rows of block `block` in an array with one row per token of this rank: of an input
+ * (x, d_out), or of an output (out, d_x). */
 static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
                                              int64_t block)
 {
@@ -196,7 +201,7 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
 }
 
 /* Offsets in reals of the gradients of the gate and the shared expert in one buffer. Biases
- * that the layer does not have get offsets too, so that all ranks have equal sizes. */
+ * that the layer does not have get offsets too, so that the sizes are equal on all ranks. */
 typedef struct dense_grad_offsets {
     int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
 } dense_grad_offsets;
@@ -207,7 +212,7 @@ dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 typedef struct token_block {
     const moe_job *job;
     epic_const_rows x;
-    /* first: index of the first token. tokens: number of tokens; 0: empty block. */
+    /* first: index of the first token. tokens: number of tokens, 0 for an empty block. */
     int64_t first, tokens;
     const void *logits;      /* [tokens, columns] real; gate_forward() writes them */
     const int32_t *topk_idx; /* [tokens, top_k]: expert ids of the choices */
@@ -216,7 +221,7 @@ typedef struct token_block {
 
 /* Returns block b, from 0 to j->blocks - 1. */
 token_block moe_get_block(const moe_job *j, int64_t b);
-/* Returns the tokens of `count` blocks, from block `first` on, as one block. */
+/* Returns the tokens of `count` blocks, starting at block `first`, as one block. */
 token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
 
 /* Functions for one block of tokens on the host: the gate, the zero-experts and the shared
@@ -224,25 +229,24 @@ token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
 typedef struct dense_ops {
     /* Computes the logits [tokens, columns]: x W_gate + b_gate. */
     void (*gate_forward)(const token_block *b, void *logits);
-    /* Adds to `out` weight * x for each zero-expert that a token has chosen and, unless
-     * shared_y is NULL, the token's row of shared_y. */
+    /* For each zero-expert that a token has chosen, adds weight * x to the token's row of
+     * `out`. Unless shared_y is NULL, also adds the token's row of shared_y. */
     void (*add_local_experts)(const token_block *b, const epic_rows *out, const void *shared_y);
     /* Computes the factors of the shared expert's output: sigmoid(x w_shared_gate) [block]. */
     void (*shared_gate_forward)(const token_block *b, void *weights);
-    /* Writes to d_weights the gradients dot(d_out, x) of the weights of zero-experts. Other
+    /* Writes the gradients dot(d_out, x) of the weights of zero-experts to d_weights. Other
      * elements keep their values. */
     void (*zero_expert_d_weights)(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights);
-    /* Writes to `dense_grads` the gradients of the gate, its bias and the shared expert's gate.
+    /* Writes the gradients of the gate, its bias and the shared expert's gate to `dense_grads`.
      * If d_x is not NULL, adds four terms to d_x:
      * - d_logits W_gate^T.
      * - weight * d_out for each zero-expert.
      * - The gradient of x through the shared expert's gate.
-     * - d_shared, the gradient of x through the shared expert, or NULL. */
+     * - d_shared, the gradient of x through the shared expert, if d_shared is not NULL. */
     void (*gate_backward)(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads);
-    /* Adds n reals: to[i] += from[i]. */
     void (*add_reals)(void *to, const void *from, int64_t n);
     /* Returns the sum of n reals, added in a binary tree. */
     double (*sum_in_tree)(const void *values, int64_t n);
@@ -250,7 +254,6 @@ typedef struct dense_ops {
 
 extern const dense_ops dense_f32, dense_f64;
 
-/* Returns the functions for the real type of the layer. */
 static inline const dense_ops *moe_dense_ops(const moe_job *j)
 {
     return j->is_f64 ? &dense_f64 : &dense_f32;

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Checks on the host that `saved` still contains the data that forward wrote. Damaged data
- * would cause wrong gradients, or accesses outside of arrays. */
+/* Checks on the host that `saved` still contains the data that forward wrote, because damaged
+ * data would cause wrong gradients, or accesses outside of arrays. */
 #include "base/error.h"
 #include "moe/stages.h"
 #include "plan/plan.h"
 
-/* Compares expert_rows and expert_tokens with the plan, all in `saved`. If a count differs,
- * stores the first difference in *fault and returns true. Local experts that the plan does not
- * have must have counts of 0. */
+/* Compares expert_rows and expert_tokens with the plan, all in `saved`. If they differ, stores
+ * the first difference in *fault and returns true. Local experts that the plan does not have
+ * must have counts of 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;

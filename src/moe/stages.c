@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The stages of the layer that are equal on the host and on a device: the collective
+/* The stages of the layer that are the same on the host and on a device: the collective
  * operations, and the experts. host_*.c and device_*.c call these functions. */
 #include "moe/stages.h"
 
@@ -93,9 +93,9 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
 }
 
 /* Sends d_out without weights, even if combine multiplied by weights in forward. Combine
- * backward could not compute the gradients of the weights, because it would need the outputs of
- * the experts, which forward does not save. So moe_experts_backward() computes them from the
- * activations. */
+ * backward could not compute the gradients of the weights: it would need the outputs of the
+ * experts, which forward does not save. So moe_experts_backward() computes these gradients from
+ * the activations. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};
@@ -158,8 +158,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* A rank that does not want d_x takes part too, because its peers wait. Its d_x goes to
- * work.d_y. */
+/* A rank whose caller does not want d_x takes part too, because its peers wait for its rows. It
+ * writes d_x to work.d_y. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};
@@ -173,7 +173,7 @@ epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
         .d_slot_weights = j->is_f64 ? NULL : j->work.d_slot_weights,
         .d_weights = j->is_f64 ? NULL : j->work.d_weights,
         .type = j->experts.row_type};
-    /* before epic_dispatch_backward, because both use work.d_y */
+    /* comes before epic_dispatch_backward, because both use work.d_y */
     if (j->is_f64) TRY(moe_combine_weight_gradients(j));
     return epic_dispatch_backward(j->ctx, &how);
 }
@@ -196,6 +196,6 @@ epic_result moe_abort_call(moe_job *j, epic_result result)
 {
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
-    epic_abort(j->ctx, j->call.tag, why); /* has no effect if the context has already failed */
+    epic_abort(j->ctx, j->call.tag, why); /* no effect if the context has already failed */
     return epic_fail(result, "%s", why);
 }

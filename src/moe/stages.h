@@ -2,7 +2,7 @@
 /* Stages of the layer that several files use: for forward and backward, or for the host and a
  * device. A function handles all tokens of this rank, unless it has a parameter for a block. A
  * collective function must be called on all ranks and returns the same error on all of them.
- * Other functions do not communicate. */
+ * The other functions do not communicate. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
@@ -12,8 +12,7 @@
 /* Checks on the host that `saved` still contains the data that forward wrote. Stores the first
  * error in *fault and returns EPIC_OK. The caller passes *fault to the next collective
  * operation, so that every rank returns the error. That operation also checks the plan in
- * `saved`. Returns EPIC_EINVAL only if x does not have the same number of tokens as in
- * forward. */
+ * `saved`. Returns EPIC_EINVAL only if the number of tokens in x differs from forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Returns the memory in which the shared expert saves its data of block b. With EPIC_RECOMPUTE
@@ -24,7 +23,7 @@ static inline void *moe_shared_saved(const moe_job *j, int64_t b)
     return (char *)j->saved.shared + block * j->shared_memory.saved_bytes;
 }
 
-/* Returns true if combine multiplies the rows by their weights. Otherwise the experts do. */
+/* Returns true if combine multiplies the rows by their weights, and false if the experts do. */
 static inline bool moe_is_weighted_late(const moe_job *j)
 {
     return j->experts.weighting == EPIC_WEIGHT_LATE;
@@ -44,8 +43,8 @@ static inline const int32_t *moe_router_load(const moe_job *j)
 }
 
 /* Returns EPIC_LEAVE_PADDING or 0, as a flag for operations and experts. On a device no stage
- * of the layer reads padding slots. On the host the experts multiply whole slabs, so that
- * padding slots must be zero. */
+ * of the layer reads padding slots. On the host the experts multiply whole slabs, so padding
+ * slots must be zero. */
 uint32_t moe_padding_flag(const moe_job *j);
 
 /* Weights of float64 layers (f64_weights.c).
@@ -72,7 +71,8 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block);
 
-/* Returns the context for local calls such as epic_experts_forward. NULL: the host computes. */
+/* Returns the context for local calls such as epic_experts_forward: NULL makes them compute on
+ * the host. */
 static inline epic_context *moe_local_context(const moe_job *j)
 {
     return j->is_device ? j->ctx : NULL;
@@ -87,26 +87,27 @@ epic_result moe_combine(moe_job *j, const epic_rows *out);
  * in this rank's data, which all ranks return. Collective. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault);
 /* With EPIC_DISPATCH_AGAIN, dispatches x again, because forward did not save the received rows.
- * Otherwise does nothing. Collective. */
+ * Does nothing without this flag. Collective. */
 epic_result moe_dispatch_again(moe_job *j);
-/* With EPIC_RECOMPUTE, computes the first product of the experts again, because forward did not
- * save it. Otherwise does nothing. Local. */
+/* With EPIC_RECOMPUTE, computes the first GEMM of the experts again, because forward did not
+ * save its result. Does nothing without this flag. Local. */
 epic_result moe_recompute_experts(moe_job *j);
 
 /* Runs the experts' backward. Reads work.d_y, and writes work.d_recv, work.d_slot_weights and
  * the weight gradients in `g`. flags is 0 or EPIC_ACCUMULATE. */
 epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
 /* Returns the rows in work.d_recv to their tokens and writes the sums to d_x [tokens, hidden].
- * The gradients of the slots' weights go to work.d_weights of the home ranks. Collective: a
- * rank that does not want d_x (d_x->data is NULL) calls it too. */
+ * The home rank of a token stores the gradients of the slots' weights in its work.d_weights.
+ * Collective: called even if the caller does not want d_x (d_x->data is NULL). */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
-/* Sums an array of reals over the ranks, in place and in the order of the layer. Collective. */
-epic_result moe_sum_over_ranks(moe_job *j, void *data, int64_t count);
-/* With EPIC_SUM_DENSE, sums work.dense_grads over the ranks. Otherwise does nothing.
+/* All-reduces an array of reals over the ranks, in place and in the order of the layer.
  * Collective. */
+epic_result moe_sum_over_ranks(moe_job *j, void *data, int64_t count);
+/* With EPIC_SUM_DENSE, all-reduces work.dense_grads over the ranks. Does nothing without this
+ * flag. Collective. */
 epic_result moe_sum_dense(moe_job *j);
 
-/* Called after an error of this rank alone, while its peers already wait for it. Aborts the
+/* Called after an error that only this rank has, when its peers already wait for it. Aborts the
  * context, so that the peers return an error with the same text. Returns `result`. */
 epic_result moe_abort_call(moe_job *j, epic_result result);
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the addresses of this host that other hosts can connect to, and opens sockets.
+/* Finds the addresses of this host to which other hosts can connect, and opens sockets.
  * liveness_connect.c uses these functions. */
 #include <errno.h>
 #include <ifaddrs.h>
@@ -12,7 +12,7 @@
 
 #include "net/liveness_inner.h"
 
-/* maximum number of connections that wait for accept(), including those of other programs */
+/* maximum number of pending connections, including those of other programs */
 #define LISTEN_BACKLOG 128
 #define SOCKET_TYPE (SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK)
 
@@ -53,14 +53,14 @@ int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES], const 
     return count;
 }
 
-/* Returns true if the address is an IPv4 address in IPv6 form. */
+/* Returns true if the address is an IPv4 address in IPv6 form (IPv4-mapped). */
 static bool is_ipv4(const liveness_address *a)
 {
     return IN6_IS_ADDR_V4MAPPED((const struct in6_addr *)(const void *)a->bytes);
 }
 
-/* Writes an address and a port to *out, in the form that bind() and connect() need. Returns the
- * size of that form in bytes. */
+/* Writes an address and a port to *out, as a sockaddr for bind() and connect(). Returns the
+ * size of that sockaddr in bytes. */
 static socklen_t socket_address(const liveness_address *a, uint32_t port,
                                 struct sockaddr_storage *out)
 {
@@ -79,8 +79,8 @@ static socklen_t socket_address(const liveness_address *a, uint32_t port,
     return sizeof *ipv6;
 }
 
-/* Opens a listening socket on a free port, which *port gets. `any`: the IPv4 or IPv6 address
- * that stands for all addresses of this host. Returns the socket, or -1 with errno set. */
+/* Opens a listening socket on a free port. `any` is the wildcard address of IPv4 or IPv6.
+ * Writes the port to *port. Returns the socket, or -1 with errno set. */
 static int listen_on(const liveness_address *any, uint32_t *port)
 {
     struct sockaddr_storage at;
