@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The thread that watches the liveness connections (liveness.h). Ten times a second it sends
- * one byte, BEAT_BYTE, on each connection. TCP on the peer's host acknowledges the bytes, and
- * from these acknowledgements the thread decides whether the peer is dead. This rank has one
- * peer on each other host, so arrays of peers are indexed by host. */
+ * one byte, the heartbeat BEAT_BYTE, on each connection. TCP on the peer's host acknowledges
+ * the bytes, and from these acknowledgements the thread decides whether the peer is dead. This
+ * rank has one peer on each other host, so arrays of peers are indexed by host. */
 #include <errno.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
@@ -39,9 +39,9 @@ static bool is_watched(const net_liveness *l, int host)
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
-/* Reads the bytes that the peer has sent. If the last one is CLOSE_BYTE, the peer's state
- * becomes NET_PEER_CLOSED. If the connection has ended without it, or has failed, the state
- * becomes NET_PEER_DEAD. Both states are final. */
+/* Reads the bytes that the peer has sent. If the last one is CLOSE_BYTE, sets the peer's state
+ * to NET_PEER_CLOSED. If the connection has ended without it, or has failed, sets the state to
+ * NET_PEER_DEAD. Both states are final. */
 static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
@@ -57,8 +57,9 @@ static void read_beats(net_liveness *l, int host)
 /* Checks that the peer's host has acknowledged the earlier bytes, then sends the next byte.
  *
  * The peer is dead if a byte is not acknowledged, and no acknowledgement has arrived for longer
- * than silence_ms. While this process is suspended, it handles no acknowledgements. So that
- * this time does not count, run_thread() adds it to acked_ms. */
+ * than silence_ms. While this process is suspended, it handles no acknowledgements.
+ * run_thread() adds the time of the suspension to acked_ms, so that this time does not
+ * count. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -74,8 +75,8 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
     }
     const ssize_t sent = send(l->sockets[host], &(char){BEAT_BYTE}, 1, MSG_NOSIGNAL);
     if (sent < 0 && errno != EAGAIN && errno != EINTR)
-        /* sending failed; read_beats() sets the state: closed after the close byte, otherwise
-         * dead */
+        /* sending failed: read_beats() sets the state to closed if it finds the close byte, and
+         * to dead if not */
         read_beats(l, host);
 }
 
@@ -138,8 +139,8 @@ void net_liveness_forget(net_liveness *l)
     free(l);
 }
 
-/* Sends the close byte to every peer and closes the sockets (liveness.h). Reads all received
- * bytes before. With unread bytes the system would send a TCP reset, which the peer might
+/* Sends the close byte to every peer and closes the sockets (liveness.h). Before that, reads
+ * all received bytes: with unread bytes the system would send a TCP reset, which the peer might
  * receive before the close byte. */
 void net_liveness_close(net_liveness *l)
 {

@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Liveness connections show a rank that a peer's process or host is gone. A network library
- * such as UCX may never notice that, so a rank uses these TCP connections in addition.
+ * such as UCX may never notice this, so a rank has these TCP connections in addition.
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The index of a
  * rank on its host is its rail. The peers of a rank are the ranks with the same rail on all
  * other hosts, and the rank has one liveness connection to each of them. The backend `hosts`
  * treats every rank as a separate host, so there all other ranks are peers.
  *
- * Each end sends one byte ten times a second, and reads from the operating system (TCP_INFO)
- * whether the peer's host has acknowledged the bytes. A host acknowledges bytes even while the
- * peer's process is suspended or busy, so such a process is never reported as dead. If a
- * process exits or a host cannot be reached, this is reported within about one second.
+ * Each end sends one byte (a heartbeat) ten times a second, and reads from the operating system
+ * (TCP_INFO) whether the peer's host has acknowledged the bytes. A host acknowledges bytes even
+ * while the peer's process is suspended or busy, so such a process is never reported as dead.
+ * If a process exits or a host cannot be reached, this is reported within about one second.
  *
- * A forked child inherits the sockets and must call net_liveness_forget(). Before that the
+ * A forked child inherits the sockets and must call net_liveness_forget(). Until it does, the
  * connections stay open, and peers cannot see that the parent has exited. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
@@ -27,31 +27,30 @@ typedef struct net_liveness net_liveness;
 /* Arguments of net_liveness_listen(), which copies them. */
 typedef struct net_liveness_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts */
-    /* rail: this rank's rail, from 0 to ranks_per_host - 1. In error texts, the rank is called
-     * host * ranks_per_host + rail. */
+    /* rail: this rank's rail, from 0 to ranks_per_host - 1. Error texts show the rank as host *
+     * ranks_per_host + rail. */
     int32_t rail, ranks_per_host;
     uint32_t timeout_ms; /* time limit of net_liveness_connect() */
-    /* a peer is dead if its host acknowledges nothing for this long; 0: use 800 ms */
+    /* a peer is dead if its host acknowledges nothing for this time; 0: use 800 ms */
     uint32_t silence_ms;
     uint64_t group_id;
     /* name of the network interface on which peers connect; NULL: any that is up */
     const char *interface;
-    /* by host; true: this rank's peer there is in this process: no connection, counts as
-     * alive */
+    /* by host; true: this rank's peer on that host is in this process, so it needs no
+     * connection and counts as alive */
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 
-/* Opens the listening socket, and writes to `handle`, NET_LIVENESS_HANDLE_BYTES zeroed bytes,
- * the data that peers need to connect. Local: does not wait for peers. Errors: EPIC_ENOMEM;
- * EPIC_EDEVICE if the system refuses a socket or random bytes, or if no network interface has
- * an address. */
+/* Opens the listening socket, and writes the data that peers need to connect to `handle`, which
+ * has NET_LIVENESS_HANDLE_BYTES zeroed bytes. Not collective. Errors: EPIC_ENOMEM, EPIC_EDEVICE
+ * if the system refuses a socket or random bytes, or if no network interface has an address. */
 epic_result net_liveness_listen(net_liveness **out, const net_liveness_setup *setup,
                                 void *handle);
 
 /* Connects to all peers, then starts the thread. `handles` [num_hosts,
  * NET_LIVENESS_HANDLE_BYTES] are the handles of this rank and its peers, by host. Collective
- * among these ranks. Errors: EPIC_ETIMEOUT if some peers, which the error text names, are
- * not connected after timeout_ms; EPIC_EDEVICE if the system refuses poll() or a thread. */
+ * among these ranks. Errors: EPIC_ETIMEOUT if some peers are not connected after timeout_ms
+ * (the error text lists them), EPIC_EDEVICE if the system refuses poll() or a thread. */
 epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 
 /* State of a peer. NET_PEER_CLOSED means that the peer called net_liveness_close().
@@ -59,16 +58,16 @@ epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
  * be reached. */
 typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
-/* Returns the state of the peer on a host. Returns NET_PEER_ALIVE for this rank's own host. Any
- * thread may call this function. */
+/* Returns the state of the peer on a host, and NET_PEER_ALIVE for this rank's own host. Any
+ * thread may call it. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
-/* Ends the thread, sends the close byte to every peer, and frees everything. On the peers,
+/* Ends the thread, sends the close byte to every peer, and frees the connections. The peers'
  * net_liveness_state() then returns NET_PEER_CLOSED for this rank. Accepts NULL. */
 void net_liveness_close(net_liveness *liveness);
 
-/* For a forked child: closes its copies of the sockets and frees its memory. Sends nothing, so
- * the peers' connections to the parent continue. Accepts NULL. */
+/* For a forked child: closes the child's copies of the sockets and frees its memory. Sends
+ * nothing, so the parent's connections continue. Accepts NULL. */
 void net_liveness_forget(net_liveness *liveness);
 
 #endif

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes the liveness connections (liveness.h). Of two peers, the one on the host with the lower
- * number listens, and the other connects. It tries the addresses of the listening host one
+ * number listens, and the other one connects. It tries the addresses of the listening host one
  * after the other.
  *
  * Each rank has published a handle with its addresses and a random secret through the
  * bootstrap. The handshake of the connecting rank contains the secret of the listening rank,
- * and the answer contains the secret of the connecting rank. So both prove that they took part
+ * and the reply contains the secret of the connecting rank. So both prove that they took part
  * in the bootstrap.
  *
  * Connections without these secrets are closed. They come from other programs, or from a rank
@@ -24,13 +24,13 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-/* Maximum number of accepted connections without a complete handshake. One more connection
+/* Maximum number of accepted connections without a complete handshake. If one more arrives, it
  * replaces the oldest of them. */
 #define MAX_INCOMING 32
-/* an attempt to connect to one address may take this long */
+/* time limit for connecting to one address */
 #define ADDRESS_TRY_MS 1000
 #define RETRY_PAUSE_MS 50           /* pause between a refused address and the next address */
-#define POLL_MS 50                  /* longest sleep of one poll() */
+#define POLL_MS 50                  /* maximum sleep of one poll() */
 #define MAGIC 0x656e696c63697065ull /* "epicline" in memory */
 
 /* The message that each side of a connection sends once. */
@@ -40,26 +40,26 @@ typedef struct handshake {
     int32_t host, num_hosts; /* the sender's host, and its number of hosts */
 } handshake;
 
-/* A connection whose handshake is not complete. Only outgoing connections, which this rank has
- * begun, use `next` and `until_ms`. */
+/* A connection whose handshake is not complete. `next` and `until_ms` are used only in outgoing
+ * connections, which this rank has begun. */
 typedef struct connection {
     int fd;        /* socket; -1: not open */
     bool has_sent; /* true: this rank has sent its handshake */
     /* index of the peer's next address to try, modulo the number of its addresses */
     int next;
     int64_t until_ms;    /* time at which to try the next address */
-    size_t num_received; /* how many bytes of `received` have arrived */
+    size_t num_received; /* number of bytes of `received` that have arrived */
     handshake received;
 } connection;
 
 /* State of one call of net_liveness_connect(). */
 typedef struct connect_state {
-    net_liveness *connections; /* the connections to make */
+    net_liveness *connections;
     /* [num_hosts, NET_LIVENESS_HANDLE_BYTES]: the handles of all hosts */
     const unsigned char *handles;
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    /* how many connections were accepted so far; modulo MAX_INCOMING: index of the oldest
+    /* number of connections accepted so far; modulo MAX_INCOMING, the index of the oldest
      * connection in `incoming` */
     int next_incoming;
 } connect_state;
@@ -169,7 +169,8 @@ static void try_next_address(connect_state *o, int host, int64_t now)
 
 /* Continues the outgoing connection to a host, after poll() reported `events`. If TCP has not
  * established it after ADDRESS_TRY_MS, tries the next address. An established connection waits
- * for the answer until the end of net_liveness_connect(), which the peer may call late. */
+ * for the reply until the end of net_liveness_connect(), because the peer may call that
+ * function late. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -186,7 +187,8 @@ static void advance_outgoing(connect_state *o, int host, short events, int64_t n
         try_next_address(o, host, now);
 }
 
-/* Accepts a connection, which replaces the oldest one if `incoming` is full. */
+/* Accepts a connection. If all entries of `incoming` are in use, the new connection replaces
+ * the oldest one. */
 static void accept_connection(connect_state *o)
 {
     const int fd = accept4(o->connections->listener, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
@@ -196,8 +198,8 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads from one incoming connection until its handshake is complete. Answers the handshake if
- * it came from a peer on a host with a higher number that is not connected yet. Otherwise
+/* Reads from one incoming connection until its handshake is complete. Replies to the handshake
+ * if it comes from a peer on a host with a higher number that is not connected yet. If not,
  * closes the connection. */
 static void advance_incoming(connect_state *o, connection *t)
 {
@@ -213,7 +215,8 @@ static void advance_incoming(connect_state *o, connection *t)
 
 /* ---------------------------------------------------------------------------- waiting ---- */
 
-/* Sets which[rank] to true for each peer that is not connected. Returns how many there are. */
+/* Sets which[rank] to true for each peer that is not connected yet. Returns the number of such
+ * peers. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;
@@ -225,14 +228,14 @@ static int find_missing(const net_liveness *l, bool *which)
     return count;
 }
 
-/* Returns true if this rank still has to connect to the peer on this host. Of two hosts, the
- * one with the higher number connects. */
+/* Returns true if this rank must still connect to the peer on this host. Of two hosts, the one
+ * with the higher number connects. */
 static bool must_connect(const net_liveness *l, int host)
 {
     return host < l->setup.host && !l->setup.is_in_process[host] && l->sockets[host] < 0;
 }
 
-/* Waits for events, at most POLL_MS, and handles them. */
+/* Waits for events, for at most POLL_MS, and handles them. */
 static epic_result poll_once(connect_state *o)
 {
     net_liveness *l = o->connections;
@@ -254,7 +257,7 @@ static epic_result poll_once(connect_state *o)
     return EPIC_OK;
 }
 
-/* Returns EPIC_ETIMEOUT. The error text names the ranks that are set in `which`. */
+/* Returns EPIC_ETIMEOUT with an error text that lists the ranks in `which`. */
 static epic_result fail_with_missing(const net_liveness *l, const bool *which)
 {
     char names[256];

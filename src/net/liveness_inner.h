@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Types and functions that the files of the liveness connections share. liveness_connect.c and
- * address.c make the connections, and liveness.c watches them. Words such as peer and rail are
- * explained in liveness.h. */
+ * address.c make the connections, and liveness.c watches them. liveness.h explains words such
+ * as peer and rail. */
 #ifndef EPIC_NET_LIVENESS_INNER_H
 #define EPIC_NET_LIVENESS_INNER_H
 
@@ -9,7 +9,7 @@
 
 #include "net/liveness.h"
 
-#define LIVENESS_MAX_ADDRESSES 8 /* addresses in a handle */
+#define LIVENESS_MAX_ADDRESSES 8 /* maximum number of addresses in a handle */
 
 /* An IPv6 address, or an IPv4 address in the form ::ffff:a.b.c.d. */
 typedef struct liveness_address {
@@ -34,8 +34,8 @@ struct net_liveness {
     int listener;               /* listening socket; -1 once all peers are connected */
     int sockets[NET_MAX_HOSTS]; /* by host; -1: not connected, or this rank's own host */
     int state[NET_MAX_HOSTS];   /* a net_peer_state by host; only the thread writes it */
-    /* By host: time, in ms, of the last check that found all bytes acknowledged. liveness.c
-     * adds the time for which this process was suspended since then. */
+    /* By host: time in ms of the last check that found all bytes acknowledged, plus the time
+     * for which this process was suspended since then (liveness.c). */
     int64_t acked_ms[NET_MAX_HOSTS];
     int stop_event; /* eventfd: a write to it ends the thread; -1: no thread runs */
     pthread_t thread;
@@ -46,15 +46,15 @@ static inline int liveness_rank_of(const net_liveness *l, int host)
     return host * l->setup.ranks_per_host + l->setup.rail;
 }
 
-/* Writes to `out` the addresses of this host's network interfaces that are up, loopback
- * addresses last. `interface` is the name of the only interface to use; NULL: use all. Returns
- * the number of addresses. */
+/* Writes the addresses of this host's network interfaces that are up to `out`, loopback
+ * addresses last. `interface` is the name of the only interface to use, or NULL to use all.
+ * Returns the number of addresses. */
 int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES],
                             const char *interface);
 
 /* Opens a listening socket on all addresses of this host and a free port. The socket accepts
- * IPv4, and IPv6 if the system has it. Writes the port to *port. Returns the socket, or -1 with
- * errno set. */
+ * IPv4, and also IPv6 if the system supports it. Writes the port to *port. Returns the socket,
+ * or -1 with errno set. */
 int liveness_open_listener(uint32_t *port);
 
 /* Opens a socket and starts to connect it. Returns the socket, or -1 with errno set. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads the library of a network engine (net.h). The code of each engine is in a library of its
- * own, so that libepic.so does not depend on network libraries such as UCX. */
+/* Loads the library of a network engine (net.h). Each engine is in a library of its own, so
+ * that libepic.so does not depend on network libraries such as UCX. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <string.h>
@@ -8,8 +8,8 @@
 #include "base/library.h"
 #include "net/net.h"
 
-/* Returns true if the name consists of 1 to 16 lowercase letters. The name becomes a part of a
- * file name, so no other characters are allowed. */
+/* Returns true if the name consists of 1 to 16 lowercase letters. Other characters are not
+ * allowed, because the name becomes a part of a file name. */
 static bool is_name(const char *name)
 {
     const size_t length = strlen(name);
@@ -37,7 +37,7 @@ const net_engine *net_find_engine(const char *name, char *why)
     snprintf(symbol, sizeof symbol, "epic_net_%s", name);
     void *handle = library_open((const void *)(uintptr_t)&net_find_engine, library);
     const net_engine *engine = handle ? dlsym(handle, symbol) : NULL;
-    /* a library that was loaded once stays loaded until the process ends */
+    /* a loaded library stays loaded until the process exits */
     if (engine) return engine;
     const char *error = dlerror();
     snprintf(why, NET_WHY_BYTES, "net \"%s\": %s cannot be loaded; %s (%.120s)", name, library,

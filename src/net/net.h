@@ -2,24 +2,25 @@
 /* The interface of a network engine: code that sends bytes between ranks on several hosts. The
  * memory of a rank is GPU memory or host memory. Each rank opens one net, which connects it to
  * one rank on each other host. These ranks are its peers, and arrays of peers are indexed by
- * host. The backend `hosts` treats every rank as a separate host, so all other ranks are peers
- * there. The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
+ * host. The backend `hosts` treats every rank as a separate host, so there all other ranks are
+ * peers. The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
  *
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
- * 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old or
- *    the new value, never a mixture.
- * 2. Words arrive in any order, even the words of one put. Each word arrives once.
- * 3. A put that put() has accepted arrives, or is_gone() reports the peer.
- * 4. An engine may read the source of a put several times, until is_done() returns true for the
- *    put.
- * 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA, and
- *    no function except close() blocks.
  *
- * Therefore a reader recognizes a new word by its content, in one of two ways. Some words hold
- * a value that is never sent (poison) until a new value arrives. All others contain the epoch
- * of the operation (a stamp). A sender needs no fence and no flag. Only one thread at a time
- * may call functions of a net. Any thread may read words of the inbox. */
+ * - 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old
+ *   or the new value, never a mixture.
+ * - 2. Words arrive in any order, even the words of one put. Each word arrives once.
+ * - 3. A put that put() has accepted arrives, or is_gone() returns true for the peer.
+ * - 4. An engine may read the source of a put several times, until is_done() returns true for
+ *   the put.
+ * - 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA,
+ *   and no function except close() blocks.
+ *
+ * Therefore a reader recognizes a new word by its content, in one of two ways. Some words
+ * contain a value that is never sent (poison) until a new value arrives. All others contain the
+ * epoch (number) of the operation (a stamp). A sender needs no fence and no flag. Only one
+ * thread at a time may call functions of a net. Any thread may read words of the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
 
@@ -33,14 +34,14 @@
 #define NET_HANDLE_BYTES 4096
 #define NET_WHY_BYTES 256            /* size of the buffer for an error text */
 #define NET_GPU_BYTES 16             /* size of a PCI address */
-#define NET_MAX_PUT_BYTES (1u << 20) /* maximum size of one put */
+#define NET_MAX_PUT_BYTES (1u << 20) /* maximum size of one put in bytes */
 
-/* The net of one rank. Each engine defines the struct. */
+/* The net of one rank. Each engine defines its own struct. */
 typedef struct net net;
 
 /* How an engine with several ways of sending puts chooses one (EPIC_NET_RDMA). */
 typedef enum net_rdma {
-    /* RDMA writes if the network keeps words of 8 bytes whole, otherwise messages */
+    /* RDMA writes if the network keeps words of 8 bytes whole, and messages if not */
     NET_RDMA_IF_WHOLE,
     /* messages, which a thread of the receiver stores into the inbox word by word */
     NET_RDMA_NEVER,
@@ -54,52 +55,52 @@ typedef struct net_setup {
     /* Maximum number of threads that the engine may start. Engines start threads only if CPUs,
      * and not network devices, move the bytes. */
     int32_t threads;
-    bool on_gpu;          /* true: inbox and outbox are GPU memory; false: host memory */
-    void *inbox;          /* inbox, outbox and their sizes are multiples of 8 bytes */
+    bool on_gpu; /* true: inbox and outbox are GPU memory; false: host memory */
+    void *inbox; /* the addresses and sizes of inbox and outbox are multiples of 8 bytes */
     uint64_t inbox_bytes; /* equal on all ranks */
     /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for them
-     * first. An engine may send them before other puts. */
+     * first, so an engine may send them before other puts. */
     uint64_t urgent_bytes;
     const void *outbox; /* source memory of all puts */
     uint64_t outbox_bytes;
-    /* PCI address of this rank's GPU, such as "0000:18:00.0". An engine may use it to choose a
-     * network device near this GPU. "": unknown. */
+    /* PCI address of this rank's GPU, such as "0000:18:00.0", or "" if unknown. An engine may
+     * use it to choose a network device near this GPU. */
     char gpu[NET_GPU_BYTES];
 } net_setup;
 
 /* The functions of an engine. A library exports one object of this type, epic_net_NAME. */
 typedef struct net_engine {
     const char *name;
-    /* Size of puts with which the engine is fastest, from 2 KB to 512 KB. */
+    /* Put size in bytes with which the engine is fastest, from 2 KB to 512 KB. */
     uint32_t preferred_bytes;
 
-    /* Returns true if this host can open a net of this engine. Otherwise writes the reason to
-     * `why` (NET_WHY_BYTES bytes). Local. */
+    /* Returns true if this host can open a net of this engine. If not, writes the reason to
+     * `why` (NET_WHY_BYTES bytes). Not collective. */
     bool (*is_available)(char *why);
 
-    /* Returns true if inbox and outbox may be memory of a GPU of this host. A peer may still be
-     * unable to reach that memory: only connect() finds this out. Local. */
+    /* Returns true if inbox and outbox may be memory of a GPU of this host. Even then, a peer
+     * may be unable to reach that memory, which only connect() finds out. Not collective. */
     bool (*can_reach_gpu)(void);
 
-    /* Opens this rank's end of the net, and writes to `handle` the data that peers need to
-     * connect. `handle` has NET_HANDLE_BYTES zeroed bytes. The data contains 64 random bits,
+    /* Opens this rank's end of the net, and writes the data that peers need to connect to
+     * `handle`, which has NET_HANDLE_BYTES zeroed bytes. The data contains 64 random bits,
      * which a receiver expects in each message, because other programs may send messages too.
-     * On an error, writes the reason to `why`. Local. */
+     * On an error, writes the reason to `why`. Not collective. */
     epic_result (*open)(net **out, const net_setup *setup, void *handle, char *why);
 
     /* Connects to all peers. `handles` [num_hosts, NET_HANDLE_BYTES] are the handles of this
-     * rank and its peers, by host. Local: does not wait for answers. Returns EPIC_ENOTSUP if
-     * the GPU memory of a peer cannot be reached; the caller should then open a new net with
-     * host memory. On an error, writes the reason to `why`. */
+     * rank and its peers, by host. Does not wait for replies. Returns EPIC_ENOTSUP if the GPU
+     * memory of a peer cannot be reached. The caller should then open a new net with host
+     * memory. On an error, writes the reason to `why`. */
     epic_result (*connect)(net *n, const void *handles, char *why);
 
     /* Copies `bytes` bytes from the address `from` in the outbox to the offset `to` of the
      * inbox of the peer on `host`. All three are multiples of 8, and `bytes` is at most
      * NET_MAX_PUT_BYTES. Returns false if too many puts are in flight: the caller calls
-     * progress() and tries again. Returns true and drops the put if the peer is gone. */
+     * progress() and tries again. If the peer is gone, drops the put and returns true. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
-    /* Sends one word of 8 bytes, which is passed by value, under the rules of put(). */
+    /* Like put(), but sends one word of 8 bytes, which is passed by value. */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
     /* Lets the engine send and receive. Returns the number of events, such as completed
@@ -107,16 +108,16 @@ typedef struct net_engine {
     int (*progress)(net *n);
 
     /* Returns true if the engine no longer reads the sources of the first `count` puts to a
-     * host, so that the caller may overwrite them. `count` counts all puts since open(),
-     * including those of put_word(). */
+     * host, so that the caller may overwrite them. `count` includes all puts since open(), also
+     * those of put_word(). */
     bool (*is_done)(const net *n, int host, uint64_t count);
 
-    /* Returns true if the engine has found that the peer on a host is gone. Some engines never
-     * notice this, so liveness connections (liveness.h) watch the peers too. */
+    /* Returns true if the engine has detected that the peer on a host is gone. Some engines
+     * never detect this, so liveness connections (liveness.h) watch the peers too. */
     bool (*is_gone)(const net *n, int host);
 
-    /* Writes a line of at most `size` bytes that names the networks over which peers are
-     * reached. */
+    /* Writes one line of at most `size` bytes to `to`: the networks over which this net reaches
+     * its peers. */
     void (*describe)(const net *n, char *to, size_t size);
 
     /* Sends the accepted puts, then closes the net. Stops sending after about a second if peers

@@ -1,5 +1,4 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the bytes of a plan of a CUDA context on the host. */
 #include "plan/device_read.h"
 
 #include <string.h>
@@ -7,12 +6,12 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-/* How many fates are copied to the host at a time. A fate is the slot of a choice, or the
- * reason why the choice was dropped. */
+/* Number of fates that are copied to the host at a time. A fate is the slot of a choice (a
+ * token and one of its top_k experts), or the reason why the choice was dropped. */
 #define CHUNK 1024
 
-/* The header of a plan. few.num_ranks shows the type, because both begin with the same
- * members. */
+/* The header of a plan, of either type. few.num_ranks shows which type it is, because both
+ * begin with the same members. */
 typedef union header {
     device_few_header few;
     device_many_header many;
@@ -55,7 +54,7 @@ static bool is_header_valid(const device_few_header *h, const header_view *view)
     return h->bytes == device_plan_end(&at, view->layout, view->num_logical);
 }
 
-/* Counts `count` fates in *out. Returns false if a fate is out of range. */
+/* Adds `count` fates to the counts in *out. Returns false if a fate is out of range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -68,7 +67,8 @@ static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out
     return true;
 }
 
-/* Copies the fates of all choices from the plan, chunk by chunk, and counts them in *out. */
+/* Copies the fates of all choices from the plan, chunk by chunk, and adds them to the counts in
+ * *out. */
 static epic_result read_fates(const unsigned char *from, int64_t choices, device_fetch fetch,
                               epic_plan_info *out)
 {
@@ -85,7 +85,7 @@ static epic_result read_fates(const unsigned char *from, int64_t choices, device
 }
 
 /* Fills in *out from the header, except the counts of fates. With EPIC_TREE, rank_at lists the
- * ranks in the order of their leaves. Each rank has the same number of leaves. */
+ * ranks in the order of their leaves, and each rank has the same number of leaves. */
 static void describe_device_plan(const device_few_header *h, const header_view *view,
                                  const device_plan_layout *at, epic_plan_info *out)
 {
@@ -105,8 +105,8 @@ static void describe_device_plan(const device_few_header *h, const header_view *
 }
 
 /* Copies the header of the plan to *h. Returns false if the bytes do not begin like a plan, or
- * cannot be copied. If there are too few bytes for the header of many ranks, the rest of *h is
- * zero, so that the checksum is wrong. */
+ * cannot be copied. If there are too few bytes for a header of many ranks, sets the rest of *h
+ * to zero, so that the checksum is invalid. */
 static bool read_header(const void *plan, int64_t plan_bytes, device_fetch fetch, header *h)
 {
     memset(h, 0, sizeof *h);

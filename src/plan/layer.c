@@ -89,8 +89,9 @@ int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_ta
     return (int32_t)(expert / ((layer->num_experts + ranks - 1) / ranks));
 }
 
-/* Checks the placement of expert e with EPIC_TREE. The first expert of e's block must be on the
- * same rank as e, and no expert of an earlier block may be on that rank. */
+/* Checks the placement of expert e with EPIC_TREE, where the experts are divided into one block
+ * per member: the first expert of e's block must be on the same rank as e, and no expert of an
+ * earlier block may be on that rank. */
 static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint32_t e)
 {

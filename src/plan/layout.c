@@ -91,15 +91,15 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
 {
     int32_t most = 0;
     memset(count, 0, (size_t)num_ranks * sizeof *count);
-    for (int32_t r = 0; members && r < num_ranks; r++)
-        if (!seat_set_has(members, r)) count[r] = INT32_MIN; /* its experts do not count */
+    for (int32_t r = 0; members && r < num_ranks; r++) /* ignore the experts of a vacant seat */
+        if (!seat_set_has(members, r)) count[r] = INT32_MIN;
     for (uint32_t e = 0; e < layer->num_experts; e++)
         if (++count[owner[e]] > most) most = count[owner[e]];
     return most;
 }
 
-/* Sets the pointers of *p into the workspace. The workspace begins where the largest possible
- * plan would end, because the placement of the experts is not known yet. */
+/* Sets the pointers of *p into the workspace. The workspace begins behind the largest possible
+ * plan, because the placement of the experts is not known yet. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -248,7 +248,8 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
 }
 
 /* Checks the numbers of tokens: element r of base_of must be the sum of tokens_of over all
- * ranks below r. Adds with 64 bits, because a 32-bit sum could overflow and look valid. */
+ * ranks below r (exclusive prefix sum). Adds with 64 bits, because a 32-bit sum could overflow
+ * and look valid. */
 static bool are_tokens_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -261,8 +262,8 @@ static bool are_tokens_valid(const plan_view *v)
            v->tokens_of[h->rank] == h->num_tokens;
 }
 
-/* Checks that the slabs follow each other without gaps from slot 0 to num_slots. Each slab must
- * have at least as many slots as choices. */
+/* Checks that the slabs (the slots of one expert each) follow each other without gaps from slot
+ * 0 to num_slots. Each slab must have at least as many slots as choices. */
 static bool are_slabs_valid(const plan_view *v)
 {
     const plan_header *h = v->header;
@@ -293,7 +294,7 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_of, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Checks the sizes in the header, and that its offsets are those of plan_layout(). */
+/* Checks the sizes in the header, and that its offsets equal those of plan_layout(). */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

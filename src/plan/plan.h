@@ -1,30 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A plan in host memory: where each choice goes, and which choices this rank receives.
+/* A plan in host memory: where each choice of this rank's tokens goes, and which choices this
+ * rank receives. A *choice* is a token and one of its top_k experts, a *slot* is a row of a
+ * receive buffer, and a *slab* is the contiguous slots of one expert.
  *
  * The bytes are a header, followed by arrays of int32. The header contains the offsets of the
  * arrays. The bytes contain no addresses, so a plan may be copied. Arrays about the whole
  * group:
  *
- *   tokens_of    [num_ranks]      number of tokens of each rank
- *   base_of      [num_ranks + 1]  tokens of all lower ranks: the number of a rank's first token
- *   expert_of    [num_local]      global id of each local expert; -1: no expert
- *   logical_of   [num_experts]    replicas only: logical expert of each expert; EPIC_ABSENT:
- *                                 none, or the expert is on a vacant seat
- *   slab_begin   [num_local + 1]  first slot of each slab; FLAT: all 0
- *   slab_count   [num_local]      choices in each slab, without padding
- *   position_of  [num_ranks]      EPIC_TREE only: position of each member's experts in the tree
+ * - tokens_of [num_ranks]: number of tokens of each rank
+ * - base_of [num_ranks + 1]: exclusive prefix sum of tokens_of, so element r is the global
+ *   index of rank r's first token
+ * - expert_of [num_local]: global id of each local expert; -1: no expert
+ * - logical_of [num_experts], only with replicas: logical expert of each expert; EPIC_ABSENT:
+ *   none, or the expert is on a vacant seat
+ * - slab_begin [num_local + 1]: first slot of each slab; FLAT: all 0
+ * - slab_count [num_local]: number of choices in each slab, without padding
+ * - position_of [num_ranks], only with EPIC_TREE: position of each member's experts in the tree
  *
  * Arrays that this rank uses as the home rank of its own tokens:
  *
- *   fate         [num_tokens, top_k]  slot on the rank of the expert, or an EPIC_FATE value
- *   rank_to      [num_tokens, top_k]  rank of the expert; -1: the choice has no expert, or its
- *                                     expert is absent
+ * - fate [num_tokens, top_k]: slot on the rank of the expert, or an EPIC_FATE value
+ * - rank_to [num_tokens, top_k]: rank of the expert; -1: the choice has no expert, or its
+ *   expert is absent
  *
  * Arrays that this rank uses as the owner of experts, for the tokens of all ranks:
  *
- *   slot_or_expert  [all tokens, top_k]  slot of the choice on this rank (FLAT: local expert of
- *                                        the choice); -1: the choice does not go to this rank
- *   row_of          [all tokens]         FLAT only: row of the token on this rank; -1: no row
+ * - slot_or_expert [all tokens, top_k]: slot of the choice on this rank (FLAT: local expert of
+ *   the choice); -1: the choice does not go to this rank
+ * - row_of [all tokens], only FLAT: row of the token on this rank; -1: no row
  *
  * While the plan is made, the workspace of the planner follows the arrays. */
 #ifndef EPIC_PLAN_H
@@ -46,9 +49,11 @@ typedef struct plan_header {
     uint64_t group_id;
     int64_t bytes;                    /* size of the header and the arrays in bytes */
     int64_t num_tokens, total_tokens; /* number of tokens of this rank, and of all ranks */
-    /* slots of this rank: used by the plan, in the receive buffer, and needed without drops */
+    /* numbers of slots of this rank: used by the plan, available in the receive buffer, and
+     * needed if no choice were dropped */
     int64_t num_slots, capacity, demand;
-    /* number of this rank's choices: with a slot, without an expert, dropped for each reason */
+    /* numbers of this rank's choices: with a slot, without an expert, and dropped for each
+     * reason */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
     /* offsets of the arrays in bytes from the header */
@@ -57,12 +62,12 @@ typedef struct plan_header {
     int64_t fate, rank_to, slot_or_expert, row_of;
     /* num_local: maximum number of experts on one member */
     int32_t rank, num_ranks, num_local;
-    /* epic_result; with an error, the plan has no slots */
+    /* an epic_result; if it is an error, the plan has no slots */
     uint32_t result;
     epic_layer layer; /* with defaults filled in */
 } plan_header;
 
-typedef struct plan_view { /* the addresses of the arrays of a valid plan */
+typedef struct plan_view { /* addresses of the arrays of a valid plan */
     const plan_header *header;
     const int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count;
     const int32_t *position_of;
@@ -83,14 +88,14 @@ enum plan_damage {
 /* Returns a description of the damage, for the end of an error text. */
 const char *plan_damage_name(int damage);
 
-/* Checks the bytes of a plan. If they are valid, sets *out and returns PLAN_OK. Otherwise
- * returns the damage. group_id 0 accepts plans of any group and rank. After PLAN_OK all values
- * in the arrays are in range, and the code that uses them need not check them. */
+/* Checks the bytes of a plan. If they are valid, sets *out and returns PLAN_OK. If not, returns
+ * the damage. With group_id 0, accepts plans of any group and rank. After PLAN_OK all values in
+ * the arrays are in range, and the code that uses them need not check them. */
 enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
 /* Copies the caller's layer of `size` bytes to *out, fills in its defaults and checks it.
- * num_members is the number of ranks, without vacant seats: with EPIC_TREE each member owns the
+ * num_members is the number of ranks without vacant seats: with EPIC_TREE each member owns the
  * same number of leaves. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_members);
@@ -107,9 +112,9 @@ void plan_layout(plan_header *header);
 /* Returns the addresses of the arrays of a plan. Its header must be valid. */
 plan_view plan_view_of(const void *plan);
 
-/* Returns a size in bytes that suffices for any plan of this layer: on host contexts, with the
- * workspace of the planner, and on CUDA contexts. Returns 0 if an int32_t might be too small
- * for a number of slots. */
+/* Returns a size in bytes that suffices for any plan of this layer, on CUDA contexts and, with
+ * the workspace of the planner, on host contexts. Returns 0 if a number of slots might not fit
+ * into int32_t. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
 /* Returns the number of valid expert ids. With replicas, ids are those of logical experts. */
@@ -127,7 +132,6 @@ static inline int64_t round_up(int64_t n, int64_t to)
 
 /* ----------------------------------------------------------------------- making a plan ---- */
 
-/* A plan while it is being made. */
 typedef struct planner {
     unsigned char *bytes;
     plan_header *header;
@@ -140,8 +144,8 @@ typedef struct planner {
     int32_t *ids;
     const seat_set *members; /* NULL: every rank is a member */
     bool has_absent;         /* true: logical_of may contain EPIC_ABSENT */
-    /* [number of ids] planner_finish() adds to it the number of choices of each absent expert
-     * (with replicas: logical expert). NULL: these choices are not counted. */
+    /* [number of ids] If not NULL, planner_finish() adds the number of choices of each absent
+     * expert (with replicas: logical expert) to it. */
     int32_t *absent_load;
     /* The arrays from here on are in the planner's workspace. */
     int32_t *count; /* [num_experts] number of choices of each expert in the whole group */
@@ -152,14 +156,15 @@ typedef struct planner {
     int32_t *expert_quota;
     /* [num_experts] number of kept choices; an upper bound until decide_num_kept() */
     int32_t *num_kept;
-    /* [num_experts] position of the expert's next choice among its choices */
+    /* [num_experts] number of choices of the expert before the current one */
     int32_t *next;
-    int32_t *used_slots; /* [num_ranks] number of slots of each rank that are used so far */
-    /* [num_ranks] limit for each expert of a rank, so that the rank has enough slots: expert e
-     * of rank r keeps at most min(num_kept[e], keep_limit[r]) choices */
+    int32_t *used_slots; /* [num_ranks] number of slots of each rank that are assigned so far */
+    /* [num_ranks] maximum number of choices that each expert of a rank may keep, so that the
+     * rank has enough slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
+     * choices */
     int32_t *keep_limit;
-    /* [num_ranks] bounds of the binary search for keep_limit: the greatest limit that is known
-     * to fit into the rank's slots, and the least limit that is known not to fit */
+    /* [num_ranks] bounds of the binary search for keep_limit: the largest limit known to fit
+     * into the rank's slots, and the smallest limit known not to fit */
     int32_t *limit_fits, *limit_fails;
     int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
@@ -173,7 +178,8 @@ typedef struct plan_tables {
     bool has_absent; /* set by replicas_check(): logical_of_expert contains EPIC_ABSENT */
 } plan_tables;
 
-/* Returns the rank that owns an expert, or no valid rank if rank_of_expert is invalid. */
+/* Returns the rank that owns an expert. If rank_of_expert is invalid, the result may not be a
+ * rank of the group. */
 int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
                        uint32_t expert);
 
@@ -206,11 +212,11 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
 
 /* Begins a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
  * [num_ranks] is the number of tokens of each rank. Fills in the header, the pointers of *p,
- * and those arrays of the plan that depend only on tokens_of and *tables. */
+ * and the arrays of the plan that depend only on tokens_of and *tables. */
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
-/* Adds the number of choices of each logical expert to logical_load [num_logical], except the
+/* Adds the number of choices of each logical expert to logical_load [num_logical]. Leaves out
  * choices of absent experts. */
 void planner_add_logical_load(const planner *p, int32_t *logical_load);
 
@@ -225,8 +231,8 @@ void planner_deal_capacity(planner *p);
 
 /* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
  * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity
- * and p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW, and the
- * error text names the lowest such rank. The plan is then complete but has no slots. */
+ * and p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW with an
+ * error text that contains the lowest such rank. The plan is then complete but has no slots. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

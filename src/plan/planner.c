@@ -2,11 +2,13 @@
 /* Decides where every choice goes, once the expert ids of all ranks are known. A choice is a
  * pair (token, k). All ranks compute the same plan from the same ids, so no rank has to send
  * its result. The steps are:
- * 1. Replace each logical expert by one of its replicas, and drop choices of absent experts.
- * 2. Count the choices of each expert.
- * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
- * 4. Place the slabs: compute the first slot of each slab.
- * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token, k). */
+ *
+ * - 1. Replace each logical expert by one of its replicas, and drop choices of absent experts.
+ * - 2. Count the choices of each expert.
+ * - 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
+ * - 4. Compute the first slot of each slab (the contiguous slots of one expert).
+ * - 5. Assign the next slot of its expert to each kept choice, in the order (rank, token,
+ * k). */
 #include <string.h>
 
 #include "base/error.h"
@@ -28,7 +30,7 @@ static void count_choices(planner *p)
 static void number_experts(planner *p)
 {
     const plan_header *h = p->header;
-    /* used_slots gets its values later; until then it serves as scratch memory */
+    /* used_slots is not in use yet and serves as scratch memory */
     int32_t *num_owned = p->used_slots;
     memset(num_owned, 0, (size_t)h->num_ranks * sizeof *num_owned);
     for (int32_t l = 0; l < h->num_local; l++) p->expert_of[l] = -1;
@@ -50,11 +52,12 @@ static int32_t min_int32(int32_t a, int32_t b)
 /* The reasons why a choice is dropped.
  *
  * With EPIC_BY_K there are two passes over the choices:
- * 1. judge_choices_by_k() visits the choices in the order of k and decides which choices are
- *    kept. It stores the reason of each drop in `ids`, in the bits above the expert id, which
- *    is less than MAX_EXPERTS.
- * 2. The second pass visits the choices in the order of tokens. It assigns the next slot of the
- *    expert to each kept choice.
+ *
+ * - 1. judge_choices_by_k() visits the choices in the order of k and decides which choices are
+ *   kept. It stores the reason of each drop in `ids`, in the bits above the expert id, which is
+ *   less than MAX_EXPERTS.
+ * - 2. The second pass visits the choices in the order of tokens. It assigns the next slot of
+ *   the expert to each kept choice.
  *
  * Without EPIC_BY_K, one pass in the order of tokens does both. */
 enum {
@@ -68,9 +71,9 @@ static bool is_priority_by_k(const planner *p)
     return p->header->layer.priority == EPIC_BY_K;
 }
 
-/* Returns 0 if expert e keeps a choice, otherwise EXPERT_IS_FULL or RANK_IS_FULL. `position` is
- * the number of choices of e that come before this choice in the order of priority. e keeps the
- * choices with a position below min(num_kept[e], keep_limit[rank of e]). */
+/* Returns 0 if expert e keeps a choice, and the reason EXPERT_IS_FULL or RANK_IS_FULL if not.
+ * `position` is the number of choices of e before this choice in the order of priority. e keeps
+ * the choices with a position below min(num_kept[e], keep_limit[rank of e]). */
 static int32_t drop_reason_of(const planner *p, int32_t e, int32_t position)
 {
     if (position < min_int32(p->num_kept[e], p->keep_limit[p->owner[e]])) return 0;
@@ -100,8 +103,8 @@ static bool is_kept(planner *p, int32_t id)
     return is_priority_by_k(p) ? id == e : drop_reason_of(p, e, p->next[e]++) == 0;
 }
 
-/* For FLAT layers: counts in needed[] the rows that each rank needs. A token needs one row on
- * each rank that keeps at least one of its choices. */
+/* For FLAT layers: sets needed[] to the number of rows that each rank needs. A token needs one
+ * row on each rank that keeps at least one of its choices. */
 static void count_rows(planner *p)
 {
     const plan_header *h = p->header;
@@ -123,8 +126,8 @@ static void count_rows(planner *p)
     }
 }
 
-/* Counts in needed[] how many slots each rank needs with the current limits: expert e of rank r
- * keeps at most min(num_kept[e], keep_limit[r]) choices. */
+/* Sets needed[] to the number of slots that each rank needs with the current limits: expert e
+ * of rank r keeps at most min(num_kept[e], keep_limit[r]) choices. */
 static void count_needed_slots(planner *p)
 {
     const plan_header *h = p->header;
@@ -147,7 +150,7 @@ static bool is_over(const planner *p, int32_t rank)
 }
 
 /* Lowers p->num_kept of the experts on each rank that needs more slots than its capacity. All
- * experts of such a rank get the same keep limit: the greatest limit for which the rank has
+ * experts of such a rank get the same keep limit: the largest limit for which the rank has
  * enough slots.
  *
  * A binary search finds the limits of all ranks at the same time, between limit_fits[rank] and
@@ -180,7 +183,7 @@ static void drop_choices(planner *p)
 
 /* Decides how many choices each expert keeps (p->num_kept), and sets the demand of this rank.
  * With EPIC_OVERFLOW_DROP, limits num_kept to expert_capacity and to the capacity of every
- * rank. Otherwise returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
+ * rank. Without it, returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
 static epic_result decide_num_kept(planner *p)
 {
     plan_header *h = p->header;
@@ -224,15 +227,16 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* The places of a token's choices. slot[k] is the slot of choice k on rank rank[k], or an
- * EPIC_FATE value if the choice is not sent. */
+/* Where a token's choices go. slot[k] is the slot of choice k on rank rank[k], or an EPIC_FATE
+ * value if the choice is not sent. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];
 } choices;
 
-/* Returns the EPIC_FATE value of a dropped choice of expert e. `id`: its entry in p->ids.
- * Increments next[e], which counts all choices of e (with EPIC_BY_K only the kept ones). */
+/* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the entry of the choice
+ * in p->ids. Increments next[e] except with EPIC_BY_K, where next[e] is the number of kept
+ * choices only. */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -247,7 +251,7 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
         c->rank[k] = -1;
-        c->slot[k] = ids[k]; /* the fate, if it is negative */
+        c->slot[k] = ids[k]; /* if negative, this is the fate */
         if (ids[k] < 0) continue;
         const int32_t e = ids[k] & ID_BITS, position = p->next[e];
         c->rank[k] = p->owner[e];
@@ -271,7 +275,8 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-/* Stores and counts the fates of the choices of one of this rank's tokens. */
+/* Stores the fates of the choices of one of this rank's tokens, and adds them to the counts in
+ * the header. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
@@ -288,8 +293,8 @@ static void record_fates(planner *p, int64_t token, const choices *c)
 }
 
 /* Places a token of another rank: replaces the id of each choice that goes to `rank` (this
- * rank) by its slot, and all other ids by -1. Increments next[] for all experts, so that later
- * choices get the correct positions. */
+ * rank) by its slot, and all other ids by -1. Also increments next[] of the experts on other
+ * ranks, so that later choices get the correct positions. */
 static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_t rank)
 {
     for (uint32_t k = 0; k < top_k; k++) {
@@ -326,7 +331,8 @@ static int32_t slot_if_local(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces p->ids[begin .. end), choices of other ranks, by slots on this rank or -1. */
+/* Replaces p->ids[begin .. end), the ids of choices of other ranks, by slots on this rank or
+ * -1. */
 static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
@@ -335,7 +341,7 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
     }
 }
 
-/* Places all choices of a plan that drops none, the usual case. This is faster than
+/* Places all choices of a plan that drops none, which is the usual case. This is faster than
  * place_choices(), which checks for each choice whether it is kept. */
 static void place_all_kept(planner *p)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replicas of logical experts: checks the table of replicas, chooses a replica for each choice,
- * and divides expert_capacity among the replicas. */
+/* Replicas of logical experts: checks the table of replicas, chooses a replica for each choice
+ * (a token and one of its top_k experts), and divides expert_capacity among the replicas. */
 #include <string.h>
 
 #include "plan/plan.h"
@@ -41,14 +41,14 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
 }
 
 /* Links the replicas of each logical expert in a circular list, so that its choices are
- * assigned round-robin. Leaves out experts that are replicas of no logical expert, and experts
- * on vacant seats. Sets turn[logical] to the replica for the next choice, or to -1 if there is
- * none, and after[expert] to the next replica in the list. Both arrays are parts of the
- * planner's workspace that are not in use yet. Returns whether each logical expert has a
- * replica.
+ * assigned to the replicas round-robin. Leaves out experts that are replicas of no logical
+ * expert, and experts on vacant seats. Sets turn[logical] to the replica for the next choice,
+ * or to -1 if there is none, and after[expert] to the next replica in the list. Both arrays are
+ * parts of the planner's workspace that are not in use yet. Returns whether each logical expert
+ * has a replica.
  *
- * The function is compiled once for each value of has_absent, so that the usual case has no
- * test per expert. */
+ * The compiler makes one copy of the function for each value of has_absent (true: some experts
+ * may be on vacant seats), so that the usual case has no test per expert. */
 static inline __attribute__((always_inline)) bool link_replicas(const planner *p, int32_t *turn,
                                                                 int32_t *after, bool has_absent)
 {
@@ -71,7 +71,7 @@ static inline __attribute__((always_inline)) bool link_replicas(const planner *p
     return all;
 }
 
-/* Replaces the ids of the choices whose expert is absent by EPIC_FATE_ABSENT, and counts these
+/* Replaces the ids of choices whose expert is absent by EPIC_FATE_ABSENT, and counts these
  * choices. `turn` is the array of link_replicas(), or NULL if the layer has no replicas. */
 static void drop_absent(planner *p, const int32_t *turn)
 {

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A net made of several nets of one engine, its stripes (striped.h).
  *
- * The *caller* is the thread that uses the striped net. It alone calls the net of the first
- * stripe, which sends the words of put_word() and small puts, so they never wait behind large
- * puts. Each other stripe has its own thread, which alone calls the net of that stripe. These
- * threads send the large puts, in rotation. The *driver* of a stripe is the thread that calls
- * its net. Words of put_word() count as puts. */
+ * The *caller* is the thread that uses the striped net. Only this thread calls the net of the
+ * first stripe, which sends the words of put_word() and small puts, so they never wait behind
+ * large puts. Each other stripe has a thread of its own, and only that thread calls the
+ * stripe's net. These threads send the large puts round-robin. The *driver* of a stripe is the
+ * thread that calls its net. In this file, a call of put_word() is a put too. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -21,16 +21,16 @@
 #define STRIPED_LARGE (32u << 10) /* puts of at least this many bytes are large */
 #endif
 #define MAX_JOBS 64 /* maximum number of puts in the queue of a stripe's thread */
-/* maximum number of puts (put() and put_word()) in flight to one host */
+/* maximum number of puts (of put() and put_word()) in flight to one host; more are refused */
 #define MAX_IN_FLIGHT 1024
-#define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this long */
+#define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this many ms */
 
-/* The thread of a stripe calls progress() of its net again and again. After IDLE_ROUNDS calls
- * without an event it naps between the calls, each time twice as long as before.
+/* The thread of a stripe calls progress() of its net in a loop. After IDLE_ROUNDS calls without
+ * an event it naps (sleeps) between the calls, each time twice as long as before.
  *
- * Naps last at most MAX_NAP_BUSY_US while the caller calls striped_progress() at least every
- * POLL_OFTEN_US. Otherwise no operation runs: a nap then lasts at most MAX_NAP_IDLE_US, and
- * ends at the caller's next put. */
+ * If the caller calls striped_progress() at least every POLL_OFTEN_US, an operation is running,
+ * and naps last at most MAX_NAP_BUSY_US. If it calls less often, no operation is running: naps
+ * last at most MAX_NAP_IDLE_US, and end at the caller's next put. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
@@ -45,34 +45,36 @@ typedef struct job {
     int host;
 } job;
 
-/* One stripe. Only its driver accesses `posted`. Members that the driver and the caller access
- * are read and written atomically. */
+/* One stripe. Only its driver accesses `posted`. Members that both the driver and the caller
+ * access are read and written atomically. */
 typedef struct stripe {
-    net *net;                       /* this stripe's net, opened by striped_over.engine */
-    net *owner;                     /* the striped net that the stripe belongs to */
-    uint64_t posted[NET_MAX_HOSTS]; /* for each host, how many puts were passed to `net` */
-    /* For each host, how many puts have completed without a gap: all of the first
-     * completed[host] puts have. Puts to a host complete in any order. */
+    net *net;   /* this stripe's net, opened by striped_over.engine */
+    net *owner; /* the striped net to which the stripe belongs */
+    /* for each host, number of puts that were passed to `net` */
+    uint64_t posted[NET_MAX_HOSTS];
+    /* For each host, the number of puts before the first one that has not completed. Puts to a
+     * host may complete in any order. */
     uint64_t completed[NET_MAX_HOSTS];
     bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
     bool has_thread; /* true: the thread was started; it closes `net` before it ends */
-    /* number of jobs that the caller has queued, and of those that were passed to `net` */
+    /* queued: number of jobs that the caller has queued. started: number of these that were
+     * passed to `net`. */
     uint64_t queued, started;
     job jobs[MAX_JOBS];
-    int64_t nap_us; /* length of the current nap; 0: the thread is awake */
+    int64_t nap_us; /* duration of the current nap; 0: the thread is awake */
     sem_t awake;    /* posted by stripe_wake() to end a nap early */
 } stripe;
 
-/* State of the puts to one host, over all stripes. Puts have indices in the order of the
- * calls. */
+/* The state of the puts to one host, over all stripes. Puts are numbered in the order of the
+ * caller's calls. */
 typedef struct peer {
-    /* posted: number of puts so far. finished: all puts with an index below this have
-     * completed. */
+    /* posted: number of puts that the caller has made. finished: number of puts before the
+     * first one that has not completed. */
     uint64_t posted, finished;
     /* stripe_of[i % MAX_IN_FLIGHT]: the stripe that sends put i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
-    /* for each stripe, how many puts with an index below `finished` it has completed */
+    /* for each stripe, number of its puts among the first `finished` puts */
     uint64_t num_completed[STRIPED_MAX];
 } peer;
 
@@ -80,15 +82,16 @@ struct net {
     net_setup setup;
     int num_stripes, next; /* next: stripe 1 + next gets the next large put */
     int is_closing;
-    uint64_t num_polls; /* how often striped_progress() was called */
-    uint64_t num_calls; /* how many puts the caller has made, to all hosts */
+    uint64_t num_polls; /* number of calls of striped_progress() */
+    uint64_t num_calls; /* number of puts that the caller has made, to all hosts */
     peer peers[NET_MAX_HOSTS];
     stripe stripes[STRIPED_MAX];
 };
 
 /* Contents of a handle: the handles of all stripes, without their trailing zero bytes. */
 typedef struct handle {
-    uint16_t length[STRIPED_MAX]; /* size of each stripe's handle in bytes; 0: no such stripe */
+    /* number of bytes of each stripe's handle; 0: no such stripe */
+    uint16_t length[STRIPED_MAX];
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
@@ -96,7 +99,8 @@ _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
 
 /* ----------------------------------------------------------------- driver of a stripe ---- */
 
-/* Passes one put to the stripe's net. Returns false if the net cannot accept it now. */
+/* Passes one put to the net of the stripe. Returns false if that net accepts no more puts
+ * now. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -104,7 +108,8 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes how many puts of the stripe to a host have completed, and whether it is gone. */
+/* Publishes to the caller the number of completed puts of the stripe to a host, and whether the
+ * host is gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -129,7 +134,8 @@ static int stripe_progress(stripe *s)
 
 /* ----------------------------------------------------------------- thread of a stripe ---- */
 
-/* Passes queued puts to the stripe's net until it accepts no more. Returns how many. */
+/* Passes queued puts to the net of the stripe until that net accepts no more. Returns the
+ * number of puts that it passed. */
 static int stripe_take_jobs(stripe *s)
 {
     const uint64_t queued = __atomic_load_n(&s->queued, __ATOMIC_ACQUIRE);
@@ -143,7 +149,7 @@ static int stripe_take_jobs(stripe *s)
     return taken;
 }
 
-/* Sleeps at most `us` microseconds. Does not sleep if the striped net is closing, or if the
+/* Sleeps for at most `us` microseconds. Does not sleep if the striped net is closing, or if the
  * caller has made another put since this thread read num_calls. */
 static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
 {
@@ -164,7 +170,7 @@ static void stripe_wake(stripe *s, int64_t us)
 }
 
 /* Returns the maximum length of the next nap in microseconds. The last nap lasted `us`
- * microseconds. During that nap, the caller has called striped_progress() `num_polls` times. */
+ * microseconds, in which the caller has called striped_progress() `num_polls` times. */
 static int64_t longest_nap_us(uint64_t num_polls, int64_t us)
 {
     return (int64_t)num_polls > us / POLL_OFTEN_US ? MAX_NAP_BUSY_US : MAX_NAP_IDLE_US;
@@ -245,7 +251,7 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
-/* Opens the first stripe and, if that would be faster (can_gain), up to n->setup.threads more.
+/* Opens the first stripe and, if more would be faster (can_gain), up to n->setup.threads more.
  * Stops at the first stripe whose handle does not fit, and returns EPIC_OK. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
@@ -256,7 +262,7 @@ static epic_result add_stripes(net *n, handle *all, char *why)
     if (result != EPIC_OK || !striped_over.can_gain(n->stripes[0].net)) return result;
     while (result == EPIC_OK && n->num_stripes < wanted)
         result = add_stripe(n, all, &used, why);
-    /* if a handle did not fit, continue with the stripes that are open */
+    /* if a handle did not fit, continue with the open stripes */
     return result == EPIC_ENOTSUP ? EPIC_OK : result;
 }
 
@@ -297,8 +303,8 @@ static void copy_handle(const handle *from, int stripe, unsigned char *to)
 }
 
 /* Closes stripes until this rank has as many as the peer with the fewest stripes. All ranks
- * read the same handles, so they all keep the same number. Returns EPIC_EMISMATCH if a handle
- * is damaged. */
+ * read the same handles, so they all keep the same number of stripes. Returns EPIC_EMISMATCH if
+ * a handle is damaged. */
 static epic_result agree_on_count(net *n, const handle *handles, char *why)
 {
     int count = n->num_stripes;
@@ -316,7 +322,8 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects the stripes that all peers have too, and starts the threads of all but the first. */
+/* Connects the stripes that all peers have, and starts the threads of all but the first
+ * stripe. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
@@ -347,8 +354,8 @@ static bool has_room(const net *n, int host)
 }
 
 /* Records that a put was passed to stripe `stripe`. Wakes the thread of that stripe from any
- * nap, and the other threads from long naps: the peer's answer may arrive on any stripe, so all
- * threads must poll soon. Returns true. */
+ * nap, and the other threads from long naps: the peer may reply on any stripe, so all threads
+ * must poll soon. Returns true. */
 static bool record_put(net *n, int host, int stripe)
 {
     peer *p = &n->peers[host];
@@ -359,7 +366,8 @@ static bool record_put(net *n, int host, int stripe)
     return true;
 }
 
-/* Queues a large put for the next thread in rotation. Returns false if its queue is full. */
+/* Queues a large put for the next thread (round-robin). Returns false if the queue of this
+ * thread is full. */
 static bool queue_put(net *n, const job *j)
 {
     const int number = 1 + n->next;
@@ -391,7 +399,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Increases peer.finished to the first put that has not completed. Returns the increase. */
+/* Sets peer.finished to the number of puts before the first one that has not completed. Returns
+ * by how much it has increased. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -406,8 +415,8 @@ static int advance_finished(net *n, int host)
     return (int)(p->finished - before);
 }
 
-/* Implements net_engine.progress. Calls progress() of the first stripe's net, because only the
- * caller may do so. Then counts the completed puts of all stripes. */
+/* Implements net_engine.progress. Calls progress() of the first stripe's net, of which the
+ * caller is the driver. Then updates the numbers of completed puts of all stripes. */
 int striped_progress(net *n)
 {
     int moved = stripe_progress(&n->stripes[0]);
@@ -416,14 +425,13 @@ int striped_progress(net *n)
     return moved;
 }
 
-/* Implements net_engine.is_done: returns true if the sources of the first `count` puts to the
- * host may be overwritten. */
 bool striped_is_done(const net *n, int host, uint64_t count)
 {
     return n->peers[host].finished >= count;
 }
 
-/* Implements net_engine.is_gone: true if any stripe has found that the peer is gone. */
+/* Implements net_engine.is_gone: returns true if the net of any stripe has detected that the
+ * peer is gone. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -431,7 +439,8 @@ bool striped_is_gone(const net *n, int host)
     return false;
 }
 
-/* Implements net_engine.describe: describes the first stripe, and counts the stripes. */
+/* Implements net_engine.describe: describes the first stripe, and adds the number of
+ * stripes. */
 void striped_describe(const net *n, char *to, size_t size)
 {
     striped_over.engine->describe(n->stripes[0].net, to, size);

@@ -13,7 +13,8 @@
 /* An engine (code that drives a network library) whose nets can be stripes. */
 typedef struct stripe_engine {
     const net_engine *engine; /* opens, connects and closes one stripe */
-    /* Returns true if more stripes than the open net `stripe` would be faster. */
+    /* Returns true if a striped net with more stripes like the open net `stripe` would be
+     * faster. */
     bool (*can_gain)(const net *stripe);
 } stripe_engine;
 
@@ -22,7 +23,7 @@ extern const stripe_engine striped_over;
 
 /* These functions implement the members of net_engine (net.h). striped_open() opens up to 1 +
  * setup->threads stripes. All ranks must have the same number of stripes, so striped_connect()
- * closes the additional stripes. */
+ * closes the surplus stripes. */
 epic_result striped_open(net **out, const net_setup *setup, void *handle, char *why);
 epic_result striped_connect(net *n, const void *handles, char *why);
 bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes);

@@ -6,11 +6,11 @@
 #include "net/striped/striped.h"
 #include "net/ucx/networks.h"
 
-/* Preferred size of a put. It is less than one segment of UCX over TCP, 256 KB (networks.c). A
- * put of this size holds 16 rows of 14 KB. */
+/* Preferred size of a put in bytes. It is less than one segment of UCX over TCP, 256 KB
+ * (networks.c), and has room for 16 rows of 14 KB. */
 #define PREFERRED_BYTES (224 << 10)
 
-/* Implements net_engine.is_available. Tries to open a UCX context. */
+/* Implements net_engine.is_available by opening a temporary UCX context. */
 static bool ucx_is_available(char *why)
 {
     ucp_context_h context;
@@ -22,7 +22,7 @@ static bool ucx_is_available(char *why)
     return status == UCS_OK;
 }
 
-/* Implements net_engine.can_reach_gpu with a temporary UCX context. */
+/* Implements net_engine.can_reach_gpu by opening a temporary UCX context. */
 static bool ucx_can_reach_gpu(void)
 {
     ucp_context_h context;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens contexts of UCX, and finds out which networks a context and its endpoints use. UCX has
- * no function for that, but can print it. So this file reads the printed text. */
+ * no function that returns them, but can print them, so this file reads the printed text. */
 #include "net/ucx/networks.h"
 
 #include <stdio.h>
@@ -29,8 +29,8 @@ static char *print_info(ucp_context_h context, ucp_ep_h endpoint)
     return text;
 }
 
-/* Returns true if the text about the context contains one of the names `networks` [count]. UCX
- * prints one line per network, such as "# resource 0 : md 0 ... -- tcp/lo". */
+/* Returns true if the text about the context contains any of the `count` names in `networks`.
+ * UCX prints one line per network, such as "# resource 0 : md 0 ... -- tcp/lo". */
 static bool has_one_of(ucp_context_h context, const char *const *networks, int count)
 {
     char *text = print_info(context, NULL);
@@ -69,7 +69,7 @@ static const char *segment_name(void)
 
 /* Returns true if this version of UCX can refuse remote writes on networks that do not support
  * them. Older versions emulate such a write with a message, which the peer stores with memcpy,
- * and warn about the setting that forbids this. */
+ * and print a warning about the unknown setting. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -80,7 +80,7 @@ static bool can_disable_emulation(void)
 typedef struct settings {
     const char *segment; /* size of TCP segments, such as "256K"; NULL: UCX's default */
     bool no_emulation;   /* as in ucx_create_context() */
-    char devices[512];   /* the network devices that it may use; "": UCX's default */
+    char devices[512];   /* the network devices that the context may use; "": UCX's default */
 } settings;
 
 static ucs_status_t init_context(ucp_context_h *out, const settings *s)
@@ -120,8 +120,8 @@ static bool has_user_devices(void)
     return status == UCS_OK && !is_default;
 }
 
-/* Writes to `devices` the network devices for a context that should use `port`
- * (ucx_create_context()). Writes "" if UCX should choose the devices. */
+/* Writes the network devices for a context that should use `port` (ucx_create_context()) to
+ * `devices`. Writes "" if UCX should choose the devices. */
 static void choose_devices(ucp_context_h context, const char *port, char *devices, size_t size)
 {
     *devices = 0;
@@ -133,9 +133,9 @@ static void choose_devices(ucp_context_h context, const char *port, char *device
 }
 
 /* Opens a UCX context (networks.h). First opens one with UCX's own settings, to find out which
- * devices it has, and whether it has TCP. Then opens another one if other settings are needed.
- * These settings are not tried at once, because UCX prints warnings about TCP settings without
- * TCP, and about devices that do not exist. */
+ * devices it has, and whether it has TCP. If other settings are needed, closes it and opens
+ * another one. Does not try these settings at once, because UCX prints warnings about TCP
+ * settings without TCP, and about devices that do not exist. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
                                 const char *port)
 {
@@ -168,8 +168,8 @@ bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs)
     return reaches;
 }
 
-/* Reads the bit mask of memory domains with which a packed key begins in every version of UCX.
- * No function of UCX returns this mask. */
+/* Reads the bit mask of memory domains from the beginning of a packed key, where every version
+ * of UCX stores it. No function of UCX returns this mask. */
 uint64_t ucx_domains(const void *key, size_t bytes)
 {
     uint64_t domains = 0;

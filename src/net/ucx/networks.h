@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds out which networks UCX has, and which of them it uses for a peer.
  *
- * These are UCX's words. An endpoint is one end of the connection to a peer. UCX calls the
- * networks that an endpoint uses its lanes; here they are called networks. A key allows remote
- * writes into registered memory of a peer, and a packed key is the form in which it is sent. A
- * memory domain is a device, or a part of UCX, that registers memory. */
+ * UCX's terms: an endpoint is one end of the connection to a peer. UCX calls the networks that
+ * an endpoint uses its lanes, this file calls them networks. A key allows remote writes into
+ * registered memory of a peer, and a packed key is the form in which the key is sent. A memory
+ * domain is a device, or a part of UCX, that registers memory. */
 #ifndef EPIC_NET_UCX_NETWORKS_H
 #define EPIC_NET_UCX_NETWORKS_H
 
@@ -21,9 +21,9 @@
  * context that moves no data.
  *
  * With no_emulation and UCX 1.22 or later, remote writes fail on networks that do not support
- * them. Otherwise UCX emulates them there by messages.
+ * them. In all other cases UCX emulates them there with messages.
  *
- * `port` is the port of an RDMA NIC, such as "mlx5_0:1" (nics.h); the context uses no other
+ * `port` is the port of an RDMA NIC, such as "mlx5_0:1" (nics.h), and the context uses no other
  * RDMA NIC. UCX chooses the devices if `port` is "" or not supported, or if the user has set
  * UCX_NET_DEVICES. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
@@ -31,22 +31,22 @@ ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool n
 
 /* Returns true if UCX supports GPU memory and has a network whose devices may access it.
  * Without such a network UCX prints errors when GPU memory is registered. ucx_can_reach()
- * checks a certain peer. */
+ * checks a particular peer. */
 bool ucx_can_reach_gpus(ucp_context_h context);
 
-/* Returns true if the context has a network whose devices move the bytes (RDMA). */
+/* Returns true if the context has an RDMA network, whose devices move the bytes. */
 bool ucx_has_rdma(ucp_context_h context);
 
-/* Returns true if all networks of the endpoint are RDMA. Then remote writes keep words of 8
+/* Returns true if all networks of the endpoint are RDMA, so that remote writes keep words of 8
  * bytes whole. The context must have been opened with no_emulation. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Returns true if the network device for remote writes to this peer can access the registered
- * memory of both ranks. Otherwise UCX would send messages. `own` and `theirs` are the results
- * of ucx_domains() for the packed keys of both ranks. */
+ * memory of both ranks. If it cannot, UCX sends messages. `own` and `theirs` are the results of
+ * ucx_domains() for the packed keys of both ranks. */
 bool ucx_can_reach(ucp_ep_h endpoint, uint64_t own, uint64_t theirs);
 
-/* Returns the memory domains of a packed key, one bit for each domain. 0: unknown. */
+/* Returns the memory domains of a packed key as a bit mask, or 0 if unknown. */
 uint64_t ucx_domains(const void *key, size_t bytes);
 
 /* Writes the networks of an endpoint to `to`, for example ", tcp/eth0 by messages" if `method`

@@ -2,10 +2,10 @@
 /* Reads the text that UCX prints about an endpoint (networks.h). The text has one line for each
  * network of the endpoint, which UCX calls a lane, for example:
  *
- *    # lane[0]: 4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0
+ * # lane[0]: 4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0
  *
- * Here the network is tcp/eth0. md[n] is memory domain n, first on this rank, then on the
- * peer. */
+ * Here the network is tcp/eth0. md[n] is memory domain n: the first one is of this rank, the
+ * second one of the peer. */
 #ifndef EPIC_NET_UCX_NETWORKS_TEXT_H
 #define EPIC_NET_UCX_NETWORKS_TEXT_H
 
@@ -14,8 +14,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* Writes the next network in `text`, such as "tcp/eth0", to `to`. Returns the rest of the text
- * behind this network, or NULL if there are no more networks. */
+/* Writes the next network in `text`, such as "tcp/eth0", to `to`. Returns the text after this
+ * network, or NULL if there are no more networks. */
 static inline const char *networks_next(const char *text, char *to, size_t size)
 {
     text = text ? strstr(text, " lane[") : NULL;
@@ -40,7 +40,7 @@ static inline bool networks_have_port(const char *text, const char *port)
     return false;
 }
 
-/* Writes to `to` the devices that UCX may use if `port` is the only port of an RDMA NIC: the
+/* Writes the devices that UCX may use if `port` is the only port of an RDMA NIC to `to`: the
  * port and all devices for TCP, separated by commas. `text` is as in networks_have_port().
  * Returns false if they do not fit into `size` bytes. */
 static inline bool networks_list_devices(const char *text, const char *port, char *to,
@@ -79,9 +79,9 @@ static inline bool networks_is_for_memory(const char *at)
  * must be RDMA, and at least one of them must be for remote access to memory.
  *
  * If no network is for remote access, UCX sends remote writes as messages, which the receiver
- * stores with memcpy. That may write a word twice or in parts. UCX prints the network EFA (srd)
- * as one for remote access even if its devices can only read. So EFA also needs no_emulation,
- * with which the context refuses to send remote writes as messages. */
+ * stores with memcpy, which may write a word twice or in parts. UCX prints the network EFA
+ * (srd) as one for remote access even if its devices can only read. So EFA also needs
+ * no_emulation, with which the context refuses to send remote writes as messages. */
 static inline bool networks_keep_words(const char *text, bool no_emulation)
 {
     char network[64];

@@ -10,13 +10,13 @@
 #include <strings.h>
 
 #define VENDOR_NVIDIA 0x10de
-#define CLASS_VGA 0x0300 /* class codes of PCI: display controllers */
+#define CLASS_VGA 0x0300 /* class codes of PCI devices: display controllers */
 #define CLASS_3D 0x0302
 
 /* ------------------------------------------------------------------------ reading sysfs ---- */
 
-/* Reads the first line of a file of sysfs into `out`, which is "" if the file cannot be read.
- * `path` may be cut off: the file then does not exist. */
+/* Reads the first line of a file of sysfs into `out`, or "" if the file cannot be read, for
+ * example because `path` is truncated. */
 static void read_line(char *out, size_t size, const char *path)
 {
     FILE *file = fopen(path, "re");
@@ -27,7 +27,8 @@ static void read_line(char *out, size_t size, const char *path)
     fclose(file);
 }
 
-/* Reads the number in a file of a folder, in C's notation. Returns `otherwise` without one. */
+/* Reads the integer (in C notation) in a file of a folder. Returns `otherwise` if the file has
+ * none. */
 static long read_number(const char *folder, const char *file, long otherwise)
 {
     char path[PATH_MAX + 64], text[64], *end;
@@ -37,8 +38,8 @@ static long read_number(const char *folder, const char *file, long otherwise)
     return end == text ? otherwise : value;
 }
 
-/* Fills in *out for the PCI device whose folder in sysfs is `folder`, possibly a link. Returns
- * false if there is no such device. */
+/* Fills in *out for the PCI device whose folder in sysfs is `folder`, which may be a link.
+ * Returns false if there is no such device. */
 static bool read_device(nics_device *out, const char *folder)
 {
     char real[PATH_MAX];
@@ -131,7 +132,7 @@ void nics_read(nics_host *out, const char *sysfs)
 
 /* ----------------------------------------------------------------------------- choosing ---- */
 
-/* Returns how many folders the beginnings of two paths have in common. The first folder is that
+/* Returns the number of leading folders that two paths have in common. The first folder is that
  * of the PCIe root complex, such as "pci0000:15". */
 static int count_common_folders(const char *a, const char *b)
 {
@@ -163,7 +164,7 @@ const char *nics_distance_name(nics_distance distance)
     return names[distance];
 }
 
-/* Returns the ports that a GPU may use (nics_choose()), one bit for each port. */
+/* Returns a bit mask of the ports that a GPU may use (nics_choose()). */
 static uint64_t find_usable_ports(const nics_host *host)
 {
     bool any_infiniband = false;
@@ -183,7 +184,8 @@ static uint64_t find_usable_ports(const nics_host *host)
     return usable;
 }
 
-/* Returns, as a bit mask, the fastest of the ports that are nearest to the GPU. */
+/* Returns a bit mask of the best ports for the GPU: among the nearest ones, those with the
+ * highest speed. */
 static uint64_t find_best_ports(const nics_host *host, uint64_t usable, const nics_device *gpu)
 {
     uint64_t best = 0;

@@ -14,13 +14,14 @@
 
 /* How near a GPU and a NIC are to each other, from near to far. */
 typedef enum nics_distance {
-    NICS_SAME_SWITCH, /* their path stays below a port of the CPU: through PCIe switches */
-    NICS_SAME_ROOT,   /* they are below different ports of one PCIe root complex */
-    NICS_SAME_NODE,   /* one NUMA node */
-    NICS_FAR          /* different NUMA nodes, or unknown */
+    /* their path does not leave one port of the CPU: only PCIe switches are between them */
+    NICS_SAME_SWITCH,
+    NICS_SAME_ROOT, /* they are below different ports of the same PCIe root complex */
+    NICS_SAME_NODE, /* they are on the same NUMA node */
+    NICS_FAR        /* different NUMA nodes, or unknown */
 } nics_distance;
 
-/* A PCI device, and its place in the PCI topology. */
+/* A PCI device, and its position in the PCI topology. */
 typedef struct nics_device {
     char address[NICS_ADDRESS_BYTES]; /* PCI address, such as "0000:18:00.0" */
     char path[256];                   /* the device's folder below "devices" in sysfs */
@@ -45,7 +46,6 @@ typedef struct nics_host {
  * sysfs: "/sys", except in tests. Entries that cannot be read are left out. */
 void nics_read(nics_host *out, const char *sysfs);
 
-/* Returns how near a GPU and a port are to each other. */
 nics_distance nics_find_distance(const nics_device *gpu, const nics_device *port);
 
 /* Returns the name of a distance, such as "same PCIe switch". */
@@ -56,11 +56,11 @@ const char *nics_distance_name(nics_distance distance);
  * Only active ports are considered. If one of them is InfiniBand, only InfiniBand ports are
  * considered, so that all GPUs of a cluster use the same kind of network. Ports with less than
  * a quarter of the speed of the fastest port are left out. Of the others, the GPU uses the
- * nearest port. Of several nearest ports, it uses one of the fastest. GPUs with the same
- * nearest ports use these ports in turn. */
+ * nearest port, and of several nearest ports one of the fastest. Several such ports are
+ * assigned round-robin to the GPUs for which they are nearest. */
 int nics_choose(const nics_host *host, int gpu);
 
-/* Returns the index of the GPU with this PCI address, or -1. Ignores upper and lower case. */
+/* Returns the index of the GPU with this PCI address, or -1. Ignores case. */
 int nics_find_gpu(const nics_host *host, const char *address);
 
 #endif

@@ -3,9 +3,9 @@
  * networks for each peer.
  *
  * If all networks to a peer are RDMA, puts are remote writes, because RDMA keeps words of 8
- * bytes whole. Otherwise, for example over TCP, puts are active messages of UCX. A thread of
- * the receiver stores them into the inbox word by word, because memcpy may write a word in
- * parts or twice. */
+ * bytes whole. If not, for example over TCP, puts are active messages of UCX. A thread of the
+ * receiver stores them into the inbox word by word, because memcpy may write a word in parts or
+ * twice. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,12 +20,12 @@
 /* maximum number of unfinished calls of put() and put_word() for one host */
 #define MAX_IN_FLIGHT 256
 #define MESSAGE_ID 1 /* id of this engine's active message */
-/* ucx_progress() calls ucp_worker_progress() at most this often */
+/* maximum number of calls of ucp_worker_progress() in one ucx_progress() */
 #define MAX_PROGRESS_CALLS 64
-#define FLUSH_MS 1000 /* closing waits at most this long for puts in flight */
+#define FLUSH_MS 1000 /* maximum time in ms that closing waits for puts in flight */
 
-/* The header of an active message. A message of put_word() has only the header. In a message of
- * put(), the bytes follow. */
+/* The header of an active message. A message of put_word() has only the header. A message of
+ * put() has the bytes after it. */
 typedef struct header {
     uint64_t token; /* the receiver's random token, from its handle */
     uint64_t to;    /* offset in the receiver's inbox */
@@ -41,12 +41,12 @@ typedef struct send_op {
 /* The state of one peer. This rank has one peer on each other host (net/net.h). */
 typedef struct peer {
     ucp_ep_h endpoint; /* NULL in the unused entry for this rank's own host */
-    /* key for remote writes into the peer's inbox; NULL: send messages instead */
+    /* key for remote writes into the peer's inbox; NULL: send messages */
     ucp_rkey_h key;
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* posted: how many calls of put() and put_word() were made for this peer. finished: how
-     * many calls come before the first one that has not completed. */
+    /* posted: number of calls of put() and put_word() for this peer. finished: number of calls
+     * before the first one that has not completed. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -68,14 +68,14 @@ struct net {
 /* Contents of a handle, which a rank publishes. */
 typedef struct handle {
     uint64_t token, inbox, inbox_bytes;
-    uint32_t address_bytes, key_bytes; /* lengths of the worker's address and of the key in
-                                          `bytes` */
+    /* sizes of the worker's address and of the key in `bytes` */
+    uint32_t address_bytes, key_bytes;
     char segment[16];
     unsigned char bytes[NET_HANDLE_BYTES - 48];
 } handle;
 _Static_assert(sizeof(handle) == NET_HANDLE_BYTES, "a handle is what the bootstrap carries");
 
-/* Writes to `why` the name `what` of the call that failed, and its status. Returns the
+/* Writes the name `what` of the call that failed, and its status, to `why`. Returns the
  * epic_result for this status. */
 static epic_result fail_with_status(char *why, const char *what, ucs_status_t status)
 {
@@ -84,7 +84,8 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
     return status == UCS_ERR_NO_MEMORY ? EPIC_ENOMEM : EPIC_EDEVICE;
 }
 
-/* Evaluates `call`, a call of UCX. If it fails, the enclosing function returns the error. */
+/* Evaluates `call`, a call of UCX. If it fails, returns the error from the enclosing
+ * function. */
 #define TRY_UCX(call, what)                                                       \
     do {                                                                          \
         const ucs_status_t ucx_status = (call);                                   \
@@ -93,7 +94,8 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
 
 /* ------------------------------------------------------------------------- receiving ---- */
 
-/* Copies bytes in words of 8 bytes, so that a poll of the memory never reads a half word. */
+/* Copies bytes in words of 8 bytes, so that a thread or CUDA kernel that polls the memory never
+ * reads a half-written word. */
 static void store_words(void *to, const void *from, size_t bytes)
 {
     uint64_t word;
@@ -103,8 +105,8 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* UCX calls this function for each received message. Stores the message into the inbox. Ignores
- * a message without the token of this net, because any program may send one. Also ignores a
+/* UCX calls this function for each received message. It stores the message into the inbox. It
+ * ignores a message without the token of this net, because any program may send one, and a
  * message with a target outside of the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
@@ -153,8 +155,8 @@ static epic_result create_worker(net *n, char *why)
     return EPIC_OK;
 }
 
-/* Appends an address or a packed key of UCX, `count` bytes, to the handle, and stores count in
- * *length. Returns false if the bytes do not fit. */
+/* Appends an address or a packed key of UCX, which has `count` bytes, to the handle, and stores
+ * count in *length. Returns false if the bytes do not fit. */
 static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, size_t count)
 {
     const size_t used = (size_t)c->address_bytes + c->key_bytes;
@@ -191,8 +193,8 @@ static epic_result write_handle(net *n, handle *c, char *why)
     return EPIC_ENOTSUP;
 }
 
-/* Writes to `port` the port of a NIC that the GPU with this PCI address should use (nics.h).
- * Writes "" if no port is usable or if out of memory. UCX then chooses the devices. */
+/* Writes the port of a NIC that the GPU with this PCI address should use (nics.h) to `port`.
+ * Writes "" if no port is usable or if out of memory, so that UCX chooses the devices. */
 static void find_port(char port[NICS_NAME_BYTES], const char *gpu)
 {
     *port = 0;
@@ -206,7 +208,7 @@ static void find_port(char port[NICS_NAME_BYTES], const char *gpu)
 }
 
 /* Opens the UCX context, registers inbox and outbox, creates the worker and writes the handle.
- * On an error, the caller releases what exists. */
+ * On an error, the caller releases what was created. */
 static epic_result prepare_net(net *n, handle *c, char *why)
 {
     const net_setup *s = &n->setup;
@@ -242,7 +244,8 @@ static epic_result ucx_open(net **out, const net_setup *setup, void *bytes, char
 
 /* ------------------------------------------------------------------------- connecting ---- */
 
-/* UCX calls this function when the connection to a peer has failed. Marks the peer as gone. */
+/* UCX calls this function when the connection to a peer has failed. It marks the peer as
+ * gone. */
 static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
 {
     (void)endpoint, (void)status;
@@ -311,7 +314,7 @@ static void on_completed(void *request, ucs_status_t status, void *self)
 
 /* Starts a remote write or, without a key of the peer's inbox, a message. Returns the request
  * of UCX, or a status if the operation has already completed or failed. If `from` is NULL,
- * sends the word in c->header. *c stays valid until the operation has completed. */
+ * sends the word in c->header. *c must stay valid until the operation has completed. */
 static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
 {
     const ucp_request_param_t param = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
@@ -327,8 +330,9 @@ static void *start_send(peer *p, send_op *c, const void *from, uint32_t bytes)
                        p->inbox + c->header.to, p->key, &param);
 }
 
-/* Starts a put, or sends the word `value` if `from` is NULL. Returns false if MAX_IN_FLIGHT
- * calls for this peer are in flight. If the peer is gone, sends nothing and returns true. */
+/* Starts a put of `bytes` bytes or, if `from` is NULL, of the word `value`. Returns false if
+ * MAX_IN_FLIGHT calls for this peer are in flight. If the peer is gone, sends nothing and
+ * returns true. */
 static bool post_send(peer *p, uint64_t to, const void *from, uint32_t bytes, uint64_t value)
 {
     if (p->gone) return true;
@@ -351,8 +355,8 @@ static bool ucx_put_word(net *n, int host, uint64_t to, uint64_t value)
     return post_send(&n->peers[host], to, NULL, 0, value);
 }
 
-/* Implements net_engine.progress. Lets UCX send and receive. Then counts the calls of put() and
- * put_word() that have completed, in peer.finished. */
+/* Implements net_engine.progress: lets UCX send and receive, then updates peer.finished of all
+ * peers. */
 static int ucx_progress(net *n)
 {
     unsigned moved = 0, more = 1;
@@ -365,8 +369,8 @@ static int ucx_progress(net *n)
     return (int)moved;
 }
 
-/* Implements net_engine.is_done. If the peer is gone, returns true for any `count` as soon as
- * nothing is in flight, because later puts are dropped. */
+/* Implements net_engine.is_done. If the peer is gone, later puts are dropped, so returns true
+ * for any `count` as soon as nothing is in flight. */
 static bool ucx_is_done(const net *n, int host, uint64_t count)
 {
     const peer *p = &n->peers[host];
@@ -378,7 +382,8 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
-/* Implements net_engine.describe. Peers with equal networks are named once. */
+/* Implements net_engine.describe. Lists the networks of several peers only once if they are
+ * equal. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
@@ -396,8 +401,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request of UCX has completed, at most FLUSH_MS, and releases it. If it has
- * not completed, UCX frees it at its completion. */
+/* Waits until the request of UCX has completed, for at most FLUSH_MS, and releases it. If it
+ * has not completed by then, UCX frees it when it completes. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
