@@ -117,8 +117,8 @@ static place_problem make_problem(const trace *t, const options *o, const int32_
 /* ------------------------------------------------------------------ placement on hosts ---- */
 
 /* Returns for each token a bit mask of the ranks to which it is sent. The choices of an expert
- * go to its replicas in rotation. Sets *num to the number of tokens. The caller frees the
- * result. */
+ * are assigned to its replicas round-robin. Sets *num to the number of tokens. The caller frees
+ * the result. */
 static uint64_t *tokens_seen(const trace *t, const place_problem *p, const int32_t *at,
                              int64_t *num)
 {
@@ -168,8 +168,7 @@ static void write_list(FILE *out, const char *word, const int32_t *list, int32_t
     fprintf(out, "\n");
 }
 
-/* Writes the placement to a file. Without replicas the ids of the experts are the same as
- * before. */
+/* Writes the placement to a file. Without replicas the experts keep their ids. */
 static void write_file(const place_problem *p, const int32_t *at, const char *path)
 {
     const int32_t places = p->ranks * p->slots;
@@ -216,7 +215,7 @@ int main(int argc, char **argv)
     place_greedy(&p, at);
     print_cost(&p, "greedy", place_cost(&p, at));
     place_search(&p, at, o.seed);
-    /* also changes which choices go to which replica */
+    /* this also changes which choices go to which replica */
     if (o.hosts > 1) arrange_hosts(&t, &p, &o, at);
     print_cost(&p, "proposed", place_cost(&p, at));
     if (o.out) write_file(&p, at, o.out);

@@ -9,7 +9,7 @@
 #include "npy.h"
 #include "trace_draw.h"
 
-#define MAX_REPLAYED 256 /* largest number of ranks of a replay, which are threads */
+#define MAX_REPLAYED 256 /* maximum number of ranks of a replay, which are threads */
 
 static const char help[] =
     "usage: epic-trace show TRACE                    a summary of its contents\n"
@@ -43,7 +43,6 @@ static int print_usage(const char *why, const char *what)
     return 2;
 }
 
-/* Options of the command line. */
 typedef struct options {
     const char *words[3]; /* words of the command line: command, trace, file */
     int num_words;
@@ -54,7 +53,7 @@ typedef struct options {
 } options;
 
 /* Reads the options of the command line. Returns 0, or the exit status if an option is
- * wrong. */
+ * invalid. */
 static int read_options(options *o, int argc, char **argv)
 {
     for (int i = 1; i < argc; i++) {
@@ -137,8 +136,7 @@ static void show_trace(const trace *t)
 
 /* ------------------------------------------------------------------ export and import ---- */
 
-/* Writes the ids as an array [steps, tokens, k]. Elements for which a step has no token or no
- * choice are -1. */
+/* Writes the ids as an array [steps, tokens, k]. Elements without a token or choice are -1. */
 static void export_npy(const trace *t, const char *path)
 {
     int64_t tokens = 0, k = 1;
@@ -208,7 +206,6 @@ static void run_replay(const trace *t, options *o)
     if (o->place) epic_placement_free(&place);
 }
 
-/* Runs one command. Returns the exit status. */
 static int run_command(options *o)
 {
     const char *command = o->words[0], *file = o->words[2];

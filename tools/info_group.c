@@ -14,7 +14,6 @@
 
 #define NUM_FINISHED 5 /* number of finished operations to show for each rank */
 
-/* An operation, copied from a flight recorder. */
 typedef struct operation {
     recorder_entry entry;
     char sentence[RECORDER_SENTENCE];
@@ -29,8 +28,8 @@ static const char *state_name(uint32_t state)
 }
 
 /* Returns the time from `from` to `to` in nanoseconds. Returns 0 if `to` is before `from`, for
- * example because the clock was set back. Also returns 0 if the difference does not fit into an
- * int64_t, as the recorder may be damaged. */
+ * example because the clock was set back, or if the difference does not fit into an int64_t,
+ * because the recorder may be damaged. */
 static int64_t elapsed_ns(int64_t from, int64_t to)
 {
     int64_t ns;
@@ -44,8 +43,8 @@ static int64_t now_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Comparison for qsort(): operations in flight first, the oldest before the others. Then
- * finished operations, the latest before the others. */
+/* Comparison for qsort(): operations in flight come first, the oldest of them first. Finished
+ * operations follow, the latest of them first. */
 static int compare_interest(const void *a, const void *b)
 {
     const recorder_entry *p = &((const operation *)a)->entry;
@@ -212,8 +211,8 @@ static void print_chrome_operation(const recording *s, const recorder_entry *e, 
 }
 
 /* Prints the operations of all ranks in the format of chrome://tracing. Time 0 is the time at
- * which the first rank opened its context. The ranks are on one host, so their times come from
- * one clock. */
+ * which the first rank opened its context. All ranks are on this host, so their times are from
+ * the same clock. */
 static void print_chrome_found(const recordings *found, const char *group)
 {
     const int64_t now = now_ns();

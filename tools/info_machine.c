@@ -75,7 +75,6 @@ void *info_open_plugin(char path[INFO_PATH], const char *library)
     return NULL;
 }
 
-/* Loads a plugin, and prints what it reports about this machine. */
 static void print_plugin(FILE *to, const char *label, const char *library, const char *symbol,
                          void (*describe)(FILE *to, const void *symbol))
 {

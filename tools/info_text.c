@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints text that other processes wrote. The text may be from the memory of any process of
+/* Prints text that other processes wrote. The text may come from the memory of any process of
  * this user, so control characters in it must not reach the terminal. */
 #include <stdbool.h>
 

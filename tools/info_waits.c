@@ -10,7 +10,6 @@
 
 #define MOST_SHOWN 3 /* number of peers to show */
 
-/* How long one or more ranks have waited for a peer. */
 typedef struct awaited {
     int32_t peer;
     epic_wait_info wait;
@@ -23,7 +22,7 @@ static void add_waits(const recording *s, int32_t peer, epic_wait_info *out)
         recorder_read_wait(s->page, s->num_ranks, i, peer, out);
 }
 
-/* Comparison for qsort(): the peer with the longest time comes first. */
+/* Comparison for qsort(): the peer for which the ranks waited longest comes first. */
 static int compare_alone(const void *a, const void *b)
 {
     const awaited *p = a, *q = b;
@@ -32,7 +31,7 @@ static int compare_alone(const void *a, const void *b)
     return (p->peer > q->peer) - (p->peer < q->peer);
 }
 
-/* Prints, after `before`, the peers for which the `num` ranks in the list have waited longest. */
+/* Prints `before` and the peers for which the `num` ranks in the list have waited longest. */
 static void print_longest(const recording *list, int num, const char *before)
 {
     const int32_t num_ranks = list[0].num_ranks;

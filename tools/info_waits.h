@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints how long ranks have waited for each other, as their flight recorders contain it. */
+/* Prints how long ranks have waited for each other, from their flight recorders. */
 #ifndef EPIC_INFO_WAITS_H
 #define EPIC_INFO_WAITS_H
 

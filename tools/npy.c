@@ -58,8 +58,8 @@ static int64_t read_value(const unsigned char *bytes, size_t size, bool is_signe
     return (int64_t)word;
 }
 
-/* Checks that the file contains as many values as its shape says. Called before memory for the
- * values is allocated, because a damaged shape may be huge. */
+/* Checks that the file contains as many values as its shape requires. Called before memory for
+ * the values is allocated, because a damaged shape may be huge. */
 static void check_length(const npy *a, const char *path, FILE *in, size_t size)
 {
     struct stat file;

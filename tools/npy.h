@@ -6,7 +6,6 @@
 
 #include <stdint.h>
 
-/* An array of integers. */
 typedef struct npy {
     int64_t shape[4];
     int dims;

@@ -7,12 +7,13 @@
 
 #include "tool.h"
 
-#define MAX_SAMPLED_STEPS 48 /* largest number of steps that the search uses */
+#define MAX_SAMPLED_STEPS 48 /* maximum number of steps that the search uses */
 #define NUM_STARTS 6         /* number of placements from which the search starts */
-/* climb_hill() ends after this many failures in a row, times the number of places */
+/* climb_hill() ends after this many failures in a row, times the number of places (slots for
+ * experts) */
 #define MAX_FAILED_PROPOSALS 24
-#define MAX_POLISHED_PLACES 48 /* largest number of places for polish_placement() */
-/* largest number of tokens that place_hosts() uses to compare placements */
+#define MAX_POLISHED_PLACES 48 /* maximum number of places for polish_placement() */
+/* maximum number of tokens with which place_hosts() compares placements */
 #define MAX_TOKENS 8192
 
 static int32_t num_places(const place_problem *p)
@@ -22,15 +23,15 @@ static int32_t num_places(const place_problem *p)
 
 /* -------------------------------------------------------------------------------- cost ---- */
 
-/* Counts the places (replicas) of each expert, and writes the counts to count [logical]. */
+/* Writes the number of places (replicas) of each expert to count [logical]. */
 static void count_places(const place_problem *p, const int32_t *at, int32_t *count)
 {
     memset(count, 0, (size_t)p->logical * sizeof *count);
     for (int32_t i = 0; i < num_places(p); i++) count[at[i]]++;
 }
 
-/* Returns the number of choices that go to replica n of an expert with r replicas: choice n, n
- * + r, n + 2 r and so on. */
+/* Returns the number of choices that go to replica n of an expert with r replicas
+ * (round-robin): choice n, n + r, n + 2 r and so on. */
 static int64_t part_of(int64_t choices, int32_t n, int32_t r)
 {
     return (choices + r - 1 - n) / r;
@@ -122,7 +123,7 @@ static int compare_pieces(const void *a, const void *b)
 
 /* Makes the list of all replicas to place, those with the largest loads first. Each expert has
  * one replica. Each spare place becomes one more replica of the expert whose replicas have the
- * largest load at that time. */
+ * largest load at that moment. */
 static void make_pieces(const place_problem *p, piece *out)
 {
     double *load = tool_alloc((size_t)p->logical * sizeof *load);
@@ -141,8 +142,8 @@ static void make_pieces(const place_problem *p, piece *out)
     free(load), free(count);
 }
 
-/* Returns true if the expert already has a replica on the rank. Two replicas on one rank do not
- * spread the load. So place_greedy() avoids them as long as another rank has room. */
+/* Returns true if the expert already has a replica on the rank. place_greedy() avoids two
+ * replicas on one rank while another rank has room, because they do not spread the load. */
 static bool has_expert(const place_problem *p, const int32_t *at, int32_t rank, int32_t filled,
                        int32_t expert)
 {
@@ -192,8 +193,8 @@ static place_problem sample_steps(const place_problem *p, int32_t *load)
     return out;
 }
 
-/* Loads of the ranks during the search. Each replica counts as an equal part of its expert's
- * load. The true parts may differ by one choice. */
+/* Loads of the ranks during the search. Each replica has an equal part of its expert's load.
+ * The true parts may differ by one choice. */
 typedef struct sums {
     const place_problem *p;
     int32_t *at, *count;
@@ -267,9 +268,9 @@ static bool try_replica(sums *s, int32_t i, int32_t expert)
     return false;
 }
 
-/* Tries a random change, and keeps it unless it increases the cost. Changes that do not change
- * the cost are kept because they may make later improvements possible. Returns true if the
- * change reduces the cost. */
+/* Tries a random change, and keeps it unless it increases the cost. Keeps changes with equal
+ * cost, because they may make later improvements possible. Returns true if the change reduces
+ * the cost. */
 static bool try_proposal(sums *s, uint64_t *state)
 {
     const place_problem *p = s->p;
@@ -300,7 +301,7 @@ static void climb_hill(const place_problem *p, int32_t *at, uint64_t *state)
 }
 
 /* Improves a placement: tries all single changes, and keeps those that reduce the cost, until
- * no change reduces it. Uses place_cost(), which is exact. `sums` does not count that the
+ * no change reduces it. Uses place_cost(), which is exact, while `sums` ignores that the
  * replicas of one expert may differ by one choice. */
 static void polish_placement(const place_problem *p, int32_t *at)
 {
@@ -327,7 +328,7 @@ static void polish_placement(const place_problem *p, int32_t *at)
     free(count);
 }
 
-/* Exchanges places at random, to make a start for the search. */
+/* Exchanges places at random, to create a start for the search. */
 static void shuffle_places(const place_problem *p, int32_t *at, uint64_t *state)
 {
     for (int32_t i = num_places(p) - 1; i > 0; i--) {

@@ -7,8 +7,8 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* The problem: `logical` experts are to be placed in ranks * slots places, `slots` on each
- * rank. Each expert gets one or more places (replicas). */
+/* The problem: to place `logical` experts in ranks * slots places, `slots` on each rank. Each
+ * expert gets one or more places (replicas). */
 typedef struct place_problem {
     int32_t ranks, slots;
     int32_t logical;
@@ -18,15 +18,16 @@ typedef struct place_problem {
 } place_problem;
 
 /* Returns the cost of a placement: the number of choices of the busiest rank, summed over the
- * steps. at [ranks * slots]: the logical expert in each place. Place p is on rank p / slots.
- * The choices of an expert go to its replicas in rotation, as epic_plan assigns them. */
+ * steps. at [ranks * slots] is the logical expert in each place, where place p is on rank p /
+ * slots. The choices of an expert are assigned to its replicas round-robin, as in epic_plan. */
 int64_t place_cost(const place_problem *p, const int32_t *at);
 
 /* Returns the number of choices of all ranks in all steps. */
 int64_t place_total(const place_problem *p);
 
-/* Returns a lower bound of the cost. In each step no placement is better than the larger of two
- * numbers, and the bound is their sum over the steps:
+/* Returns a lower bound of the cost: the sum over the steps of the larger of two numbers. No
+ * placement is better than either of them:
+ *
  * - The mean number of choices per rank.
  * - The smallest possible load of the rank that has the busiest expert. With replicas it is the
  *   expert's load divided by its largest possible number of replicas. Without replicas it is
@@ -37,9 +38,9 @@ int64_t place_bound(const place_problem *p);
 /* Places expert e on rank e modulo `ranks`, and replicas in the same way. */
 void place_round_robin(const place_problem *p, int32_t *at);
 
-/* First assigns the spare places as replicas, each to the expert that is busiest at that time.
- * Then places the busiest experts first, each on the rank with the smallest load so far. Uses
- * loads summed over the steps. */
+/* First assigns the spare places as replicas, each to the expert that is busiest at that
+ * moment. Then places the experts in the order of their load, the busiest first, each on the
+ * rank with the smallest load so far. Uses loads summed over the steps. */
 void place_greedy(const place_problem *p, int32_t *at);
 
 /* Improves placements by local search: exchanges two places, or changes a replica to another
@@ -49,9 +50,9 @@ void place_greedy(const place_problem *p, int32_t *at);
 void place_search(const place_problem *p, int32_t *at, uint64_t seed);
 
 /* Renumbers the ranks so that fewer rows are sent between hosts. The load of each rank stays
- * almost the same; only the choices that go to replicas may change. Host h has the ranks from h
- * * ranks / hosts on. seen [num]: for each token a bit mask of the ranks to which it is sent
- * (at most 64 ranks). The bits are renumbered too. */
+ * almost the same: only the choices that go to replicas may change. Host h has ranks / hosts
+ * ranks, starting at rank h * ranks / hosts. seen [num] is a bit mask for each token of the
+ * ranks to which it is sent (at most 64 ranks). These bits are renumbered too. */
 void place_hosts(const place_problem *p, int32_t *at, int32_t hosts, uint64_t *seen,
                  int64_t num);
 

@@ -17,8 +17,8 @@ static bool is_number(const char *text)
     return *text && strspn(text, "0123456789") == strlen(text);
 }
 
-/* Returns true if this file was already found through another descriptor. In that case, if
- * process `holder` created the recorder, stores it as the holder. */
+/* Returns true if this file was already found through another descriptor. If process `holder`
+ * created the recorder, also stores it as the holder. */
 static bool is_known(recordings *all, const struct stat *file, int holder)
 {
     for (int i = 0; i < all->num; i++) {
@@ -30,8 +30,8 @@ static bool is_known(recordings *all, const struct stat *file, int holder)
     return false;
 }
 
-/* Adds the flight recorder that a descriptor of process `holder` refers to, unless the recorder
- * is closed or already in the list. */
+/* Adds the flight recorder to which a descriptor of process `holder` refers, unless the
+ * recorder is closed or already in the list. */
 static void add_file(recordings *all, const char *path, int holder)
 {
     struct stat file;
@@ -55,7 +55,7 @@ static void add_process(recordings *all, const char *pid)
     char folder[64], path[512], link[512];
     snprintf(folder, sizeof folder, "/proc/%.20s/fd", pid);
     DIR *files = opendir(folder);
-    if (!files) return; /* the process ended, or is another user's */
+    if (!files) return; /* the process has exited, or belongs to another user */
     for (struct dirent *file; (file = readdir(files));) {
         snprintf(path, sizeof path, "%s/%.255s", folder, file->d_name);
         const ssize_t length = readlink(path, link, sizeof link - 1);

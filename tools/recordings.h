@@ -10,13 +10,13 @@
 
 #define MAX_RECORDINGS 1024
 
-/* A flight recorder that was found. A forked child has its parent's recorder open too. So the
- * device and inode of the file identify a recorder, and the process does not. */
+/* A flight recorder that was found. A forked child has its parent's recorder open too, so a
+ * recorder is identified by the device and inode of its file, and not by the process. */
 typedef struct recording {
     const recorder_page *page;
     dev_t device;
     ino_t file;
-    int holder;        /* the process that it was found in */
+    int holder;        /* the process in which the recorder was found */
     int32_t num_ranks; /* page->num_ranks when the recorder was found */
 } recording;
 
@@ -26,7 +26,7 @@ typedef struct recordings {
 } recordings;
 
 /* Finds the flight recorders of all groups, sorted by group and rank. *out must be zero before
- * the call. The pages in *out stay mapped until the program ends. */
+ * the call. The pages in *out stay mapped until the program exits. */
 void recordings_find(recordings *out);
 
 #endif

@@ -24,9 +24,9 @@ typedef struct report {
     size_t size;
 } report;
 
-/* Opens a regular file and makes it readable by its owner only. An older file is overwritten.
- * Does not follow a link, because a link in a folder that others may write could lead to another
- * file of the user. Returns -1 with errno on an error. */
+/* Opens a regular file and makes it readable by its owner only. Overwrites an existing file.
+ * Does not follow a link, because a link in a folder that others may write could lead to
+ * another file of the user. Returns -1 with errno on an error. */
 static int open_private(const char *path)
 {
     struct stat about;
@@ -55,7 +55,7 @@ static FILE *open_file(const char *path)
     return NULL;
 }
 
-/* Returns where to print a section; NULL on ranks other than 0. */
+/* Returns the stream for a section, or NULL on ranks other than 0. */
 static FILE *begin_section(report *r, const char *title)
 {
     if (!r->file) return NULL;
@@ -64,7 +64,7 @@ static FILE *begin_section(report *r, const char *title)
     return r->section;
 }
 
-/* Writes the section to the file, without secrets. */
+/* Writes the section to the file, after hiding secrets. */
 static void end_section(report *r)
 {
     if (!r->section) return;
@@ -105,8 +105,8 @@ static void print_rank(FILE *to, int rank, report_rank *r)
     fprintf(to, "\n");
 }
 
-/* Gathers the facts that the ranks report about themselves, and prints them on rank 0. Returns false if the
- * ranks lost each other. */
+/* Gathers the facts that the ranks report about themselves, and prints them on rank 0. Returns
+ * false if the gather fails. */
 static bool report_ranks(FILE *to, const epic_bootstrap *bootstrap)
 {
     report_rank mine, *all = calloc((size_t)bootstrap->num_ranks, sizeof *all);
@@ -119,7 +119,7 @@ static bool report_ranks(FILE *to, const epic_bootstrap *bootstrap)
     return good;
 }
 
-/* Prints why there is no group. Ranks other than 0 print it to stderr. */
+/* Prints why there is no group. Ranks other than 0 print this to stderr. */
 static void print_no_group(FILE *to)
 {
     if (to)

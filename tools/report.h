@@ -12,14 +12,15 @@
 
 /* ------------------------------------------------------------- report_variables.c ---- */
 
-/* Prints the variables of EPIC, UCX and NCCL, and those of launchers that EPIC reads. Prints no
- * values of variables that may contain a secret. Prints no other variables. */
+/* Prints the variables of EPIC, UCX and NCCL, and the launcher variables that EPIC reads, but
+ * no values of variables that may contain a secret. */
 void report_variables(FILE *to);
 
-/* Overwrites each secret of the environment that occurs in `text` with asterisks. */
+/* Replaces each secret of the environment that occurs in `text` by asterisks. */
 void report_hide_secrets(char *text);
 
-/* Returns the rank of this process according to the variables of its launcher; 0: no launcher. */
+/* Returns the rank of this process according to the variables of its launcher, or 0 if there is
+ * no launcher. */
 int report_rank_of_launcher(void);
 
 /* --------------------------------------------------------------- report_machine.c ---- */
@@ -33,9 +34,10 @@ void report_machine(FILE *to);
 /* The facts that each rank reports about itself. Ranks send them to rank 0. */
 typedef struct report_rank {
     char host[REPORT_TEXT], kernel[REPORT_TEXT], ucx[REPORT_TEXT];
-    unsigned version;                /* of EPIC */
-    int cores;                       /* cores that the process may use */
-    unsigned long long memlock, shm; /* limit of locked memory, and free bytes of /dev/shm */
+    unsigned version; /* version of EPIC */
+    int cores;        /* number of cores that the process may use */
+    /* limit of locked memory, and free space of /dev/shm, in bytes */
+    unsigned long long memlock, shm;
 } report_rank;
 
 void report_fill_rank(report_rank *out);
@@ -43,27 +45,27 @@ void report_fill_rank(report_rank *out);
 /* ---------------------------------------------------------------- report_matrix.c ---- */
 
 /* Measures the bandwidth between all ranks of the bootstrap, and prints it if `to` is not NULL.
- * All ranks call it. Ends after about 10 seconds, measured or not. */
+ * Collective. Stops after about 10 seconds, even if it is not finished. */
 void report_matrix(FILE *to, const epic_bootstrap *bootstrap);
 
 /* A way to send bytes between the ranks. All ranks call its functions in the same order. */
 typedef struct report_way {
-    /* Opens the way for up to `bytes` bytes per rank and step. `local_rank` is the number of
+    /* Opens the way for up to `bytes` bytes per rank and step. `local_rank` is the index of
      * this rank on its host. On an error writes the reason to `why`, which has REPORT_WHY
      * bytes. */
     bool (*open)(void **out, const epic_bootstrap *bootstrap, int local_rank, size_t bytes,
                  char *why);
-    /* Sends `bytes` bytes from each rank r to rank r + shift, counted modulo the number of
-     * ranks. Returns the seconds that it took; 0: not in time, or an error. */
+    /* Sends `bytes` bytes from each rank r to rank r + shift, modulo the number of ranks.
+     * Returns the time in seconds, or 0 on a timeout or error. */
     double (*send)(void *way, int shift, size_t bytes);
-    /* Writes the name of the way to `to`, of REPORT_WHY bytes. */
+    /* Writes the name of the way to `to`, which has REPORT_WHY bytes. */
     void (*describe)(void *way, char *to);
     void (*close)(void *way);
     bool is_timed_by_sender; /* false: send() returns the time of what this rank receives */
 } report_way;
 
 #define REPORT_WHY 600
-#define REPORT_SECONDS 6 /* time for all steps of the matrix */
+#define REPORT_SECONDS 6 /* time limit in seconds for all steps of the matrix */
 
 extern const report_way report_way_group; /* a group of a host backend */
 extern const report_way report_way_net;   /* the net that the backend hosts uses */

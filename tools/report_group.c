@@ -14,7 +14,7 @@ typedef struct group_way {
     epic_context *ctx;
     epic_layer layer; /* one expert per rank */
     epic_layer_info sizes;
-    int64_t num_rows; /* rows of `rows` and `received` */
+    int64_t num_rows; /* number of rows in `rows` and `received` */
     int32_t *chosen;  /* [num_rows]: the expert of each row */
     unsigned char *rows, *received;
     void *plan;
@@ -57,7 +57,7 @@ static bool group_allocate(group_way *g)
     return true;
 }
 
-/* Opens the group, and allocates the arrays of its calls. If memory is short on one rank, its
+/* Opens the group, and allocates the arrays of its calls. If one rank is out of memory, its
  * peers get an error from their first call. */
 static bool group_open(void **out, const epic_bootstrap *bootstrap, int local_rank,
                        size_t bytes, char *why)
@@ -83,7 +83,7 @@ static bool group_open(void **out, const epic_bootstrap *bootstrap, int local_ra
     return false;
 }
 
-/* Dispatches `count` rows. Returns the seconds that the call took; 0: it failed. */
+/* Dispatches `count` rows. Returns the duration of the call in seconds, or 0 if it failed. */
 static double time_dispatch(group_way *g, int64_t count)
 {
     const epic_dispatch_args args = {.layer = &g->layer,
@@ -96,8 +96,8 @@ static double time_dispatch(group_way *g, int64_t count)
     return epic_dispatch(g->ctx, &args) == EPIC_OK ? report_now() - begin : 0;
 }
 
-/* Plans that all rows go to one rank. Dispatches twice: after the first dispatch all ranks begin
- * the second one at about the same time. */
+/* Makes a plan in which all rows go to one rank. Dispatches twice, because after the first
+ * dispatch all ranks begin the second one at about the same time. */
 static double group_send(void *way, int shift, size_t bytes)
 {
     group_way *g = way;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints the machine and the limits of this process, for a report. Whatever cannot be read is
- * left out. */
+/* Prints the machine and the limits of this process, for a report. Leaves out everything that
+ * cannot be read. */
 #include <dirent.h>
 #include <dlfcn.h>
 #include <gnu/libc-version.h>
@@ -130,7 +130,7 @@ static void print_host(FILE *to)
     print_first_line(to, "limit", "/sys/fs/cgroup/memory.max");
 }
 
-/* Returns a limit of this process; all ones: unlimited. */
+/* Returns a limit of this process. All ones mean unlimited. */
 static unsigned long long read_limit(int resource)
 {
     struct rlimit limit;
@@ -171,7 +171,7 @@ static void print_limits(FILE *to)
 
 /* --------------------------------------------------------------------- GPUs and links ---- */
 
-/* Functions of the CUDA driver, which is loaded only if it is there. */
+/* Functions of the CUDA driver, which is loaded only if it is installed. */
 typedef struct cuda_driver {
     int (*init)(unsigned flags);
     int (*version)(int *out);
@@ -202,7 +202,7 @@ static bool load_driver(cuda_driver *out, void *handle)
     return true;
 }
 
-/* Prints how each GPU reaches each other one. */
+/* Prints how each GPU reaches each of the others. */
 static void print_links(FILE *to, const cuda_driver *driver, int count)
 {
     if (count < 2) return;

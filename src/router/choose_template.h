@@ -3,17 +3,17 @@
  *
  * A column is an expert or a zero-expert (config.h). Its *value* is its score, plus its bias if
  * the router has one (auxiliary-loss-free balancing, arXiv 2408.15664). The top_k columns with
- * the largest values are chosen, the largest first. Of equal values the lower column comes
+ * the largest values are chosen, the largest first. If values are equal, the lower column comes
  * first. NaN comes last.
  *
  * If num_groups is not 0, the columns form groups of equal size, and only the topk_groups
  * groups with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of
  * a group is its largest value, or the sum of its group_best largest values. By default,
- * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value 0.
- */
+ * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value
+ * 0. */
 
 /* Returns true if a column with value a is chosen before a column with value b and a lower
- * index. With equal values it is not: the lower index comes first. */
+ * index. Returns false for equal values, because the lower index comes first. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);
@@ -31,8 +31,8 @@ static inline int insert_best(int32_t *out, int found, int k, const REAL *v, int
     return found;
 }
 
-/* Writes to `out` the columns of the k largest values of v [n], the largest first. The columns
- * form blocks of `block` columns; leaves out block b if is_kept_group[b] is 0. is_kept_group
+/* Writes the columns of the k largest values of v [n] to `out`, the largest first. The columns
+ * form blocks of `block` columns. Leaves out block b if is_kept_group[b] is 0. is_kept_group
  * may be NULL. */
 static void select_best(int32_t *out, int k, const REAL *v, int64_t n,
                         const uint8_t *is_kept_group, int64_t block)
@@ -56,7 +56,8 @@ static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t 
     return sum;
 }
 
-/* Sets job->is_kept_group to 1 for the topk_groups groups with the best scores, else to 0. */
+/* Sets job->is_kept_group to 1 for the topk_groups groups with the best scores, and to 0 for
+ * the others. */
 static void keep_groups(const router_job *job, const REAL *v)
 {
     const epic_router *r = &job->router;
@@ -86,7 +87,7 @@ static void select_in_groups(const router_job *job, REAL *v, int32_t *topk_idx)
     select_best(topk_idx, k, v, job->num_columns, NULL, job->num_columns);
 }
 
-/* Chooses the experts of a token. With job->on_logits, the scores need not be computed. */
+/* Chooses the experts of a token by their values or, with job->on_logits, by their logits. */
 static void select_experts(const router_job *job, int32_t *topk_idx)
 {
     const int64_t n = job->num_columns;

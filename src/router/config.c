@@ -97,7 +97,7 @@ static epic_result read_router(epic_router *out, const epic_router *theirs, size
     return check_groups(out);
 }
 
-/* Returns the size of the workspace in bytes. Counts 8 bytes for each element, because
+/* Returns the size of the workspace in bytes. Reserves 8 bytes per element, because
  * epic_router_workspace has no argument for the type. */
 static int64_t workspace_bytes(const epic_router *r)
 {

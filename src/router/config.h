@@ -1,11 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the router: the checked options, and the workspace for one token.
  *
- * A *logit* is an output of the gate. A token has one for each *column*: the num_experts
- * experts, followed by the zero_experts zero-experts, which return the token itself. If
- * num_groups is not 0, the columns form that many groups of equal size. Only the topk_groups
- * best groups of a token are kept. Columns of other groups cannot be chosen, or their values
- * count as 0. */
+ * A *logit* is an output of the gate. A token has one for each *column*: first the num_experts
+ * experts, then the zero_experts zero-experts, whose output is the token itself. If num_groups
+ * is not 0, the columns form num_groups groups of equal size. Only the topk_groups best groups
+ * of a token are kept. Columns of other groups cannot be chosen, or their values count as 0. */
 #ifndef EPIC_ROUTER_CONFIG_H
 #define EPIC_ROUTER_CONFIG_H
 
@@ -22,24 +21,25 @@
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
-    /* [num_columns]: added to the scores when experts are chosen, not to weights; NULL: none */
+    /* [num_columns]: added to the scores for the choice of experts, but not to weights; NULL:
+     * none */
     const float *bias;
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
     bool accumulate;             /* EPIC_ACCUMULATE is set: the call adds to the gradients */
-    /* true: choose experts by their logits, which have the same order as `values` */
+    /* true: experts are chosen by their logits, which have the same order as `values` */
     bool on_logits;
     /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
     double *runs;
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
-    /* The workspace for one token, used for all tokens one after the other: */
+    /* The workspace for one token. All tokens use it, one after the other. */
     void *logits; /* [num_columns]: logits of the token */
     void *scores; /* [num_columns]: scores of the columns */
-    /* [num_columns]: values by which experts are chosen; in backward scratch memory */
+    /* [num_columns]: values by which experts are chosen; scratch memory in backward */
     void *values;
-    /* in forward the scores of groups [num_groups], in backward gradients [num_columns] */
+    /* scores of groups [num_groups] in forward, gradients [num_columns] in backward */
     void *spare;
     int32_t *order;         /* [num_columns]: columns or groups, in the order of their values */
     uint8_t *is_kept_group; /* [num_groups]: 1 if this group of columns is kept for the token */
@@ -61,9 +61,11 @@ typedef struct router_common {
  * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_init(router_job *job, const router_common *common);
 
-/* Checks weights_type and stores it in *job. 0: EPIC_F32. Returns EPIC_OK or EPIC_EINVAL. */
+/* Checks weights_type and stores it in *job. 0 means EPIC_F32. Returns EPIC_OK or
+ * EPIC_EINVAL. */
 epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type);
-/* Checks grad_type and stores it in *job. 0: the type of the logits. Errors: EPIC_EINVAL. */
+/* Checks grad_type and stores it in *job. 0 means the type of the logits. Returns EPIC_OK or
+ * EPIC_EINVAL. */
 epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
 int64_t router_job_workspace_bytes(const router_job *job);
@@ -82,7 +84,8 @@ epic_result router_prepare_forward(router_job *job, const epic_router_args *args
  * host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
-/* Returns EPIC_EINVAL if an expert id is not below num_columns. Negative ids mean no choice. */
+/* Returns EPIC_EINVAL if an expert id is not less than num_columns. Negative ids mean no
+ * choice. */
 epic_result router_check_ids(const router_job *job, const int32_t *topk_idx,
                              int64_t num_tokens);
 

@@ -2,19 +2,19 @@
 /* The contribution of one token to the losses. row_template.h includes this file.
  *
  * Balance loss: the contribution is the sum over experts e of P_e load_e. P_e is the
- * probability of expert e. If router.score is softmax or logits, P is the softmax of the
- * logits. Otherwise P_e is the score of e divided by the sum of all scores. The derivative of
- * the contribution by P_e is load_e. The gradient of the logits follows from it by the chain
- * rule.
+ * probability of expert e, and load_e the number of choices of e. If router.score is softmax or
+ * logits, P is the softmax of the logits. For other scores P_e is the score of e divided by the
+ * sum of all scores. The derivative of the contribution with respect to P_e is load_e. The
+ * gradient of the logits follows from it by the chain rule.
  *
- * Z-loss: the contribution is logsumexp(z)^2, with z the logits. Its gradient is 2 logsumexp(z)
- * softmax(z).
+ * Z-loss: the contribution is logsumexp(z)^2, where z are the logits. Its gradient is 2
+ * logsumexp(z) softmax(z).
  *
  * Sums over experts and over tokens are computed in float64. losses.c has the sources of the
  * formulas. */
 
-/* Writes the probabilities P to job->scores. Returns 1 for a softmax. Otherwise returns the
- * sum of the scores, by which the scores were divided unless it is 0. */
+/* Writes the probabilities P to job->scores. Returns 1 for a softmax. For other scores returns
+ * the sum of the scores. The scores are divided by this sum unless it is 0. */
 static REAL make_probabilities(const router_job *job, const void *logits)
 {
     const uint32_t score = job->router.score;

@@ -3,11 +3,12 @@
  *
  * T is the number of tokens of all ranks, E the number of experts, z_t the logits of token t,
  * and P_te the probability of expert e for token t (loss_template.h):
+ *
  * - Balance loss (Switch Transformer, arXiv 2101.03961): coeff * E / (top_k T^2) * sum_t sum_e
  *   P_te load_e. load_e is the number of choices of expert e on all ranks.
  * - Sequence-wise balance loss (DeepSeek-V3, arXiv 2412.19437): the balance loss of each
  *   sequence of S tokens, averaged over the T / S sequences. In the formula of each sequence, S
- *   replaces T, and load_e counts the choices of the sequence.
+ *   replaces T, and load_e is the number of choices in the sequence.
  * - Z-loss (ST-MoE, arXiv 2202.08906): coeff / T * sum_t logsumexp(z_t)^2.
  * - Bias update (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e).
  *
@@ -51,7 +52,8 @@ static epic_result check_loss_arrays(const loss_job *job, pass pass)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks total_tokens, arguments of one pass only, and alignment and overlap of arrays. */
+/* Checks total_tokens, the arguments that only forward or only backward has, and the alignment
+ * and overlap of arrays. */
 static epic_result check_pass(const loss_job *job, pass pass)
 {
     const epic_loss_args *a = &job->args;
@@ -149,7 +151,7 @@ static double balance_factor(const loss_job *job)
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
 }
 
-/* Returns the number of choices of each expert in the sequence from token `first` on. */
+/* Returns the number of choices of each expert in the sequence that begins at token `first`. */
 static const int32_t *count_choices(const loss_job *job, int64_t first)
 {
     const router_job *r = &job->router;
@@ -169,8 +171,8 @@ static int64_t next_load(const loss_job *job, int64_t first, const int32_t **loa
     return whole ? job->args.num_tokens : job->args.sequence_tokens;
 }
 
-/* Zeroes the partial sums of a loss (LOSS_RUNS). A GPU, with one thread per partial sum, adds
- * in the same order, so host and GPU get the same bits. */
+/* Zeroes the partial sums of a loss (LOSS_RUNS). A GPU uses one thread per partial sum and adds
+ * in the same order, so host and GPU compute the same bits. */
 static void zero_runs(const loss_job *job)
 {
     memset(job->router.runs, 0, LOSS_RUNS * sizeof *job->router.runs);

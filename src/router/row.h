@@ -5,11 +5,10 @@
 
 #include "router/config.h"
 
-/* Functions for one token, whose logits are [num_columns]. */
 typedef struct router_row_ops {
     /* Chooses top_k experts, and writes their ids to topk_idx and their weights to weights. If
-     * `given` [top_k] is not NULL, copies these ids instead. If `scores` [num_columns] is not
-     * NULL, writes the scores of all columns to it. */
+     * `given` [top_k] is not NULL, copies these ids and does not choose. If `scores`
+     * [num_columns] is not NULL, writes the scores of all columns to it. */
     void (*choose)(const router_job *job, const void *logits, const int32_t *given,
                    int32_t *topk_idx, void *weights, void *scores);
 
@@ -18,18 +17,20 @@ typedef struct router_row_ops {
     void (*choose_backward)(const router_job *job, const void *logits, const int32_t *topk_idx,
                             const void *d_weights, void *d_logits);
 
-    /* Returns the token's part of the balance loss: the sum over experts of the expert's
-     * probability (loss_template.h) times its load. */
+    /* Returns the token's part of the balance loss: the sum over experts of the expert's router
+     * probability times its load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* Writes the gradient of factor * balance() to d_logits or adds it (EPIC_ACCUMULATE). */
+    /* Writes the gradient of factor * balance() to d_logits or, with EPIC_ACCUMULATE, adds
+     * it. */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
     /* Returns logsumexp(logits)^2. */
     double (*z_square)(const router_job *job, const void *logits);
 
-    /* Writes the gradient of factor * z_square() to d_logits or adds it (EPIC_ACCUMULATE). */
+    /* Writes the gradient of factor * z_square() to d_logits or, with EPIC_ACCUMULATE, adds
+     * it. */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;

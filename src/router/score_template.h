@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Scores of a token and their gradients. row_template.h includes this file. The score of logit
- * z is softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself, as router.score selects. */
+/* Scores of a token and their gradients. row_template.h includes this file. router.score
+ * selects the score of logit z: softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself. */
 
 #include "rules/scalar_template.h"
 
@@ -31,8 +31,8 @@ static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Returns the sum of at most SUM_BLOCK elements, in the order of a warp of a GPU. Partial sum i
- * of 32 adds the elements i, i + 32 and so on. Then partial sum i + distance is added to
+/* Returns the sum of at most SUM_BLOCK elements, added in the order of a warp of a GPU. Partial
+ * sum i of 32 adds the elements i, i + 32 and so on. Then partial sum i + distance is added to
  * partial sum i, for the distances 16, 8, 4, 2 and 1. */
 static REAL sum_block(const REAL *v, int64_t n)
 {
@@ -111,7 +111,8 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes job->spare, the gradient of the logits, to d_logits or (EPIC_ACCUMULATE) adds it. */
+/* Writes job->spare, the gradient of the logits, to d_logits or, with EPIC_ACCUMULATE, adds
+ * it. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;

@@ -2,6 +2,7 @@
 /* Weights of a token's chosen experts, and their gradients. row_template.h includes this file.
  *
  * If choice i is expert e, its weight is parts[i] / divisor * scale * scale_of_expert[e].
+ *
  * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of its logit, the
  *   softmax over the logits of the chosen experts at e, or the probability of e in SparseMixer.
  * - The divisor is 1, the sum of the parts plus eps (EPIC_NORMALIZE_SUM), or the larger of the
@@ -9,13 +10,14 @@
  *
  * If the id of a choice is negative, the choice has no expert, and its weight is 0. */
 
-#define MAX_CHOSEN 64 /* maximum of top_k */
+#define MAX_CHOSEN 64 /* maximum value of top_k */
 
-/* The values from which the weights of one token are computed (see above). */
+/* The values from which the weights of one token are computed (formula above). */
 typedef struct shares {
-    REAL parts[MAX_CHOSEN];   /* 0 for a choice without an expert */
-    REAL divisor;             /* if it is 0, every weight is 0 */
-    bool is_divisor_variable; /* true: the divisor depends on the parts, so it has a gradient */
+    REAL parts[MAX_CHOSEN]; /* 0 for a choice without an expert */
+    REAL divisor;           /* if it is 0, every weight is 0 */
+    /* true: the divisor depends on the parts, so backward must differentiate it */
+    bool is_divisor_variable;
 } shares;
 
 /* Computes p [k], the softmax over the logits of the chosen experts; 0 without an expert. */
@@ -34,12 +36,12 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
 }
 
 /* Computes p [num_columns], the softmax for choice i in EPIC_WEIGHT_SPARSEMIXER (arXiv
- * 2310.00811). The part of choice i is p of its expert. The softmax leaves out two sets of
- * columns, whose p is 0:
+ * 2310.00811). The part of choice i is p of its expert. Two sets of columns are left out, and
+ * their p is 0:
  *
  * - The columns of earlier choices.
- * - Columns whose logit z is far below `largest`, the largest logit of the columns that are
- *   left: those with (largest - z) / max(|z|, largest) > 2 * jitter.
+ * - Columns whose logit z is far below `largest`, the largest logit of the remaining columns:
+ *   those with (largest - z) / max(|z|, largest) > 2 * jitter.
  *
  * The formula is that of Phi-3.5-MoE. It is also used if the largest logit is below 0. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
@@ -74,8 +76,8 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
 }
 
 /* Adds the gradient of the logits to job->spare for EPIC_WEIGHT_SPARSEMIXER. g is the gradient
- * of the parts. Each part depends on the logits through its softmax. The selection of the
- * columns that a softmax leaves out has no gradient. */
+ * of the parts. Each part depends on the logits through its softmax. Which columns the softmax
+ * leaves out has no gradient. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -178,8 +180,8 @@ static void share_backward(const shares *shares, REAL *g, int k, REAL scale)
         for (int i = 0; i < k; i++) g[i] -= mean;
 }
 
-/* Adds to job->spare the gradient of the scores (EPIC_WEIGHT_OF_SCORE) or of the logits (other
- * weight rules). g is the gradient of the parts. */
+/* Adds the gradient of the scores (EPIC_WEIGHT_OF_SCORE) or of the logits (other weight rules)
+ * to job->spare. g is the gradient of the parts. */
 static void parts_backward(const router_job *job, const REAL *parts, const int32_t *topk_idx,
                            const REAL *g)
 {

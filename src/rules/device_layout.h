@@ -4,19 +4,20 @@
  * The plan is a header, followed by arrays of int32. Their offsets depend only on the sizes of
  * the group and of the layer. P is num_experts rounded up to a power of two. `slab_begin`,
  * `padding` and `expert_of` use only the elements of this rank's local experts. The lists in
- * `records` and `locals` have top_k elements, and unused elements at their end are -1.
+ * `records` and `locals` have top_k elements, and unused elements at their end are -1. A choice
+ * is a token and one of its top_k experts, and a slab is the slots of one expert.
  *
- *   slab_begin [num_experts]                    first slot of each local expert's slab
- *   padding    [P]                              first padding slot and number of padding slots
- *                                               of each local expert's slab (device_padding)
- *   rank_of    [max_tokens, top_k]              rank of the choice's expert; -1: no expert
- *   fate       [max_tokens, top_k]              slot on that rank, or an EPIC_FATE value
- *   records    [num_ranks, max_tokens, top_k]   for each token of each rank: its slots on this
- *                                               rank by ascending k. FLAT: its only slot
- *   locals     [num_ranks, max_tokens, top_k]   FLAT only, for each token of each rank: its
- *                                               local experts on this rank by ascending k
- *   logical    [num_experts]                    replicas only: logical expert of each expert
- *   expert_of  [num_experts]                    replicas only: id of each local expert */
+ * - slab_begin [num_experts]: first slot of each local expert's slab
+ * - padding [P]: first padding slot and number of padding slots of each local expert's slab
+ *   (device_padding)
+ * - rank_of [max_tokens, top_k]: rank of the choice's expert; -1: no expert
+ * - fate [max_tokens, top_k]: slot of the choice on that rank, or an EPIC_FATE value
+ * - records [num_ranks, max_tokens, top_k]: for each token of each rank, its slots on this rank
+ *   by ascending k. FLAT: its only slot
+ * - locals [num_ranks, max_tokens, top_k], only FLAT: for each token of each rank, its local
+ *   experts on this rank by ascending k
+ * - logical [num_experts], only with replicas: logical expert of each expert
+ * - expert_of [num_experts], only with replicas: id of each local expert */
 #ifndef EPIC_DEVICE_LAYOUT_H
 #define EPIC_DEVICE_LAYOUT_H
 
@@ -32,9 +33,10 @@
 #endif
 
 /* Maximum number of ranks of a group. The CUDA backends are built twice. The usual libraries
- * use one bit of a word and one lane of a warp per rank, for at most DEVICE_FEW_RANKS ranks.
- * The libraries for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS words per mask, and loop
- * over groups of 32 ranks. The number of ranks decides which library is loaded. */
+ * use one bit of a word and one lane of a warp per rank, so they support at most
+ * DEVICE_FEW_RANKS ranks. The libraries for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS
+ * words per mask, and loop over groups of 32 ranks. The number of ranks decides which library
+ * is loaded. */
 #define DEVICE_FEW_RANKS 32
 #define DEVICE_MOST_RANKS 256
 #ifdef EPIC_MANY_RANKS
@@ -44,10 +46,11 @@
 #define MANY_RANKS 0
 #define DEVICE_MAX_RANKS DEVICE_FEW_RANKS
 #endif
-#define DEVICE_RANK_WORDS (DEVICE_MAX_RANKS / 32) /* 32-bit words of a mask of ranks */
+/* number of 32-bit words of a mask of ranks */
+#define DEVICE_RANK_WORDS (DEVICE_MAX_RANKS / 32)
 #define DEVICE_MAX_EXPERTS 8192
-/* Words of a rank in the array `counts` of a heap: one for each expert, one for each rank, one
- * for the hash of the table of replicas (plan/replicas.cuh), and 15 unused ones. */
+/* Number of words of a rank in the array `counts` of a heap: one for each expert, one for each
+ * rank, one for the hash of the table of replicas (plan/replicas.cuh), and 15 unused ones. */
 #define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16)
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
@@ -72,8 +75,8 @@ DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uin
     return (word ^ i) * (2 * i + 0x9e3779b1u);
 }
 
-/* Returns the checksum of a header: the sum of device_header_share() over its words. `bytes`:
- * size of the header before the member `sum`. */
+/* Returns the checksum of a header: the sum of device_header_share() over its words. `bytes` is
+ * the size of the header before the member `sum`. */
 static inline uint32_t device_words_sum(const void *header, size_t bytes)
 {
     const uint32_t *words = (const uint32_t *)header;
@@ -83,10 +86,10 @@ static inline uint32_t device_words_sum(const void *header, size_t bytes)
 }
 
 typedef struct device_padding { /* the padding slots of one slab */
-    int32_t first, count;       /* first slot, and how many slots */
+    int32_t first, count;       /* first slot, and number of slots */
 } device_padding;
 
-/* Offsets of the arrays of a plan, in bytes. The member `bytes` is the end of `records`. */
+/* Offsets in bytes of the arrays of a plan. The member `bytes` is the end of `records`. */
 typedef struct device_plan_layout {
     int64_t slab_begin, padding, rank_of, fate, records, bytes;
 } device_plan_layout;
@@ -140,7 +143,7 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout 
     return at->bytes;
 }
 
-/* Returns the offset of the array `logical` (replicas), which expert_of follows. */
+/* Returns the offset of the array `logical` (replicas). The array expert_of follows it. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout *at,
                                                         uint32_t layout)
 {

@@ -2,9 +2,9 @@
 /* The layout of the experts' workspace on a device, for host code that computes its size and
  * for the CUDA backends.
  *
- * `width` is the number of columns of an expert's first product: 2 * inner, or inner if the
- * layer is ungated. "E4M3 weights" are EPIC_E4M3 elements with scales. If a layer has them, the
- * rows are quantized too, with one scale for each block of 128 elements of a row. */
+ * `width` is the number of columns of an expert's first GEMM: 2 * inner, or inner if the layer
+ * is ungated. "E4M3 weights" are EPIC_E4M3 elements with scales. If a layer has them, the rows
+ * are quantized too, with one scale for each block of 128 elements of a row. */
 #ifndef EPIC_EXPERTS_LAYOUT_H
 #define EPIC_EXPERTS_LAYOUT_H
 
@@ -15,30 +15,32 @@
 
 #define EXPERTS_TILE_ROWS 128 /* maximum number of rows in a tile */
 
-/* Up to EXPERTS_TILE_ROWS consecutive rows of one slab, from `row` on. The first `tokens` of
- * the `rows` rows carry a token, and the others are padding. */
+/* Up to EXPERTS_TILE_ROWS consecutive rows of one slab, starting at `row`. The first `tokens`
+ * of the `rows` rows contain a token, and the others are padding. */
 typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
 
-/* The rows of a slab, from `row` on. `tokens` of them carry a token. */
+/* The rows of a slab, starting at `row`. `tokens` of them contain a token. */
 typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
 
-/* The members before `bytes` are offsets of arrays in bytes; comments describe the arrays. */
+/* The members before `bytes` are offsets of arrays in bytes. Their comments describe the
+ * arrays. */
 typedef struct experts_layout {
-    int64_t num_tiles; /* one int32: how many tiles there are */
+    int64_t num_tiles; /* one int32: number of tiles */
     int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
     int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
-    /* [num_slots, inner]; E4M3 elements in forward with E4M3 weights, otherwise row_type */
+    /* [num_slots, inner]; E4M3 elements in forward with E4M3 weights, row_type in all other
+     * cases */
     int64_t activations;
     /* E4M3 weights: float32 [num_slots, blocks of a row], the scales of the quantized rows */
     int64_t scales;
     int64_t quantized;   /* E4M3 weights, backward only: d_y in E4M3, later d_gate_up in E4M3 */
     int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
     int64_t bytes;       /* size of the workspace in bytes */
-    int64_t saved_bytes; /* size of `saved` in bytes: [num_slots, width] of row_type */
+    int64_t saved_bytes; /* size in bytes of `saved`: [num_slots, width] of row_type */
     int32_t most_tiles;  /* upper bound of *num_tiles */
 } experts_layout;
 

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The workspace for the matrix products of a layer's gate on a device, for host code that
- * computes its size and for the CUDA backends. The gate computes logits = x w_gate, with one
- * column for each expert and zero-expert.
+/* The workspace for the GEMMs of a layer's gate on a device, for host code that computes its
+ * size and for the CUDA backends. The gate computes logits = x w_gate, with one column for each
+ * expert and zero-expert.
  *
- * These products have few columns and long sums. Small products divide each sum into slices, so
- * that there is work for the whole GPU, and need memory for partial sums. Large products use
- * tensor cores (experts/grouped_components.cu). They represent each float32 value as the sum of
- * three bf16 values, its *components*, and need memory for the components.
+ * These GEMMs have few columns and long sums. Small GEMMs use split-K: they divide each sum
+ * into slices, so that there is work for the whole GPU, and need memory for partial sums. Large
+ * GEMMs use tensor cores (experts/grouped_components.cu). They represent each float32 value as
+ * the sum of three bf16 values, its *components*, and need memory for the components.
  *
  * In the functions below, `tokens` is the number of this rank's tokens, and `block` the maximum
  * number of tokens of a block (moe/moe.h). Backward computes up to GATE_BLOCKS blocks in one
@@ -18,23 +18,25 @@
 
 #include "rules/experts_layout.h"
 
-#define GATE_UNITS 512    /* desired number of CTAs of a product: a few per SM */
+#define GATE_UNITS 512    /* desired number of CTAs of a GEMM: a few per SM */
 #define GATE_LEAST 128    /* sums of this length or less are not split */
 #define GATE_COLUMNS 64   /* number of columns of a tile */
-#define GATE_SLICES 8     /* with EPIC_INVARIANT: maximum number of slices of a sum */
+#define GATE_SLICES 8     /* maximum number of split-K slices with EPIC_INVARIANT */
 #define GATE_STEP 64      /* number of terms that tensor cores add in a step */
 #define GATE_BLOCKS 8     /* maximum number of blocks of one call; a power of two */
-#define GATE_COMPONENTS 3 /* bf16 values whose sum represents a float32 */
-#define GATE_PAIRS 6 /* products of two components that replace one product of two float32 */
+#define GATE_COMPONENTS 3 /* number of bf16 values whose sum represents a float32 */
+/* number of GEMMs of two components that replace one GEMM of two float32 factors */
+#define GATE_PAIRS 6
 #define GATE_LARGE \
-    (INT64_C(1) << 29) /* with at least this many multiplications, tensor cores are faster */
+    (INT64_C(1) << 29) /* number of multiplications from which tensor cores are faster */
 
 static inline int64_t gate_ceil(int64_t a, int64_t b)
 {
     return (a + b - 1) / b;
 }
 
-/* Returns how many slices the sums of a product [lines, columns] have. `depth`: terms. */
+/* Returns the number of split-K slices of a GEMM [lines, columns] whose sums have `depth`
+ * terms. */
 static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 {
     const int64_t tiles =
@@ -44,28 +46,28 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
     return (int32_t)(wanted < most ? wanted : most > 1 ? most : 1);
 }
 
-/* Returns how many slices the sums have with EPIC_INVARIANT, for which the result must not
- * depend on the number of tokens. Every slice needs memory for partial sums, so there are at
- * most GATE_SLICES. */
+/* Returns the number of split-K slices with EPIC_INVARIANT, which must not depend on the number
+ * of tokens. There are at most GATE_SLICES, because every slice needs memory for partial
+ * sums. */
 static inline int32_t gate_fixed_slices(int64_t depth)
 {
     const int64_t most = gate_ceil(depth, GATE_LEAST);
     return (int32_t)(most < GATE_SLICES ? most : GATE_SLICES);
 }
 
-/* Returns how many terms a slice has on tensor cores, a multiple of GATE_STEP; the last slice
- * can be shorter. `depth`: terms of the whole sum. */
+/* Returns the number of terms of a slice on tensor cores, a multiple of GATE_STEP. The last
+ * slice may be shorter. `depth` is the number of terms of the whole sum. */
 static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
 {
     return gate_ceil(gate_ceil(depth, slices), GATE_STEP) * GATE_STEP;
 }
 
-/* Returns how many slices the forward product on tensor cores has with EPIC_INVARIANT. The
- * result depends neither on the number of tokens nor on the number of ranks or SMs.
+/* Returns the number of split-K slices of the forward GEMM on tensor cores with EPIC_INVARIANT.
+ * The result depends neither on the number of tokens nor on the number of ranks or SMs.
  *
- * Without slices, few tokens would occupy few SMs, each with one long sum. But the partial sums
- * must be written and read. So there are at most GATE_SLICES slices, and the partial sums of a
- * token have at most as many bytes as its row of bf16. */
+ * Without slices, few tokens would occupy few SMs, each with one long sum. But every slice has
+ * partial sums that must be written and read. So there are at most GATE_SLICES slices, and the
+ * partial sums of a token have at most as many bytes as its row of bf16. */
 static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
 {
     const int64_t fit = hidden * 2 / (GATE_COMPONENTS * columns * (int64_t)sizeof(float));
@@ -89,8 +91,8 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Returns true if tensor cores compute a product [lines, columns] with sums of `depth` terms:
- * if it has at least GATE_LARGE multiplications. Counts whole tiles. */
+/* Returns true if tensor cores compute a GEMM [lines, columns] with sums of `depth` terms,
+ * which they do if it has at least GATE_LARGE multiplications in whole tiles. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -101,13 +103,13 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 /* Tensor cores multiply bf16 elements. If one factor is float32, each of its elements is split
  * into three components, which are multiplied separately. The members are offsets in bytes,
  * after the list of tiles. `components`: bf16 [depth, GATE_COMPONENTS, columns]. `sums`:
- * float32 [slices, lines, GATE_COMPONENTS, columns], the products with each component. */
+ * float32 [slices, lines, GATE_COMPONENTS, columns], the results for each component. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;
 
-/* Returns the offsets for a product [lines, columns] with sums of `depth` terms, which are cut
- * into `slices` slices (1: not cut). The list of tiles is for `tokens` rows. */
+/* Returns the offsets for a GEMM [lines, columns] whose sums of `depth` terms are divided into
+ * `slices` slices (1: not divided). The list of tiles is for `tokens` rows. */
 static inline gate_components gate_components_of(int64_t tokens, int64_t lines, int64_t columns,
                                                  int64_t depth, int32_t slices)
 {
@@ -153,7 +155,7 @@ typedef struct gate_leaves {
      * GATE_COMPONENTS, columns]: sums over the tokens of each slice or block */
     int64_t sums;
     int64_t end;
-    int32_t slices; /* slices of the tokens of a block; 1 with components */
+    int32_t slices; /* number of slices of a block's tokens; 1 with components */
 } gate_leaves;
 
 static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t blocks,
@@ -173,7 +175,8 @@ static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t 
     return at;
 }
 
-/* The tokens of a call. `deciding` is epic_gate_args.deciding_tokens (backend/ops.h). */
+/* The numbers of tokens of a call. `deciding` is epic_gate_args.deciding_tokens
+ * (backend/ops.h). */
 typedef struct gate_tokens {
     int64_t tokens, block, blocks, deciding;
 } gate_tokens;
@@ -184,7 +187,7 @@ static inline int64_t gate_larger_of(int64_t a, int64_t b)
 }
 
 /* Returns the size in bytes of the workspace in forward: the list of tiles, and after it the
- * partial sums or the components, whichever need more. */
+ * larger of the partial sums and the components. */
 static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
                                          bool is_invariant)
 {
@@ -198,8 +201,8 @@ static inline int64_t gate_forward_bytes(const gate_tokens *t, int64_t hidden, i
     return splits ? gate_larger_of(cut, components) : cut;
 }
 
-/* Returns the size in bytes of the workspace in backward. The gradients of w_gate and of x use
- * the same memory one after the other. */
+/* Returns the size in bytes of the workspace in backward. The gradients of w_gate and of x are
+ * computed one after the other, in the same memory. */
 static inline int64_t gate_backward_bytes(const gate_tokens *t, int64_t hidden, int64_t columns,
                                           bool is_invariant)
 {

@@ -14,9 +14,9 @@
 #define RULE static inline
 #endif
 
-/* A loss is summed over the tokens in this many partial sums, the runs. Each run adds equally
- * many consecutive tokens in ascending order, in float64. Then run i + distance is added to run
- * i, for the distances LOSS_RUNS / 2, LOSS_RUNS / 4 and so on to 1. */
+/* A loss is summed over the tokens in this many partial sums, the runs. Each run adds an equal
+ * number of consecutive tokens in ascending order, in float64. Then run i + distance is added
+ * to run i, for the distances LOSS_RUNS / 2, LOSS_RUNS / 4 and so on to 1. */
 #define LOSS_RUNS 2048
 
 RULE int64_t loss_run_tokens(int64_t num_tokens)
@@ -35,9 +35,9 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
 /* Returns true if experts outside the kept groups of experts can never be chosen. on_logits is
  * the result of router_on_logits().
  *
- * EPIC_OTHERS_OUT excludes these experts. With EPIC_OTHERS_ZERO they get the score 0, so they
- * are never chosen if all scores in the kept groups are above 0. This is the case if on_logits
- * is true and the score is not EPIC_SCORE_LOGITS. */
+ * EPIC_OTHERS_OUT excludes these experts. With EPIC_OTHERS_ZERO their score is 0, so they are
+ * never chosen if all scores in the kept groups are above 0. This is the case if on_logits is
+ * true and the score is not EPIC_SCORE_LOGITS. */
 RULE bool router_others_out(const epic_router *r, bool on_logits)
 {
     return r->group_others == EPIC_OTHERS_OUT || (on_logits && r->score != EPIC_SCORE_LOGITS);

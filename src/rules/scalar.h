@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Functions such as exp() from which scores are computed, for host code and CUDA kernels.
  *
- * The float32 functions use only additions, products and quotients, in a fixed order and
+ * The float32 functions use only additions, multiplications and divisions, in a fixed order and
  * without fused operations. So every compiler and device computes the same bits, and chooses
- * the same experts. The error is below 2 units in the last place. The float64 functions, which
- * only check gradients, call the C library. */
+ * the same experts. The error is below 2 units in the last place. The float64 functions call
+ * the C library, because they are used only to check gradients. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
 
@@ -35,8 +35,9 @@ SCALAR float power_of_two(int32_t n)
     return x;
 }
 
-/* Returns e^(x + low) for x up to 88. `low` is the part of the argument that rounding to x
- * lost. Writes x as n log 2 + r, computes e^r by its Taylor series, and multiplies by 2^n. */
+/* Returns e^(x + low) for x up to 88. `low` is the part of the argument that was lost when it
+ * was rounded to x. Writes x as n log 2 + r, computes e^r by its Taylor series, and multiplies
+ * by 2^n. */
 SCALAR float exp_f32(float x, float low)
 {
     /* adding and subtracting this constant rounds to an integer */
@@ -44,7 +45,8 @@ SCALAR float exp_f32(float x, float low)
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
     const float n = sum - near;
-    /* log 2 in two parts; the first has so few bits that its product with n is exact */
+    /* log 2 in two parts, of which the first has so few bits that its product with n is
+     * exact */
     const float r =
         ((t - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + (x < LOWEST_F32 ? 0.0f : low);
     float p = 1.0f / 5040;
@@ -107,7 +109,7 @@ SCALAR double log1p_f64(double x)
     return log1p(x);
 }
 
-/* In template files OF(sqrt) becomes sqrt_f32 or sqrt_f64. */
+/* in template files OF(sqrt) becomes sqrt_f32 or sqrt_f64 */
 SCALAR float sqrt_f32(float x)
 {
     return sqrtf(x);

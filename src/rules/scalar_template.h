@@ -30,8 +30,8 @@ SCALAR REAL score_sqrtsoftplus(REAL z)
     return OF(sqrt)((z > 0 ? z : 0) + OF(log1p)(e));
 }
 
-/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. s is from
- * forward, and is not used if the score is z itself. */
+/* Returns ds/dz for the score s of logit z: sigmoid, sqrt(log(1 + e^z)), or z itself. s is the
+ * result of forward. It is not used if the score is z itself. */
 SCALAR REAL score_slope(REAL s, REAL z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return s * score_sigmoid(-z);

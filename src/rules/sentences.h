@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Texts of errors about invalid data, for host and CUDA contexts: formats of epic_fail(), with
- * their arguments in a comment. Names are strings. Ranks and num_ranks are int. All other
- * values are long long. */
+/* Formats of error texts about invalid data, for host and CUDA contexts. A comment lists the
+ * arguments of epic_fail() for each format. Names are strings. Ranks and num_ranks are int. All
+ * other values are long long. */
 #ifndef EPIC_SENTENCES_H
 #define EPIC_SENTENCES_H
 
@@ -43,17 +43,17 @@
     "topk_idx_in: rank %d, token %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
-#define SENTENCE_CAPACITY /* arguments: rank, slots that it has, slots that it needs */ \
-    "capacity: rank %d has %lld slots and needs %lld; pass a larger one "               \
+#define SENTENCE_CAPACITY /* arguments: rank, number of slots that it has, number that it needs */ \
+    "capacity: rank %d has %lld slots and needs %lld; pass a larger one "                          \
     "(epic_capacity_bound always suffices) or let the layer drop"
 
-/* arguments: name of the rows, their count, the plan's token count */
+/* arguments: name of the rows, number of rows, number of tokens of the plan */
 #define SENTENCE_TOKENS "%s.num_rows is %lld: the plan has %lld tokens on this rank"
 
-#define SENTENCE_ROWS /* arguments: rows' name, rank, its rows, slots of its plan */ \
+#define SENTENCE_ROWS /* arguments: name of the rows, rank, its number of rows, number of slots of its plan */ \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; pass as many rows"
 
-#define SENTENCE_LOCAL /* arguments: rank, rows, local experts */                        \
+#define SENTENCE_LOCAL /* arguments: rank, number of rows, number of local experts */    \
     "data.num_rows: rank %d has %lld rows, the plan has %lld local experts; pass a row " \
     "for each"
 
