@@ -1,9 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Names of element types in PyTorch and JAX.
  *
- * The bindings for PyTorch and for JAX include this header, so that their errors name a type in
- * the same way. The core's function epic_type_name() returns the name of the C constant
- * instead, such as "EPIC_F32". */
+ * Both bindings include this header, so that their error texts name a type in the same way. The
+ * core's function epic_type_name() is not used, because it returns the name of the C constant,
+ * such as "EPIC_F32". */
 #ifndef EPIC_BINDINGS_DTYPES_H
 #define EPIC_BINDINGS_DTYPES_H
 
@@ -12,7 +12,7 @@
 
 #include "epic/epic.h"
 
-/* Returns the Python name of an epic_type, such as "bfloat16", or NULL for any other number. */
+/* Returns the Python name of an epic_type, such as "bfloat16", or NULL for any other value. */
 static inline const char *dtype_name(uint32_t type)
 {
     switch (type) {
@@ -35,7 +35,7 @@ static inline const char *dtype_name(uint32_t type)
     }
 }
 
-/* Returns the size of one element of an epic_type in bytes, or 1 for any other number. */
+/* Returns the size in bytes of one element of an epic_type, or 1 for any other value. */
 static inline int64_t dtype_bytes(uint32_t type)
 {
     switch (type) {

@@ -12,17 +12,15 @@
 
 #include "epic/epic.h"
 
-static struct sigaction former; /* the handler that was installed before */
+static struct sigaction former; /* the handler that was installed before this one */
 static int pipe_end = -1;       /* write end of the pipe */
 /* process that installed the handler; a forked child must not write to its parent's pipe */
 static pid_t owner;
 
-/* The signal handler. */
 static void on_interrupt(int number, siginfo_t *info, void *context)
 {
     const int error = errno;
-    /* If the pipe is full, the write fails. This is no error, because the reader has bytes to
-     * read. */
+    /* if the pipe is full, the write fails, which is no error: the reader has bytes to read */
     if (getpid() == owner && write(pipe_end, "", 1) < 0) errno = error;
     errno = error;
     if (former.sa_flags & SA_SIGINFO)
@@ -53,8 +51,8 @@ EPIC_API int epic_watch_interrupts(int fd)
     return sigaction(SIGINT, &ours, NULL) != 0;
 }
 
-/* Sets *flag to 1. It is registered as a pending call of Python (Py_AddPendingCall), which only
- * the main thread runs. So *flag shows whether the main thread still executes Python code. */
+/* Sets *flag to 1. Registered as a pending call of Python (Py_AddPendingCall), which only the
+ * main thread runs. So *flag shows whether the main thread still executes Python code. */
 EPIC_API int epic_main_is_alive(void *flag)
 {
     *(int *)flag = 1;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Measures the bandwidth between the ranks of a group, for a report. In step s each rank r sends
- * to rank r + s, so all ranks send and receive at once. After each step the ranks gather their
- * times, so all of them stop after the same step. */
+/* Measures the bandwidth between the ranks of a group, for a report. In step s each rank r
+ * sends to rank r + s, so all ranks send and receive at the same time. After each step the
+ * ranks gather their times, so all of them stop after the same step. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -11,29 +11,30 @@
 #include "report.h"
 
 #define FIRST_BYTES \
-    (256u << 10) /* the size with which the ranks choose the size of all steps */
+    (256u << 10) /* size of a test transfer, by which the ranks choose the size of all steps */
 #define LEAST_BYTES (16u << 10)
 #define MOST_BYTES (8u << 20)
 #define MOST_STEP_SECONDS 0.05
 #define MOST_SWEEPS 5
-#define NUM_LOWEST 5 /* number of the lowest entries to name */
+#define NUM_LOWEST 5 /* number of the lowest rates to print */
 
-/* The times that a rank gathers after a step. */
+/* The times of one rank, which the ranks gather after a step. */
 typedef struct step_time {
-    double seconds; /* of this rank's transfer; 0: it failed */
-    double elapsed; /* since the rank began */
+    double seconds; /* duration of this rank's transfer; 0: it failed */
+    double elapsed; /* time since the rank began */
 } step_time;
 
 typedef struct matrix {
     const epic_bootstrap *bootstrap;
     const report_way *way;
     void *open;
-    int local_rank; /* number of this rank on its host */
+    int local_rank; /* index of this rank on its host */
     double begin;
     step_time *all; /* [num_ranks] */
-    float *rates;   /* [num_ranks, num_ranks]: GB/s from the rank of the row to that of the
-                     * column; 0: not measured */
-    size_t bytes;   /* of each transfer */
+    /* [num_ranks, num_ranks]: GB/s from the rank of the row to the rank of the column; 0: not
+     * measured */
+    float *rates;
+    size_t bytes; /* size of each transfer */
 } matrix;
 
 static bool gather_all(const epic_bootstrap *bootstrap, const void *mine, void *all,
@@ -49,8 +50,8 @@ typedef struct way_vote {
     uint64_t has_net; /* 1: the net ucx is available on this rank */
 } way_vote;
 
-/* Chooses the net if the ranks are on several hosts, and all of them have the net. Otherwise
- * chooses a group of a host backend. Returns false if the ranks lost each other. */
+/* Chooses the net if the ranks are on several hosts and all of them have the net, and a group
+ * of a host backend if not. Returns false if the gather fails. */
 static bool choose_way(matrix *m)
 {
     const epic_bootstrap *b = m->bootstrap;
@@ -74,8 +75,8 @@ static bool choose_way(matrix *m)
 
 /* --------------------------------------------------------------------------- measuring ---- */
 
-/* Sends in one step, and gathers the times. Returns the time of the slowest rank; 0: the
- * transfer of a rank failed, or the time is over. */
+/* Sends in one step, and gathers the times. Returns the time of the slowest rank, or 0 if the
+ * transfer of a rank failed or the time limit has passed. */
 static double run_step(matrix *m, int shift, size_t bytes)
 {
     const int num = m->bootstrap->num_ranks;
@@ -90,7 +91,8 @@ static double run_step(matrix *m, int shift, size_t bytes)
     return m->all[0].elapsed < REPORT_SECONDS ? slowest : 0;
 }
 
-/* Stores the rates of a step if they are higher than those of earlier sweeps. The way measures a transfer at its sender or at its receiver. */
+/* Stores the rates of a step if they are higher than those of earlier sweeps. The way measures
+ * a transfer on its sender or on its receiver. */
 static void store_rates(matrix *m, int shift)
 {
     const int num = m->bootstrap->num_ranks;
@@ -104,12 +106,14 @@ static void store_rates(matrix *m, int shift)
     }
 }
 
-/* Returns the size of all steps, so that a step takes at most MOST_STEP_SECONDS, and a sweep
- * about a third of the time. Returns 0 if the first step failed. */
+/* Returns the size of the transfers of all steps, so that a step takes at most
+ * MOST_STEP_SECONDS, and a sweep about a third of the time limit. Returns 0 if the first step
+ * failed. */
 static size_t choose_bytes(matrix *m)
 {
     const int num = m->bootstrap->num_ranks;
-    (void)run_step(m, 1, LEAST_BYTES); /* connections may be slower the first time */
+    /* the first transfer may be slower, because connections are opened */
+    (void)run_step(m, 1, LEAST_BYTES);
     const double slowest = run_step(m, 1, FIRST_BYTES);
     double budget = REPORT_SECONDS * 0.3 / num;
     if (slowest <= 0) return 0;
@@ -119,8 +123,8 @@ static size_t choose_bytes(matrix *m)
     return bytes < MOST_BYTES ? (size_t)bytes / LEAST_BYTES * LEAST_BYTES : MOST_BYTES;
 }
 
-/* Measures each pair of ranks up to MOST_SWEEPS times. Another sweep begins only in the first
- * half of the time. */
+/* Measures each pair of ranks up to MOST_SWEEPS times. Begins another sweep only in the first
+ * half of the time limit. */
 static void measure_all(matrix *m)
 {
     const int num = m->bootstrap->num_ranks;
@@ -141,8 +145,8 @@ static int compare_rates(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* Returns the median of the measured rates from rank `from` to rank `to`, which are different. -1
- * stands for all ranks. Returns 0 if nothing was measured. `sorted` has space for all rates. */
+/* Returns the median of the measured rates from rank `from` to rank `to`, which are different.
+ * -1 means all ranks. Returns 0 if nothing was measured. `sorted` has room for all rates. */
 static float find_median(const matrix *m, int from, int to, float *sorted)
 {
     const int num = m->bootstrap->num_ranks;

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends bytes between the ranks by puts of the net ucx, from host memory to host memory. The
- * backend hosts sends rows of GPUs by the same puts (net/net.h).
+/* Sends bytes between the ranks with puts of the net ucx, from host memory to host memory. The
+ * backend hosts sends rows of GPUs with the same puts (net/net.h).
  *
  * In a step each rank sends to one rank, its receiver, and receives from another one, its
  * sender. The inbox of a rank begins with two words that its receiver sets: the first one when
  * the receiver is ready, the second one when it has received everything. The bytes from the
- * sender follow. All words have the number of the step as value, so a rank has received
- * everything when it finds this number in all words. */
+ * sender follow. The value of all words is the number of the step, so a rank has received
+ * everything when all words have this value. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
@@ -31,12 +31,13 @@ typedef struct net_way {
     uint64_t box_bytes;
     _Atomic uint64_t *inbox;
     uint64_t *outbox;
-    uint64_t *num_puts; /* [num_ranks]: puts to each rank since the net was opened */
+    uint64_t *num_puts; /* [num_ranks]: number of puts to each rank since the net was opened */
     uint64_t step;      /* number of the current step, from 1 */
-    /* The mover is a thread that moves the net between the steps. Otherwise bytes that the net
-     * has accepted could wait in this process until the next step, and the peers for them. */
+    /* The mover is a thread that calls the net between the steps. Without it, bytes that the
+     * net has accepted could stay in this process until the next step, while the peers wait for
+     * them. */
     pthread_t mover;
-    pthread_mutex_t mutex; /* of the net */
+    pthread_mutex_t mutex; /* guards the net */
     bool has_mover, is_over;
 } net_way;
 
@@ -65,17 +66,17 @@ bool report_net_is_available(void)
 
 /* --------------------------------------------------------------------------- one step ---- */
 
-/* The state of a step. */
 typedef struct net_step {
     int receiver, sender;
-    uint64_t words, sent, received; /* of the bytes */
-    bool has_announced; /* the word that this rank is ready was sent to the sender */
-    bool has_confirmed; /* the word that this rank has received everything was sent, too */
-    double begin, end;  /* of the transfer to the receiver; 0: not yet */
+    uint64_t words, sent, received; /* numbers of words of the transfer */
+    bool has_announced; /* true: the word that this rank is ready was sent to the sender */
+    /* true: the word that this rank has received everything was sent to the sender */
+    bool has_confirmed;
+    double begin, end; /* times of the transfer to the receiver; 0: not yet */
 } net_step;
 
-/* Sends the number of the step to a word of the header of the sender's inbox. Returns false if
- * the net does not accept it now. */
+/* Sets a word of the header of the sender's inbox to the number of the step. Returns false if
+ * the net accepts no put now. */
 static bool send_header(net_way *n, int sender, int word)
 {
     const bool good = n->engine->put_word(n->net, sender, (uint64_t)word * 8, n->step);
@@ -102,7 +103,7 @@ static bool is_set(const net_way *n, uint64_t word)
     return atomic_load_explicit(&n->inbox[word], memory_order_relaxed) == n->step;
 }
 
-/* Does what can be done now. Returns true at the end of the step. */
+/* Performs everything that is possible now. Returns true at the end of the step. */
 static bool continue_step(net_way *n, net_step *s)
 {
     if (n->engine->progress(n->net) == 0) sched_yield(); /* ranks may share a core */
@@ -190,7 +191,8 @@ static net_rdma read_rdma(void)
     return text && !strcmp(text, "1") ? NET_RDMA_ALWAYS : NET_RDMA_IF_WHOLE;
 }
 
-/* Allocates the boxes and opens this rank's end. Returns false with a reason on an error. */
+/* Allocates inbox and outbox and opens this rank's end of the net. On an error returns false
+ * and stores the reason in the card. */
 static bool open_end(net_way *n, net_card *card, int local_rank)
 {
     static nics_host host;
@@ -216,8 +218,8 @@ static bool open_end(net_way *n, net_card *card, int local_rank)
     return n->engine->open(&n->net, &setup, card->handle, card->why) == EPIC_OK;
 }
 
-/* Gathers the cards of all ranks. Returns true if all ranks are open. Otherwise writes the first
- * rank that is not, and its reason, to `why`. */
+/* Gathers the cards of all ranks. Returns true if all ranks have opened the net. If not, writes
+ * the first rank that has not, and its reason, to `why`. */
 static bool agree_on_cards(const epic_bootstrap *bootstrap, const net_card *mine, net_card *all,
                            char *why)
 {

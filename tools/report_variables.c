@@ -7,11 +7,11 @@
 #include "info.h"
 #include "report.h"
 
-/* Secrets of fewer characters are not searched in texts, because any text may contain them. */
+/* shorter secrets are not searched in texts, because any text may contain them by chance */
 #define LEAST_SECRET 6
 #define MAX_VARIABLES 1024
 
-/* The variables of launchers that EPIC reads. First the ranks, in the order in which
+/* The variables of launchers that EPIC reads: first the ranks, in the order in which
  * epic_bootstrap_env() reads them (src/bootstrap/env.c). */
 static const char *const rank_variables[] = {"RANK",
                                              "OMPI_COMM_WORLD_RANK",
@@ -55,7 +55,8 @@ static const char *const other_variables[] = {"WORLD_SIZE",
 
 /* --------------------------------------------------------------------------- secrets ---- */
 
-/* Returns true if the name of a variable, up to '=', contains a word for secrets. */
+/* Returns true if the name of a variable, up to '=', contains a word that indicates a
+ * secret. */
 static bool is_secret_name(const char *entry)
 {
     static const char *const words[] = {"SECRET", "KEY",  "TOKEN", "PASS",
@@ -76,7 +77,7 @@ static const char *next_secret(int *at)
 {
     for (; environ[*at]; ++*at) {
         const char *equal = strchr(environ[*at], '=');
-        /* PWD and OLDPWD are folders, which may occur in any path. */
+        /* PWD and OLDPWD are folders, which may occur in any path */
         if (!equal || !is_secret_name(environ[*at]) || strlen(equal + 1) < LEAST_SECRET ||
             !strncmp(environ[*at], "PWD=", 4) || !strncmp(environ[*at], "OLDPWD=", 7))
             continue;
@@ -86,7 +87,7 @@ static const char *next_secret(int *at)
     return NULL;
 }
 
-/* Returns true if a value contains a secret, or has an '@', as addresses with a password do. */
+/* Returns true if a value contains a secret, or an '@', as in addresses with a password. */
 static bool has_secret(const char *value)
 {
     int at = 0;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that epic-trace and epic-place share. If a function fails, it prints an error
- * sentence and ends the program with exit status 1. */
+/* Functions that epic-trace and epic-place share. If a function fails, it prints an error text
+ * and ends the program with exit status 1. */
 #ifndef EPIC_TOOL_H
 #define EPIC_TOOL_H
 
@@ -8,7 +8,7 @@
 #include <stdint.h>
 #include <stdio.h>
 
-/* Prints the name of the program and the sentence to stderr, with unprintable bytes escaped.
+/* Prints the name of the program and the error text to stderr, with unprintable bytes escaped.
  * Then ends the program. */
 _Noreturn void tool_fail(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
@@ -19,8 +19,8 @@ FILE *tool_open_file(const char *path);
 /* Returns zeroed memory. */
 void *tool_alloc(size_t bytes);
 
-/* Returns the integer in `text`, which must be `least` to `most`. `option` is its name in the
- * error. */
+/* Returns the integer in `text`, which must be `least` to `most`. The error text calls it
+ * `option`. */
 int64_t tool_parse_number(const char *option, const char *text, int64_t least, int64_t most);
 
 #endif

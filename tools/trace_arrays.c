@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Makes traces from .npy files. The values of a file are ids of experts, with one row for each
- * token. With --loads they are counts: how often each expert was chosen, with one row for each
+ * token. With --loads the values are numbers of choices of each expert, with one row for each
  * layer or step. */
 #include <inttypes.h>
 #include <stdio.h>
@@ -10,7 +10,7 @@
 #include "npy.h"
 #include "trace_read.h"
 
-#define FEW_EXPERTS 1024 /* more experts than a layer of any published model has */
+#define FEW_EXPERTS 1024 /* more experts than any published model has in a layer */
 
 /* ---------------------------------------------------------- ids, or a table of loads? ---- */
 
@@ -48,13 +48,13 @@ static bool has_equal_sums(const npy *a, int64_t k, int64_t most)
     return true;
 }
 
-/* Guesses whether an array contains loads (counts of choices) and not ids of experts. If it
+/* Guesses whether an array contains loads (numbers of choices) and not ids of experts. If it
  * looks like loads, returns true and writes the reason to `why`.
  *
  * An array of ids has three signs: no row contains an expert twice, a row is short compared
  * with the number of rows, and most experts occur in some row. A table of loads has other
- * signs: values repeat, there are as many columns as experts, the counts grow with the number
- * of tokens, and all layers count equally many choices. */
+ * signs: values repeat, there are as many columns as experts, the values grow with the number
+ * of tokens, and the sums of all layers are equal. */
 static bool looks_like_loads(const npy *a, bool experts_given, char *why, size_t size)
 {
     const int64_t k = a->shape[a->dims - 1], tokens = a->dims > 1 ? a->shape[a->dims - 2] : 1;

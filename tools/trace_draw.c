@@ -9,7 +9,7 @@
 
 enum { LEFT = 90, TOP = 40, WIDTH = 720, MAX_ROWS = 256, MAX_CELLS = 24000 };
 
-/* The cells of the picture, each with a share of the load. */
+/* The cells of the picture, each with its load. */
 typedef struct grid {
     int rows, columns;
     /* [rows, columns] load of the cell's experts, divided by the load that they would have if
@@ -18,7 +18,7 @@ typedef struct grid {
 } grid;
 
 /* Computes the shares. If there are more steps or experts than the picture has columns or rows,
- * a cell stands for several of them. */
+ * a cell shows several of them. */
 static grid make_grid(const trace *t)
 {
     grid g = {(int)t->num_experts, (int)t->num_steps, NULL};

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The commands of epic-trace that draw, convert and replay a trace. If a command fails, it
- * prints an error sentence and ends the program. */
+ * prints an error text and ends the program. */
 #ifndef EPIC_TRACE_DRAW_H
 #define EPIC_TRACE_DRAW_H
 

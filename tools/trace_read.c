@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads a folder with one trace file for each rank, and joins the plans of all ranks to steps.
- * Checks every size and number, because the files may be damaged or forged. */
+ * Checks every size and value, because the files may be damaged or forged. */
 #include "trace_read.h"
 
 #include <dirent.h>
@@ -27,7 +27,6 @@ typedef struct rank_plan {
     const unsigned char *ids;
 } rank_plan;
 
-/* Records of all files. */
 typedef struct found_records {
     rank_plan *plans;
     int64_t num_plans, room_plans;
@@ -143,8 +142,8 @@ static void *grow_list(void *list, int64_t num, int64_t *room, size_t size)
     return larger;
 }
 
-/* Reads the records of a file up to the first incomplete record. Such a record is no error: the
- * rank may have been killed while it wrote the record. */
+/* Reads the records of a file up to the first incomplete record. An incomplete record is no
+ * error, because the rank may have been killed while it wrote the record. */
 static void read_records(const trace_file *f, found_records *out)
 {
     size_t at = f->header.header_bytes;
@@ -322,7 +321,7 @@ static bool is_chosen(const trace_file *f, const char *group)
 }
 
 /* Adds a file to the group in *out. Checks that all files belong to one group with one number
- * of ranks, and that each rank has only one file. seen[r]: rank r has a file. */
+ * of ranks, and that each rank has only one file. seen[r] is true if rank r has a file. */
 static void add_to_group(trace *out, const trace_file *f, const char *path, bool *seen)
 {
     const trace_header *h = &f->header;

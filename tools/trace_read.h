@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A trace in memory, as epic-trace and epic-place read it: the choices of all ranks in each
- * plan, and the operations of each rank. If a function fails, it prints an error sentence and
- * ends the program. */
+ * plan, and the operations of each rank. If a function fails, it prints an error text and ends
+ * the program. */
 #ifndef EPIC_TRACE_READ_H
 #define EPIC_TRACE_READ_H
 
@@ -15,8 +15,8 @@
 #define MAX_TOP_K 64
 #define MAX_EXPERTS 65536
 
-/* One step of a trace: the choices of all ranks in one plan, in the order of ranks. Or one row
- * of a table of loads. */
+/* One step of a trace: the choices (a token and one of its top_k experts) of all ranks in one
+ * plan, in the order of ranks, or one row of a table of loads. */
 typedef struct trace_step {
     uint64_t tag, sequence;
     int64_t time_ns; /* time at which the first rank made the plan */
@@ -27,18 +27,16 @@ typedef struct trace_step {
     int64_t *load; /* [num_experts] loads, if the trace is a table of loads; else NULL */
 } trace_step;
 
-/* One operation of one rank. */
 typedef struct trace_event {
     int32_t rank;
     trace_record record;
 } trace_event;
 
-/* A trace of one group. */
 typedef struct trace {
     char name[64];
     uint64_t group_id;
     int32_t num_ranks;
-    uint32_t num_experts; /* largest number of experts of any step */
+    uint32_t num_experts; /* maximum number of experts of any step */
     int64_t num_steps, num_events;
     bool has_loads; /* true: steps are rows of a table of loads, without tokens */
     /* number of plans that some rank did not record; they are not in `steps` */
@@ -47,7 +45,7 @@ typedef struct trace {
     trace_event *events; /* sorted by time */
 } trace;
 
-/* The part of a trace that the options select. If all fields are zero, the whole trace. */
+/* The part of a trace that the options select: the whole trace if all fields are zero. */
 typedef struct trace_choice {
     const char *group; /* name of a group, or the 16 digits of its id; NULL: the only group */
     const char *
@@ -55,10 +53,10 @@ typedef struct trace_choice {
          * loads */
         values;
     uint32_t num_experts; /* number of experts in an .npy file; 0: the largest id + 1 */
-    /* steps number layer_index, layer_index + num_layers, layer_index + 2 * num_layers and so
-     * on: those of one layer */
+    /* use the steps of one layer: layer_index, layer_index + num_layers, layer_index + 2 *
+     * num_layers and so on */
     int64_t layer_index, num_layers;
-    /* of the steps that `layer_index` selects, use `num` steps from number `first` on; num 0: all */
+    /* of these steps, use `num` steps, starting at step `first`; num 0: all */
     int64_t first, num;
 } trace_choice;
 
@@ -75,8 +73,8 @@ void trace_load(trace *out, const char *path, const trace_choice *choice);
 void trace_load_npy(trace *out, const char *path, const trace_choice *choice);
 void trace_free(trace *t);
 
-/* Counts the choices of each expert in a step, and writes the counts to load [num_experts].
- * Returns the number of choices without an expert. */
+/* Writes the number of choices of each expert in a step to load [num_experts]. Returns the
+ * number of choices without an expert. */
 int64_t trace_count_load(const trace_step *s, int64_t *load);
 
 /* Ends the program if the trace is a table of loads, which `what` cannot use. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Replays a trace: runs plan, dispatch and combine with the choices of the trace, on any number
  * of ranks, which are threads. Assigns the tokens to the ranks in their order, the same number
- * to each rank. The experts return the rows that they receive. So the correct result is known:
+ * to each rank. The experts return the rows that they receive, so the correct result is known:
  * the row of the token times the sum of its weights. */
 #include <inttypes.h>
 #include <pthread.h>
@@ -60,8 +60,8 @@ static float value_of(int64_t token, int64_t h)
     return (float)((token * 7 + h) % 29);
 }
 
-/* Returns the expert ids of a rank's tokens. With the option `balanced`, choice number i of the
- * step goes to expert i modulo the number of experts instead. */
+/* Returns the expert ids of a rank's tokens. With the option `balanced`, replaces the expert of
+ * choice i of the step by expert i modulo the number of experts. */
 static int32_t *ids_of(const replay_state *s, const trace_step *step, int64_t first,
                        int64_t num)
 {
@@ -177,7 +177,7 @@ static void run_step(rank_state *self, int64_t index)
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
 }
 
-/* Function of a rank's thread: opens a context and runs all steps. */
+/* The main function of a rank's thread: opens a context and runs all steps. */
 static void *run_rank(void *argument)
 {
     rank_state *self = argument;
@@ -240,7 +240,6 @@ static double median_us(const replay_state *s, int what)
     return median;
 }
 
-/* Totals over all steps. */
 typedef struct summary {
     /* number of slots of all ranks and steps; number of slots of the busiest rank of each step,
      * summed over the steps */

@@ -22,7 +22,7 @@ static void zero_tail(const ffi_reader *reader, ffi_array slots, ffi_array exper
 }
 
 /* The options and arrays that forward and backward have in common. The arrays are the first
- * arguments of both calls, in this order. The scales are those of e4m3 weights. */
+ * arguments of both calls, in this order. The scales belong to e4m3 weights. */
 typedef struct experts_inputs {
     epic_experts experts;
     uint32_t rows_set, weights_set; /* FFI_SET bits: accepted types of rows, and of weights */
@@ -32,7 +32,7 @@ typedef struct experts_inputs {
     ffi_array w_gate_up_scales, w_down_scales;
 } experts_inputs;
 
-/* Reads the scales of e4m3 weights: one for each 128 x 128 elements. */
+/* Reads the scales of e4m3 weights: one for each block of 128 x 128 elements. */
 static void read_weight_scales(ffi_reader *reader, experts_inputs *in)
 {
     const int64_t of_hidden = ffi_num_blocks(in->hidden);
@@ -85,7 +85,6 @@ static experts_inputs read_inputs(ffi_reader *reader, bool backward)
     .w_down = (in).w_down.data, .b_gate_up = (in).b_gate_up.data, .b_down = (in).b_down.data, \
     .w_gate_up_scales = (in).w_gate_up_scales.data, .w_down_scales = (in).w_down_scales.data
 
-/* The custom call "experts". */
 static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;
@@ -115,9 +114,9 @@ static ffi_error *experts_forward(ffi_frame *frame, bool on_device)
 
 LOCAL_EXPORTS(experts, experts_forward(frame, on_device))
 
-/* Reads the results of backward: the gradients and the workspace. If the layer has only e4m3
- * weights, they have no gradients. Then the gradients of the biases have the type of the
- * rows. */
+/* Reads the results of backward: the gradients and the workspace. e4m3 weights have no
+ * gradients. If the layer has no other weights, the gradients of the biases have the type of
+ * the rows. */
 static void read_gradients(ffi_reader *reader, const experts_inputs *in,
                            epic_experts_backward_args *args)
 {
@@ -144,7 +143,6 @@ static void read_gradients(ffi_reader *reader, const experts_inputs *in,
     zero_tail(reader, d_slot_weights, in->rows);
 }
 
-/* The custom call "experts_backward". */
 static ffi_error *experts_backward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;

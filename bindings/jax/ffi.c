@@ -12,8 +12,8 @@
 #include "translate.h"
 
 /* API version that the handlers report. XLA refuses a handler that reports a newer minor
- * version than XLA's own. So this is not the version of the header. It is the oldest version
- * that has everything that the handlers use (futures and the device ordinal). */
+ * version than XLA's own. So the handlers do not report the version of the header, but the
+ * oldest version that has everything that they use (futures and the device ordinal). */
 enum { USED_MAJOR = 0, USED_MINOR = 3 };
 _Static_assert(XLA_FFI_API_MAJOR == 0 && XLA_FFI_API_MINOR >= USED_MINOR, "header too old");
 
@@ -140,7 +140,7 @@ int64_t ffi_multiply_sizes(int64_t a, int64_t b, int64_t c)
     return product;
 }
 
-/* Returns the Python name of a type, for errors. */
+/* Returns the Python name of a type for error texts. */
 static const char *type_name(uint32_t type)
 {
     if (type == FFI_U8) return "uint8";

@@ -31,8 +31,8 @@
     (FFI_SET_F32 | FFI_SET(EPIC_BF16) | FFI_SET(EPIC_F16) | FFI_SET(EPIC_F64))
 #define FFI_SET_INDICES (FFI_SET_I32 | FFI_SET(EPIC_I64))
 
-/* Returns the set that contains only this type, or the empty set for an unknown type. The type
- * may come from an attribute, which can be any number. */
+/* Returns the set that contains only this type, or the empty set for an unknown type: a type
+ * from an attribute can have any value. */
 static inline uint32_t ffi_set_of(uint32_t type)
 {
     return type < FFI_OTHER ? FFI_SET(type) : 0;
@@ -63,8 +63,8 @@ typedef struct ffi_array {
     uint32_t type; /* an epic_type, or FFI_U8 */
 } ffi_array;
 
-/* XLA calls a handler once to query its API version and traits. If this call is such a query,
- * writes the answer and returns true. The handler must then return at once. */
+/* Before the first call, XLA queries the API version and traits of a handler. If this call is
+ * such a query, writes the answer and returns true. The handler must then return at once. */
 bool ffi_is_query(ffi_frame *frame, XLA_FFI_Handler_Traits traits);
 
 /* Create an XLA error with the code of `result`. Its text ends with the name of the result,
@@ -91,15 +91,15 @@ static inline int64_t ffi_num_blocks(int64_t length)
     return (length + 127) / 128;
 }
 
-/* Requirements on an array. ffi_read_array() checks them for every array of every handler. So
- * no handler accesses memory after the end of an array, or reads elements as another type than
- * theirs. */
+/* Requirements on an array. ffi_read_array() checks them for every array of every handler, so
+ * that no handler accesses memory after the end of an array, or reads elements as a wrong
+ * type. */
 typedef struct ffi_requirement {
     const char *name;
     uint32_t types; /* a set of FFI_SET bits */
     int64_t count;  /* required number of elements, or FFI_ANY_COUNT */
     bool result;    /* true for a result, false for an argument */
-    /* true: the array may be absent; then the frame has an array of one byte (FFI_U8) in its
+    /* true: the array may be absent; the frame then has an array of one byte (FFI_U8) in its
      * place */
     bool optional;
 } ffi_requirement;
@@ -120,11 +120,11 @@ ffi_array ffi_read_arg_or_none(ffi_reader *reader, const char *name, uint32_t ty
 ffi_array ffi_read_result(ffi_reader *reader, const char *name, uint32_t types, int64_t count);
 ffi_array ffi_read_result_or_none(ffi_reader *reader, const char *name, uint32_t types,
                                   int64_t count);
-/* Reads the next argument, an array of one int32, and returns this number. Returns 0 if the
- * array is on a GPU. */
+/* Reads the next argument, an array of one int32, and returns its value. Returns 0 if the array
+ * is on a GPU. */
 int32_t ffi_read_arg_int(ffi_reader *reader, const char *name);
 
-/* Return the value of the attribute with this name. ffi_read_uint() sets an error if the number
+/* Return the value of the attribute with this name. ffi_read_uint() sets an error if the value
  * is not a uint32. ffi_read_text() writes at most `size` bytes to `out`, including the final
  * zero byte. */
 int64_t ffi_read_int(ffi_reader *reader, const char *name);
@@ -132,8 +132,8 @@ uint32_t ffi_read_uint(ffi_reader *reader, const char *name);
 double ffi_read_float(ffi_reader *reader, const char *name);
 void ffi_read_text(ffi_reader *reader, const char *name, char *out, size_t size);
 
-/* ffi_get_ordinal() returns the number of the device that runs the call, as XLA numbers it.
- * ffi_get_stream() returns the CUDA stream of the call. */
+/* ffi_get_ordinal() returns XLA's index of the device that runs the call. ffi_get_stream()
+ * returns the CUDA stream of the call. */
 int32_t ffi_get_ordinal(ffi_reader *reader);
 epic_stream ffi_get_stream(ffi_reader *reader);
 

@@ -11,12 +11,12 @@
 
 /* ------------------------------------------------------------------------------ tags ---- */
 
-/* This bit of a channel is set if the caller chose the channel. It is clear in numbers of call
+/* This bit of a channel is set if the caller chose the channel. It is clear in the ids of call
  * sites. */
 enum { CALLERS_CHANNEL = 1 << 23 };
 
-/* Reads the number of the call site, and this device's rank in the mesh of the program. On a
- * GPU the host cannot read the rank, so it is -1. */
+/* Reads the id of the call site, and this device's rank in the mesh of the program. On a GPU
+ * the host cannot read the rank, so it is -1. */
 static void read_site(ffi_reader *reader, handler_call *call)
 {
     call->site = (uint32_t)ffi_read_arg_int(reader, "site");
@@ -24,8 +24,8 @@ static void read_site(ffi_reader *reader, handler_call *call)
     if (reader->on_device) call->rank = -1;
 }
 
-/* Reads the channel that the caller passed. If it is not negative, it replaces the number of
- * the call site, which is the default channel. */
+/* Reads the channel that the caller passed. If it is not negative, it replaces the default
+ * channel, which is the id of the call site. */
 static void read_channel(ffi_reader *reader, handler_call *call)
 {
     const int32_t channel = ffi_read_arg_int(reader, "channel");
@@ -37,12 +37,12 @@ static void read_channel(ffi_reader *reader, handler_call *call)
     call->channel = (handler_channel)channel | CALLERS_CHANNEL;
 }
 
-/* Returns the tag of this operation. The ranks match their calls by their tags.
+/* Returns the tag of this operation, by which the ranks match their calls.
  *
- * On the CPU the tag is equal on all ranks, and any two calls of a program have different tags.
- * There is one exception: calls inside an inner jit that is called twice have the same tags. On
- * GPUs the host cannot read channel and site, so the tag contains only the role. On GPUs the
- * ranks match their calls by their order in the streams. */
+ * On the CPU the tag is equal on all ranks, and any two calls of a program have different tags,
+ * with one exception: calls inside an inner jit that is called twice have the same tags. On
+ * GPUs the host cannot read channel and site, so the tag contains only the role, and the ranks
+ * match their calls by their order in the streams. */
 static uint64_t make_tag(const handler_call *call)
 {
     return (uint64_t)call->channel << 40 | (uint64_t)call->site << 8 | call->operation->role;
@@ -58,7 +58,7 @@ void handler_write_channel(const handler_call *call, void *plan, size_t plan_byt
 
 /* ---------------------------------------------------------------------------- arrays ---- */
 
-/* The array of a plan contains the core's plan and then HANDLER_CHANNEL_BYTES more bytes, with
+/* The array of a plan contains the core's plan, followed by HANDLER_CHANNEL_BYTES bytes with
  * the channel. Subtracts the number of these bytes from plan->count. If an earlier call has
  * made the plan and the plan is on the host, also reads the channel from these bytes. */
 static void read_plan_tail(ffi_reader *reader, handler_call *call, const handler_array *field,
@@ -110,8 +110,8 @@ static int64_t expected_count(const handler_call *call, const handler_array *fie
                               sizes[field->dims[2]]);
 }
 
-/* Reads an array and checks its number of elements. Sets those of call->sizes that the array
- * defines, and stores the values for which its table entry has an offset. */
+/* Reads an array and checks its number of elements. Sets the elements of call->sizes that the
+ * array defines, and stores the values for which its table entry has an offset. */
 static void read_array(ffi_reader *reader, handler_call *call, const handler_array *field)
 {
     const ffi_requirement need = {field->name, accepted_types(call, field), FFI_ANY_COUNT,
@@ -153,8 +153,8 @@ static epic_call *core_call_of(handler_call *call)
     return (epic_call *)(void *)((char *)call + call->operation->call_offset);
 }
 
-/* Allocates the call struct and reads the frame into it. If that fails, returns NULL, and
- * reader->error is the error. */
+/* Allocates the call struct and reads the frame into it. If that fails, returns NULL and sets
+ * reader->error. */
 static handler_call *read_call(ffi_reader *reader, const handler_operation *operation)
 {
     handler_call *call = calloc(1, operation->bytes);
@@ -172,8 +172,8 @@ static handler_call *read_call(ffi_reader *reader, const handler_operation *oper
     for (int i = 0; i < operation->num_arrays; i++)
         read_field(reader, call, &operation->arrays[i]);
     ffi_read_result(reader, "done", FFI_SET_U8,
-                    /* no code writes this result. It exists so that XLA can wait for the
-                     * call. */
+                    /* no code writes this result; it exists so that XLA can wait for the
+                     * call */
                     1);
     if (operation->check != NULL && reader->error == NULL) operation->check(reader, call);
     call->use.tag = make_tag(call);
@@ -271,8 +271,8 @@ static ffi_error *run_operation(handler_call *call)
     const epic_result result = call->operation->run(call);
     if (result == EPIC_OK) return NULL;
     /* Two calls may have the same tag: those of an inner jit that is called twice. Even if they
-     * do not run at the same time, one rank may match the first call with another rank's second
-     * call. That ends in this error. */
+     * do not run at the same time, one rank may match its first call with another rank's second
+     * call, which ends in this error. */
     const char *hint =
         result == EPIC_EMISMATCH
             ? ".  Calls of an inner jit that is called twice share a number: pass different "
@@ -286,7 +286,6 @@ static ffi_error *run_operation(handler_call *call)
 
 /* ----------------------------------------------------------------- calls on the host ---- */
 
-/* Completes the future of a call, with an error or without. */
 static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error *error)
 {
     if (error != NULL) {
@@ -300,8 +299,8 @@ static void set_future(const XLA_FFI_Api *api, XLA_FFI_Future *future, ffi_error
     }
 }
 
-/* Runs an operation on a thread of the pool. Leaves the member before it completes the future:
- * after that, XLA may start the next call, which may have the same tag. */
+/* Runs an operation on a thread of the pool. Leaves the member before it completes the future,
+ * because XLA may then start the next call, which may have the same tag. */
 static void run_task(pool_task *task)
 {
     handler_call *mine = (handler_call *)task;
@@ -348,9 +347,9 @@ ffi_error *handler_run_on_host(ffi_frame *frame, const handler_operation *operat
 
 /* -------------------------------------------------------------------- calls on a GPU ---- */
 
-/* Launches the operation on XLA's stream. Errors in the data are not reported by this handler,
- * but later by epic_check(). If this handler returned an error on one rank, XLA would skip the
- * rest of the program on that rank, and the other ranks would wait for it. */
+/* Launches the operation on XLA's stream. This handler does not report errors in the data:
+ * epic_check() reports them later. If this handler returned an error on one rank, XLA would
+ * skip the rest of the program on that rank, and the other ranks would wait for it. */
 ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operation,
                               bool in_graphs)
 {

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Handlers of collective operations. A handler is a function that XLA calls for a custom call.
  *
- * Each operation is described by a handler_operation. It lists the arrays of a call, the field
- * of the core's arguments that each array fills, and the function of the core to run. On the
- * CPU this function runs on a thread of pool.c, which then completes XLA's future. On a GPU the
- * handler enqueues kernels on XLA's stream before it returns. steps.c and moe.c contain the
+ * A handler_operation describes an operation: the arrays of a call, the field of the core's
+ * arguments that each array fills, and the function of the core to run. On the CPU this
+ * function runs on a thread of pool.c, which then completes XLA's future. On a GPU the handler
+ * enqueues kernels on XLA's stream before it returns. steps.c and moe.c contain the
  * operations. */
 #ifndef EPIC_JAX_HANDLER_H
 #define EPIC_JAX_HANDLER_H
@@ -14,7 +14,7 @@
 #include "pool.h"
 
 /* Which collective operation a call runs. The low 8 bits of the operation's tag contain this
- * number. */
+ * value. */
 typedef enum handler_operation_id {
     ROLE_PLAN = 0,
     ROLE_DISPATCH = 1,
@@ -27,8 +27,8 @@ typedef enum handler_operation_id {
     ROLE_SUM_REPLICAS = 8
 } handler_operation_id;
 
-/* A number that all calls with one plan have in common. It is the caller's channel if the
- * caller passed one, otherwise the number of the call site of the plan. */
+/* An id that all calls with the same plan have in common: the caller's channel if the caller
+ * passed one, and the id of the plan's call site if not. */
 typedef uint32_t handler_channel;
 
 /* Names for the dimensions of the arrays of a call. The table entry of an array lists the
@@ -59,13 +59,12 @@ typedef enum handler_dim {
     NUM_DIMS
 } handler_dim;
 
-enum { HANDLER_DIMS = 3 }; /* largest number of dimensions in a table entry */
+enum { HANDLER_DIMS = 3 }; /* maximum number of dimensions in a table entry */
 
-/* One call of an operation. Each operation has a larger struct of its own that begins with this
- * one.
+/* One call of an operation. The struct of each operation begins with this one.
  *
- * XLA keeps the arrays valid until the future completes. But the frame is valid only until the
- * handler returns. So this struct contains copies of everything that is used later. */
+ * XLA keeps the arrays valid until the future completes, but the frame only until the handler
+ * returns. So this struct contains copies of everything that is used later. */
 typedef struct handler_call {
     pool_task task;
     member_use use;
@@ -74,10 +73,10 @@ typedef struct handler_call {
     XLA_FFI_Future *future;
     handler_channel channel;
     uint32_t site;
-    uint32_t row_type;       /* type that HANDLER_ROW_TYPE stands for */
-    uint32_t weight_set;     /* FFI_SET bits: types that HANDLER_WEIGHT_TYPE stands for */
-    uint32_t bias_type;      /* type that HANDLER_BIAS_TYPE stands for */
-    uint32_t shared_type;    /* type that HANDLER_SHARED_TYPE stands for */
+    uint32_t row_type;    /* type that HANDLER_ROW_TYPE means in this call */
+    uint32_t weight_set;  /* FFI_SET bits: types that HANDLER_WEIGHT_TYPE means in this call */
+    uint32_t bias_type;   /* type that HANDLER_BIAS_TYPE means in this call */
+    uint32_t shared_type; /* type that HANDLER_SHARED_TYPE means in this call */
     int64_t sizes[NUM_DIMS]; /* indexed by handler_dim */
     int32_t rank; /* this device's rank in the device mesh of the program; -1: unknown */
     bool on_device;
@@ -89,7 +88,7 @@ typedef enum handler_kind {
     /* a plan that an earlier call made, followed by its channel (HANDLER_CHANNEL_BYTES) */
     HANDLER_PLAN,
     HANDLER_NEW_PLAN, /* memory for the plan that this call makes */
-    /* two arrays of one int32: the number of the call site, and this device's rank */
+    /* two arrays of one int32 each: the id of the call site, and this device's rank */
     HANDLER_SITE,
     HANDLER_CHANNEL /* one int32: the caller's channel, or -1 for none */
 } handler_kind;
@@ -104,12 +103,13 @@ enum {
     HANDLER_BIAS_TYPE = 1u << 28,   /* the type of the experts' biases */
     HANDLER_SHARED_TYPE = 1u << 29  /* the type of the shared expert's weights and biases */
 };
-/* Flags of an array. HANDLER_RESULT: it is a result, otherwise an argument. HANDLER_OPTIONAL:
- * it may be absent. HANDLER_SETS_TYPE: its type becomes call->row_type. */
+/* Flags of an array. HANDLER_RESULT: the array is a result, without it an argument.
+ * HANDLER_OPTIONAL: the array may be absent. HANDLER_SETS_TYPE: the type of the array becomes
+ * call->row_type. */
 enum { HANDLER_ARG, HANDLER_RESULT = 1, HANDLER_OPTIONAL = 2, HANDLER_SETS_TYPE = 4 };
 
 /* An entry in the table of an operation. The last five fields are offsets in the call struct,
- * at which the handler stores a value of the array. If an offset is 0, that value is not
+ * at which the handler stores a value of the array. An offset of 0 means that the value is not
  * stored. */
 typedef struct handler_array {
     handler_kind kind;
@@ -117,13 +117,14 @@ typedef struct handler_array {
     const char *name;
     uint32_t types;             /* a set of FFI_SET bits, or a HANDLER_*_TYPE */
     uint8_t dims[HANDLER_DIMS]; /* dimensions: the number of elements must be their product */
-    uint8_t sets_rows;          /* which of call->sizes is set to the number of rows; 0: none */
-    uint8_t sets_columns; /* which of call->sizes is set to the number of columns; 0: none */
-    size_t data;          /* where to store its address (void *) */
-    size_t rows;          /* where to store its rows (epic_rows) */
-    size_t element;       /* where to store its type (uint32_t) */
-    size_t num_rows;      /* where to store its number of rows (int64_t) */
-    size_t count;         /* where to store its number of elements (int64_t or size_t) */
+    uint8_t sets_rows; /* index in call->sizes that is set to the number of rows; 0: none */
+    /* index in call->sizes that is set to the number of columns; 0: none */
+    uint8_t sets_columns;
+    size_t data;     /* where to store its address (void *) */
+    size_t rows;     /* where to store its rows (epic_rows) */
+    size_t element;  /* where to store its type (uint32_t) */
+    size_t num_rows; /* where to store its number of rows (int64_t) */
+    size_t count;    /* where to store its number of elements (int64_t or size_t) */
 } handler_array;
 
 /* clang-format off */
@@ -146,7 +147,6 @@ typedef struct handler_operation {
     void (*read)(ffi_reader *reader, handler_call *call);
     /* Checks the arrays after they are read; may be NULL. */
     void (*check)(ffi_reader *reader, handler_call *call);
-    /* Calls the function of the core. */
     epic_result (*run)(handler_call *call);
 } handler_operation;
 

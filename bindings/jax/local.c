@@ -39,8 +39,8 @@ bool local_is_query(ffi_frame *frame, bool on_device)
 }
 
 /* A handler that does nothing. It prevents XLA from removing another call whose result is not
- * used. For this purpose the result becomes an argument of a call of this handler. That call
- * has a side effect, so XLA keeps it. */
+ * used: this result becomes an argument of a call of this handler, which XLA keeps because it
+ * has a side effect. */
 static ffi_error *keep_call(ffi_frame *frame, bool on_device)
 {
     /* if XLA queries the traits of the handler, answers the query */

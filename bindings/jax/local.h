@@ -20,8 +20,8 @@ bool local_is_query(ffi_frame *frame, bool on_device);
  * open on this GPU. */
 ffi_reader local_begin(const ffi_frame *frame, bool on_device, local_call *local);
 
-/* Ends a local call. Returns the error of the reader if there is one, otherwise the error for
- * the core's `result`, or NULL if `result` is EPIC_OK. */
+/* Ends a local call. Returns the error of the reader or, if there is none, the error for the
+ * core's `result`, or NULL if `result` is EPIC_OK. */
 ffi_error *local_end(ffi_reader *reader, local_call *local, const char *what,
                      epic_result result);
 

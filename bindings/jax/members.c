@@ -16,7 +16,7 @@ struct member {
     member_device device;
     member_position position;
     epic_context *ctx;
-    /* true: the group was closed; the struct stays in the list so that calls can report that */
+    /* true: the group was closed; the struct stays in the list so that calls can report this */
     bool is_closed;
     member_use *uses; /* list of the operations in flight */
     struct member *next;
@@ -35,7 +35,7 @@ static bool matches_device(const member *member, const char *name, member_device
 }
 
 /* Returns the member of this device in the group `name`, or NULL. Searches only closed members
- * if is_closed is set, otherwise only open ones. */
+ * if is_closed is set, and only open ones if not. */
 static member *find_member(const char *name, member_device device, bool is_closed)
 {
     member *at = members;
@@ -52,7 +52,7 @@ static bool is_busy(const member *found, uint64_t tag)
     return false;
 }
 
-/* Aborts the operation on the peers, because this rank will not run it. Otherwise the peers
+/* Aborts the operation on the peers, because this rank will not run it. Without this, the peers
  * would wait for this rank until their deadline. */
 static void notify_peers(epic_context *ctx, uint64_t tag, member_status answer)
 {

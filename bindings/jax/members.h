@@ -2,9 +2,9 @@
 /* Members of groups. A member is the core's context of one device in one open group.
  *
  * A compiled program contains only the name of its group. The handlers look up the member in
- * every call. So a group may be closed and opened again without compiling the program again.
- * When a member is closed, its struct stays in the list. So a program that still uses the
- * closed group gets an error with the name of the group. */
+ * every call, so a group may be closed and opened again without compiling the program again.
+ * When a member is closed, its struct stays in the list, so that a program that still uses the
+ * closed group gets an error text with the name of the group. */
 #ifndef EPIC_JAX_MEMBERS_H
 #define EPIC_JAX_MEMBERS_H
 
@@ -20,7 +20,7 @@ typedef struct member member;
 /* A device, as XLA numbers it. */
 typedef struct member_device {
     bool is_gpu;
-    int32_t ordinal; /* number of the device among the CPU or the GPU devices of the process */
+    int32_t ordinal; /* index of the device among the CPU or the GPU devices of the process */
 } member_device;
 
 /* An operation in flight on a member: from member_enter() or member_borrow() to
@@ -52,25 +52,24 @@ typedef struct member_position {
 } member_position;
 
 /* Begins an operation with the tag use->tag on the member of this device in the group `name`.
- * Before the call, *position is the position that the program expects. Afterwards it is the
- * actual position of the member.
+ * Before the call, *position is the position that the program expects. After it, *position is
+ * the actual position of the member.
  *
  * MEMBER_OTHER_DEVICES is returned on all ranks, because they run the same program.
  * MEMBER_OTHER_RANK and MEMBER_TAG_BUSY may be returned on some ranks only. In these two cases
- * the function also aborts the operation on the peers (epic_abort), which would otherwise wait
+ * the function also aborts the operation on the peers (epic_abort), so that they do not wait
  * for this rank. */
 member_status member_enter(member_use *use, const char *name, member_device device,
                            member_position *position);
 
-/* Ends an operation. */
 void member_leave(member_use *use);
 
 /* Begins a local call on any member of the device. Returns MEMBER_OK or MEMBER_NONE. */
 member_status member_borrow(member_use *use, member_device device);
 
-/* Adds a member; epic/jax/groups.py calls it. Returns 0 on success, and 2 if there is no
- * memory. Returns 1 if the group already has a member on the device, or if `name` or `devices`
- * is too long. */
+/* Adds a member. Called by epic/jax/groups.py. Returns 0 on success, and 2 if out of memory.
+ * Returns 1 if the group already has a member on the device, or if `name` or `devices` is too
+ * long. */
 int epic_jax_member_add(const char *name, int is_gpu, int32_t ordinal, const char *devices,
                         int32_t rank, epic_context *ctx);
 

@@ -5,7 +5,6 @@
 #include "handler.h"
 #include "options.h"
 
-/* One call of the layer, forward or backward. */
 typedef struct moe_call {
     handler_call call;
     moe_options options;
@@ -165,7 +164,7 @@ static void read_backward(ffi_reader *reader, handler_call *base)
 
 /* If the gradient of forced weights is a result, sets EPIC_FORCED_WEIGHTS. Checks the weights
  * of an e4m3 layer: w_gate_up and w_down must both be e4m3 with scales, or both have the row
- * type and no scales. If the layer has only e4m3 weights, they have no gradients. Then the
+ * type and no scales. e4m3 weights have no gradients. If the layer has no other weights, the
  * gradients of the biases have the type of the rows. */
 static void check_backward(ffi_reader *reader, handler_call *base)
 {

@@ -4,8 +4,8 @@
  * When an operation is complete, its thread completes the operation's future. XLA may then run
  * the rest of the program on that same thread, and the program may wait in another collective.
  * So a queued task must never wait for a thread that runs another task: that thread may itself
- * wait for the queued task. For this reason there are always at least as many idle threads as
- * queued tasks. A thread that was idle for IDLE_SECONDS ends. */
+ * wait for the queued task. Therefore there are always at least as many idle threads as queued
+ * tasks. A thread that was idle for IDLE_SECONDS exits. */
 #include "pool.h"
 
 #include <errno.h>
@@ -20,7 +20,7 @@ static pool_task *first_task; /* queued tasks, in any order */
 /* number of tasks in the queue, and of idle threads that wait for a task */
 static int num_tasks, num_waiting;
 
-/* Returns the time at which a thread that is idle from now on ends. */
+/* Returns the time at which a thread exits that is idle from now on. */
 static struct timespec idle_deadline(void)
 {
     struct timespec end;

@@ -14,7 +14,6 @@ static ffi_array read_logits(ffi_reader *reader, const epic_router *router)
     return logits;
 }
 
-/* The custom call "router". */
 static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;
@@ -58,7 +57,6 @@ static ffi_error *router_forward(ffi_frame *frame, bool on_device)
 
 LOCAL_EXPORTS(router, router_forward(frame, on_device))
 
-/* The custom call "router_backward". */
 static ffi_error *router_backward(ffi_frame *frame, bool on_device)
 {
     if (local_is_query(frame, on_device)) return NULL;
@@ -93,7 +91,7 @@ LOCAL_EXPORTS(router_backward, router_backward(frame, on_device))
 
 /* ---------------------------------------------------------------------------- losses ---- */
 
-/* Arguments of the four loss calls. `out` is the loss, or in backward the gradient of the
+/* Arguments of the four loss calls. `out` is the loss or, in backward, the gradient of the
  * logits. */
 typedef struct loss_inputs {
     epic_context *ctx;

@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Collective operations as custom calls: plan, dispatch, combine, their gradients, and sums.
+/* Collective operations as custom calls: plan, dispatch, combine, their gradients, and the
+ * all-reduce operations.
  *
  * Each table lists the arrays in the order in which epic/jax/steps.py, dispatching.py and
  * replicas.py pass them. Dispatch always uses EPIC_ZERO_TAIL, which zeroes the slots after the
- * last slab. Otherwise their contents would be undefined, because XLA does not initialize the
- * memory of a result. */
+ * last slab (the slots of one expert), because XLA does not initialize the memory of a
+ * result. */
 #include "handler.h"
 #include "options.h"
 
@@ -24,7 +25,7 @@ typedef struct step_call {
     epic_allreduce_sum_args sum;
     epic_sum_replicas_args sum_replicas;
     int64_t sum_input_count; /* number of elements of sum_input */
-    const float *sum_input;  /* input of a sum; must be the same array as the result */
+    const float *sum_input;  /* input of the all-reduce; must be the same array as the result */
 } step_call;
 
 /* clang-format off */
@@ -70,12 +71,12 @@ typedef struct step_call {
          DIM_LOGICAL)
 /* clang-format on */
 
-/* Largest number of ranks that check_plan() can count. */
+/* Maximum number of ranks in check_plan(). */
 enum { MOST_RANKS = 1024 };
 
 /* Checks rank_of_expert on the host: no rank may own more than num_local_experts experts,
- * because the program has no memory for more. Does not check that each entry is a valid rank.
- * The core does. */
+ * because the program has no memory for more. Does not check that each entry is a valid rank,
+ * because the core does. */
 static void check_plan(ffi_reader *reader, handler_call *base)
 {
     const step_call *call = (step_call *)base;
@@ -377,7 +378,7 @@ static const handler_array allreduce_sum_arrays[] = {X,
                                                       .count = AT(sum.count)}};
 OPERATION(allreduce_sum, "sum", ROLE_SUM, sum, read_sum, check_sum)
 
-/* Implements handler_operation.read for operations that have no attributes. Does nothing. */
+/* Implements handler_operation.read for operations without attributes: does nothing. */
 static void read_nothing(ffi_reader *reader, handler_call *base)
 {
     (void)reader;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Replaces C names in the core's error sentences by the names of the Python interface.
+/* Replaces C names in the core's error texts by the names of the Python interface.
  * epic/words.py has the table of names. */
 #include "translate.h"
 
@@ -34,8 +34,7 @@ static bool is_in_name(char c)
 }
 
 /* Returns true if the text begins with the name. If the name ends with '.' or '_', it is a
- * prefix, and a character of a name must follow it. Otherwise no such character may follow
- * it. */
+ * prefix, and a character of a name must follow it. If not, no such character may follow it. */
 static bool begins_with(const char *text, const char *name, size_t length)
 {
     if (strncmp(text, name, length) != 0) return false;
@@ -44,7 +43,7 @@ static bool begins_with(const char *text, const char *name, size_t length)
     return is_in_name(text[length]) == is_prefix;
 }
 
-/* Replaces "layer.flags 0, rank 1 <verb> 8" by a sentence with the Python argument that differs.
+/* Replaces "layer.flags 0, rank 1 <verb> 8" by a text with the Python argument that differs.
  * Returns the number of bytes that it replaces, or 0 if the text is something else. */
 static int translate_flags(const char *at, char *out, size_t size)
 {
@@ -57,7 +56,6 @@ static int translate_flags(const char *at, char *out, size_t size)
     static const char *const values[] = {"False", "True"};
     const bool is_distinct = ((mine ^ other) & EPIC_DISTINCT) != 0;
     const unsigned flag = is_distinct ? EPIC_DISTINCT : EPIC_DROP_ABSENT;
-    /* An explanation for users who have passed no `distinct`, as in epic/words.py. */
     const char *why = is_distinct
                           ? " (a layer passes distinct=True unless it has forced or table: "
                             "pass these on every rank or on none)"

@@ -59,8 +59,8 @@ void call_check_result(torch_call *call, epic_result result)
     if (result != EPIC_OK) call_fail(call, result, "%s", epic_error(NULL));
 }
 
-/* Throws the error of the call. First copies the text of the error to the stack frame of this
- * function. The call itself is in the kernel's stack frame, which ends while the exception
+/* Throws the error of the call. First copies the error text to the stack frame of this
+ * function, because the kernel's frame, which contains the call, ends while the exception
  * passes through it. */
 static _Noreturn void throw_copy(const torch_call *call)
 {
@@ -98,7 +98,7 @@ static uint32_t type_of(int32_t dtype)
     return CALL_OTHER;
 }
 
-/* Returns torch's number of the dtype of an epic_type or of CALL_U8. */
+/* Returns torch's enum value of the dtype of an epic_type or of CALL_U8. */
 static int32_t dtype_of(uint32_t type)
 {
     switch (type) {
@@ -143,7 +143,7 @@ static const char *type_name(uint32_t type)
     }
 }
 
-/* Returns true if `type` is `wanted`, or in the set of types that `wanted` stands for. */
+/* Returns true if `type` is `wanted`, or in the set of types that `wanted` means. */
 static bool is_one_of(uint32_t type, uint32_t wanted)
 {
     switch (wanted) {
@@ -162,13 +162,12 @@ static bool is_one_of(uint32_t type, uint32_t wanted)
     }
 }
 
-/* Returns the tensor of a stack value, and adds it to those that call_end() deletes. */
+/* Returns the tensor of a stack value, and adds it to the tensors that call_end() deletes. */
 static torch_tensor own_tensor(torch_call *call, torch_value value)
 {
     return call->owned[call->num_owned++] = (torch_tensor)(uintptr_t)value;
 }
 
-/* Returns the next argument, of the schema type Tensor. */
 static torch_tensor next_tensor(torch_call *call)
 {
     return own_tensor(call, call->stack[call->next++]);
@@ -197,7 +196,6 @@ static const char *device_name(group_device device, char *out, size_t size)
     return out;
 }
 
-/* Returns true if both are the same device. */
 static bool is_same_device(group_device a, group_device b)
 {
     return a.device_type == b.device_type &&
@@ -406,7 +404,7 @@ double call_float(torch_call *call)
 
 /* Makes the device of the tensors current, and reads its stream for the kernels of the core. A
  * guard changes the current device, but creating one is slow. So the function first checks
- * whether the device is already current, which it usually is. */
+ * whether the device is already current, which is the usual case. */
 static void enter_device(torch_call *call, epic_call *out)
 {
     const int32_t wanted = call->device.device_index;
@@ -432,15 +430,15 @@ static void check_entered(torch_call *call, bool entered)
                   device_name(call->use.device, there, sizeof there));
 }
 
-/* Begins a use of the group with this number. */
+/* Begins a use of the group with this id. */
 static void enter_group(torch_call *call, int64_t number)
 {
     if (!call->failed) check_entered(call, group_enter(&call->use, number));
 }
 
-/* Reads the number of a group or of a layer. Its high bits contain the largest number of SMs,
- * which Python adds for calls with max_sms= (epic/torch/plans.py). So no operator needs a
- * separate argument for the number of SMs. */
+/* Reads the id of a group or of a layer. The high bits of the argument contain the maximum
+ * number of SMs, which Python adds for calls with max_sms= (epic/torch/plans.py), so that
+ * operators need no separate argument for it. */
 static int64_t read_number(torch_call *call, epic_call *out)
 {
     const int64_t value = call_int(call);
@@ -499,7 +497,6 @@ bool call_on_gpu(const torch_call *call)
 
 /* --------------------------------------------------------------------------- results ---- */
 
-/* Creates the tensor of a result. */
 static call_array new_result(torch_call *call, uint32_t type, int64_t dim, const int64_t *sizes)
 {
     torch_tensor tensor = NULL;

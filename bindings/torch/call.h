@@ -3,20 +3,22 @@
  *
  * A *kernel* in this folder is the C function of an operator, for CPU and GPU tensors. torch
  * passes it a stack of 64-bit values, the arguments in the order of the schema:
- *     Tensor         a handle that the kernel must delete
- *     Tensor?        0, or a heap cell with such a handle; the kernel must delete both
- *     int, SymInt    an int64_t
- *     float          the bits of a double
+ *
+ * - Tensor: a handle that the kernel must delete
+ * - Tensor?: 0, or a heap cell with such a handle; the kernel must delete both
+ * - int, SymInt: an int64_t
+ * - float: the bits of a double
+ *
  * The results overwrite the stack from its start, and torch then owns their handles.
  *
- * For each operator NAME there is also an operator NAME_out. It has the arguments of NAME, and
- * then one Tensor? for each result, into which the kernel writes. 0 means that the caller does
- * not want that result. NAME and NAME_out use the same kernel: call_result() returns a new
- * tensor for NAME, and the caller's tensor for NAME_out.
+ * For each operator NAME there is also an operator NAME_out. It has the arguments of NAME,
+ * followed by one Tensor? for each result, into which the kernel writes. 0 means that the
+ * caller does not want that result. NAME and NAME_out use the same kernel: call_result()
+ * returns a new tensor for NAME, and the caller's tensor for NAME_out.
  *
- * A torch_call stores its first error. After an error, the functions below return values that
- * do no harm. So a kernel reads all of its arguments, calls the core unless call.failed is set,
- * and ends with call_end(). call_end() deletes the tensors that the call owns, and throws the
+ * A torch_call stores its first error. After an error, the functions below return harmless
+ * values. So a kernel reads all of its arguments, calls the core unless call.failed is set, and
+ * ends with call_end(). call_end() deletes the tensors that the call owns, and throws the
  * error. */
 #ifndef EPIC_TORCH_CALL_H
 #define EPIC_TORCH_CALL_H
@@ -25,10 +27,10 @@
 #include "groups.h"
 #include "shim.h"
 
-/* Largest number of tensors of an operator, and largest number of dimensions of a tensor. */
+/* Maximum number of tensors of an operator, and of dimensions of a tensor. */
 enum { CALL_TENSORS = 36, CALL_DIMS = 8 };
 
-/* Types of arguments in addition to epic_type. Some stand for a set of types. */
+/* Types of arguments in addition to epic_type. Some mean a set of types. */
 #define CALL_U8 100u      /* bytes: plans, `saved` and workspaces */
 #define CALL_ROWS 101u    /* F32, BF16, F16 or F64: all types that the core can add */
 #define CALL_FLOAT 102u   /* F32 or F64 */
@@ -49,7 +51,7 @@ typedef struct call_span {
     uintptr_t begin, end;
 } call_span;
 
-/* State of one call. It is on the stack of the kernel. */
+/* State of one call, on the stack of the kernel. */
 typedef struct torch_call {
     const char *op;     /* name of the operator, for errors */
     torch_value *stack; /* torch's stack of arguments and results */
@@ -93,12 +95,11 @@ void call_fail(torch_call *call, epic_result result, const char *format, ...)
 /* Returns a shape as text, such as "[3, 4]". */
 call_text call_shape(int64_t dim, const int64_t *sizes);
 
-/* Return the next argument. type: an epic_type, or one of CALL_*. dim: the number of
- * dimensions. If it is 2, the tensor may have more. All dimensions except
- *     the last then count as rows.
- * If a tensor is not contiguous, as gradients often are, the functions return a contiguous
- * copy. A tensor that the kernel writes (call_arg_written) must be contiguous and have exactly
- * dim dimensions. */
+/* Return the next argument. type is an epic_type, or one of CALL_*. dim is the number of
+ * dimensions. If dim is 2, the tensor may have more dimensions, and all except the last then
+ * count as rows. If a tensor is not contiguous, as gradients often are, the functions return a
+ * contiguous copy. A tensor that the kernel writes (call_arg_written) must be contiguous and
+ * have exactly dim dimensions. */
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim);
@@ -116,9 +117,9 @@ int64_t call_int(torch_call *call);
 uint32_t call_uint(torch_call *call, const char *name);
 double call_float(torch_call *call);
 
-/* Numbers of groups and layers are below 2^CALL_SMS_SHIFT. In an argument `int group` or `int
- * layer`, the higher bits contain the largest number of SMs that the call may use. If they are
- * 0, the limit of the group applies. */
+/* The ids of groups and layers are below 2^CALL_SMS_SHIFT. In an argument `int group` or `int
+ * layer`, the higher bits contain the maximum number of SMs for the call. If they are 0, the
+ * limit of the group applies. */
 enum { CALL_SMS_SHIFT = 48 };
 
 /* Reads the next two arguments, `int group, int tag`, and begins a use of the group
@@ -132,11 +133,10 @@ epic_call call_enter_group(torch_call *call);
 epic_call call_enter_layer(torch_call *call, group_layer *layer);
 uint64_t call_tag(torch_call *call);
 /* Reads `int group` of an operator that involves no other rank, and begins a use of the group.
- * The number may be 0 if the tensors are in host memory, because then the core needs no
- * context. */
+ * The id may be 0 if the tensors are in host memory, because the core then needs no context. */
 epic_call call_enter_local(torch_call *call);
 
-/* Returns true if the core computes on a GPU. Call it after a call_enter function. */
+/* Returns true if the core computes on a GPU. May be called after a call_enter function. */
 bool call_on_gpu(const torch_call *call);
 
 /* Returns the next result, with shape [rows, columns], or [rows] if columns is -1. */

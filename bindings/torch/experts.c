@@ -6,9 +6,9 @@
 #include "ops.h"
 #include "options.h"
 
-/* Sets the slots after the last slab to zero, because the core does not write them. On GPUs the
- * host cannot read the counts. There these slots may have any contents, because dispatch and
- * combine never read them. */
+/* Sets the slots after the last slab (the slots of one expert) to zero, because the core does
+ * not write them. On GPUs the host cannot read the counts, so these slots keep any contents
+ * there: dispatch and combine never read them. */
 static void zero_tail(const torch_call *call, call_array slots, call_array expert_rows)
 {
     if (call->failed || slots.data == NULL || slots.rows == 0 || call_on_gpu(call)) return;
@@ -35,7 +35,6 @@ typedef struct experts_inputs {
     call_array w_gate_up_scales, w_down_scales;
 } experts_inputs;
 
-/* Reads the inputs of forward or backward. */
 static experts_inputs read_inputs(torch_call *call)
 {
     experts_inputs in = {.x = call_arg(call, "x", CALL_MATRIX, 2)};
@@ -88,7 +87,6 @@ static epic_experts_memory_info sizes_of(torch_call *call, const epic_experts *e
     return sizes;
 }
 
-/* The operator epic::experts. */
 static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -119,7 +117,7 @@ static void op_experts(torch_value *stack, uint64_t num_arguments, uint64_t num_
     call_end(&call);
 }
 
-/* Creates the results of backward. grad_type 0 stands for float32, or float64 if the rows are
+/* Creates the results of backward. grad_type 0 means float32, or float64 if the rows are
  * float64. */
 static void gradient_results(torch_call *call, const experts_inputs *in, uint32_t grad_type,
                              epic_experts_backward_args *args)
@@ -140,7 +138,6 @@ static void gradient_results(torch_call *call, const experts_inputs *in, uint32_
     zero_tail(call, d_slots, in->rows);
 }
 
-/* The operator epic::experts_backward. */
 static void op_experts_backward(torch_value *stack, uint64_t num_arguments,
                                 uint64_t num_results)
 {

@@ -9,7 +9,6 @@
 
 #include "shim.h"
 
-/* A group: one context that Python has registered. */
 struct group {
     int64_t number;
     epic_context *ctx;
@@ -21,8 +20,8 @@ struct group {
     group *next;
 };
 
-/* The low bits of a layer's number are its index in the group. The high bits are the number of
- * the group. */
+/* The low bits of a layer's id are its index in the group. The high bits are the id of the
+ * group. */
 enum { LAYER_BITS = 16 };
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -39,7 +38,7 @@ static group **find_group(int64_t number)
     return at;
 }
 
-/* Counts one more call in flight on the group, and fills in *use. */
+/* Adds one call in flight to the group, and fills in *use. */
 static void use_group(group_use *use, group *found)
 {
     found->num_uses++;
@@ -70,8 +69,7 @@ bool group_enter_layer(group_use *use, int64_t number, group_layer *layer)
     return there;
 }
 
-/* Appends a layer to the layers of a group. Returns the number of the layer, or 0 on
- * failure. */
+/* Appends a layer to the layers of a group. Returns the id of the layer, or 0 on failure. */
 static int64_t add_layer(group *to, const group_layer *layer)
 {
     if (to->num_layers == 1 << LAYER_BITS) return 0;

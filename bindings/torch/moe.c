@@ -116,7 +116,6 @@ static void read_numbers(torch_call *call, moe_job *job)
     check_weights(call, job);
 }
 
-/* The operator epic::moe. */
 static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;
@@ -180,7 +179,6 @@ static void op_moe(torch_value *stack, uint64_t num_arguments, uint64_t num_resu
     call_end(&call);
 }
 
-/* The operator epic::moe_backward. */
 static void op_moe_backward(torch_value *stack, uint64_t num_arguments, uint64_t num_results)
 {
     (void)num_arguments;

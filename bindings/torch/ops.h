@@ -13,7 +13,6 @@ typedef struct torch_op {
     torch_kernel *kernel; /* runs for tensors on CPUs and on GPUs */
 } torch_op;
 
-/* A table of operators. */
 typedef struct torch_ops {
     const torch_op *ops;
     int count;

@@ -6,13 +6,13 @@
 #define READ_INT(prefix, name) out.name = call_uint(call, #name);
 #define READ_REAL(prefix, name) out.name = call_float(call);
 
-/* Returns `count` bits of a word, from bit `first` on. */
+/* Returns `count` bits of a word, starting at bit `first`. */
 static uint32_t extract_bits(uint64_t word, int first, int count)
 {
     return (uint32_t)(word >> first) & (uint32_t)((1ull << count) - 1);
 }
 
-/* Returns the layer that three numbers contain. */
+/* Returns the layer that is packed into three integers. */
 static epic_layer unpack_layer(uint64_t rules, uint64_t slabs, uint64_t leaves)
 {
     return (epic_layer){.num_experts = extract_bits(rules, 0, 17),

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads the option structs of the core from the arguments of an operator. A field is an
- * argument of its own, whose name is a prefix and the name of the field. Or several small
+ * argument of its own, whose name is a prefix and the name of the field, or several small
  * fields are packed into one integer argument. */
 #ifndef EPIC_TORCH_OPTIONS_H
 #define EPIC_TORCH_OPTIONS_H
@@ -26,24 +26,24 @@
 #define EXPERTS_SCHEMA ", int experts_sizes" MLP_SCHEMA("experts")
 #define SHARED_SCHEMA MLP_SCHEMA("shared")
 
-/* Read options from the next arguments of a call. Small fields are packed into one integer,
- * from the lowest bits on, because torch needs host time for each argument and allows at most
- * 64 of them. The integers, with the number of bits of each field:
- *     layer_rules     num_experts, num_logical (17 each), top_k (7), flags (12), sum_order (2),
- *                     partial_type (3), overflow, priority, layout (2 each)
- *     layer_slabs     alignment (32), expert_capacity (32)
- *     layer_leaves    leaves (32)
- *     experts_sizes   num_local_experts (32), hidden (32)
- *     .._kind         inner (32), activation (8), ungated, interleaved, weighting, weight_type,
- *                     grad_type, row_type (4 each) */
+/* Read options from the next arguments of a call. Small fields are packed into one integer, the
+ * first field in the lowest bits, because torch needs host time for each argument and allows at
+ * most 64 of them. The integers, with the number of bits of each field:
+ * - layer_rules: num_experts, num_logical (17 each), top_k (7), flags (12), sum_order (2),
+ *   partial_type (3), overflow, priority, layout (2 each)
+ * - layer_slabs: alignment (32), expert_capacity (32)
+ * - layer_leaves: leaves (32)
+ * - experts_sizes: num_local_experts (32), hidden (32)
+ * - .._kind: inner (32), activation (8), ungated, interleaved, weighting, weight_type,
+ *   grad_type, row_type (4 each) */
 epic_layer read_layer(torch_call *call);
 /* Like read_layer(), for the operators of the whole layer (moe.c). Also sets *flags to the
  * flags of epic_moe, which are bits 32 to 62 of layer_leaves. */
 epic_layer read_layer_with_flags(torch_call *call, uint32_t *flags);
 
 /* For Python: stores a layer in a group (groups.h). rules, slabs and leaves contain the layer,
- * packed in the same way as the arguments of read_layer(). Returns the number of the layer, or
- * 0 on failure. */
+ * packed in the same way as the arguments of read_layer(). Returns the id of the layer, or 0 on
+ * failure. */
 int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
                              int64_t capacity, int64_t plan_bytes);
 epic_router read_router(torch_call *call);
@@ -71,8 +71,8 @@ typedef struct mlp_types {
 } mlp_types;
 
 /* Read the options of the experts (first function) or of the shared expert (second function)
- * from the next arguments of a call. *types contains types that the arguments may leave out.
- * The functions set types->grad. */
+ * from the next arguments of a call. *types has the types that the arguments may leave out. The
+ * functions set types->grad. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
 /* Checks the types and shapes of the weights of an MLP: w_gate_up, w_down, b_gate_up and b_down.
  * `names` contains their names in errors. Weights in e4m3 are transposed in forward, but not in

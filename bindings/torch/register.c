@@ -57,7 +57,7 @@ static const char *register_all(void *library, void *cpu, void *cuda, torch_ops 
     return NULL;
 }
 
-/* For Python: registers all operators. Must be called once. Returns NULL on success. Otherwise
+/* For Python: registers all operators. Must be called once. Returns NULL on success. On failure
  * returns the name of a function that torch does not have, or a schema that torch refused.
  * Never deletes the library objects, because deleting them would remove the operators. */
 TORCH_EXPORT const char *epic_torch_register(void)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes times from counts. Transfers that run at the same time take as long as the
+/* Computes times from numbers of rows. Transfers that run at the same time take as long as the
  * slowest of them. */
 #include "sim.h"
 
@@ -23,9 +23,9 @@ static void raise_rows_us(cost *c, double time, const char *name)
     c->limit = name;
 }
 
-/* Returns the time in which a rank sends the words of a plan to all ranks of other hosts: first its
- * announcement and its counts of choices, then a record of 8 bytes for each choice. The proxy thread
- * joins the records for a rank to one put. */
+/* Returns the time in which a rank sends the words of a plan to all ranks of other hosts: first
+ * its announcement and its counts of choices, then a record of 8 bytes for each choice (a token
+ * and one of its top_k experts). The proxy thread joins the records for a rank into one put. */
 static double plan_us(const constants *k, const shape *s, const routing *r)
 {
     const double peers = s->ranks - s->ranks_per_host;
@@ -36,8 +36,8 @@ static double plan_us(const constants *k, const shape *s, const routing *r)
 }
 
 /* Computes the times of one operation. The time of the rows (rows_us) is the sum of three
- * times: the time of a launch, the time until the pipeline is full, and the longest of the
- * times of network, proxy thread, NVLink and memory. These four work at the same time. */
+ * times: that of a launch, that until the pipeline is full, and the longest of the times of
+ * network, proxy thread, NVLink and memory, which work at the same time. */
 cost compute_cost(const constants *k, const traffic *t, const shape *s, const routing *r,
                   bytes_of bytes)
 {

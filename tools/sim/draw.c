@@ -38,8 +38,7 @@ static double x_of(const sheet *s, int i)
     return LEFT + WIDTH * (log2(s->shapes[i].ranks) - first) / span;
 }
 
-/* Returns the logarithm of a time in microseconds. A time below one nanosecond counts as one
- * nanosecond. */
+/* Returns the base-2 logarithm of a time in microseconds, but of at least one nanosecond. */
 static double power_of(double time)
 {
     return log2(time > 1e-3 ? time : 1e-3);

@@ -60,8 +60,8 @@ static bool read_ranks(options *o, const char *text)
     }
 }
 
-/* Reads lines of expert ids. All lines must have the same number of ids. Sets r->top_k to it.
- * Returns NULL if the file is invalid. */
+/* Reads lines of expert ids. All lines must have the same number of ids, which it stores in
+ * r->top_k. Returns NULL if the file is invalid. */
 static int32_t *read_trace(routing *r, FILE *file)
 {
     char *line = NULL;
@@ -169,7 +169,7 @@ static int check_and_run(options *o, const char *trace)
         return refuse_option("--trace", "cannot be combined with --skew or --groups");
     for (int i = 0; trace && i < o->num_shapes; i++)
         if (o->shapes[i].ranks > r->experts)
-            /* leaves out this and larger numbers of ranks, because some ranks would have no
+            /* leave out this and larger numbers of ranks, because some ranks would have no
              * expert */
             o->num_shapes = i;
     if (!o->num_shapes) return refuse_option("--trace", "--ranks must be at most --experts");

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Prints published measurements and those of EPIC next to the estimates of epic-sim. The
- * estimates do not include the time of instructions and switches. So they show what the best
+ * estimates do not include the time of instructions and switches, so they show what the best
  * implementation could reach. EPIC has not been measured between hosts. */
 #include "sim.h"
 
@@ -37,11 +37,12 @@ static const run runs[] = {
     {"DeepEP V1", "CX7 400G", 16, 8, 4096, 256, 8, 8, 4, FP8, BF16, 43, 43, false, 0},
     {"DeepEP V1", "CX7 400G", 32, 8, 4096, 256, 8, 8, 4, FP8, BF16, 58, 57, false, 0},
     {"DeepEP V1", "CX7 400G", 64, 8, 4096, 256, 8, 8, 4, FP8, BF16, 51, 50, false, 0},
-    /* README of DeepEP V2: logical bandwidth, which counts rows for the own host, too */
+    /* README of DeepEP V2: logical bandwidth, which also includes rows to ranks of the own
+     * host */
     {"DeepEP V2", "CX7 400G", 16, 8, 8192, 256, 8, 0, 0, FP8, BF16, 90, 81, false, 0},
     {"DeepEP V2", "CX7 400G", 32, 8, 8192, 256, 8, 0, 0, FP8, BF16, 61, 61, false, 0},
-    /* docs/README_Hybrid-EP.md of DeepEP's branch hybrid-ep, H100: 16 SMs, times of the calls of
-     * PyTorch. The page does not say which rows its algorithm bandwidth counts. */
+    /* docs/README_Hybrid-EP.md of DeepEP's branch hybrid-ep, H100: 16 SMs, times of the calls
+     * of PyTorch. The page does not define which rows its algorithm bandwidth includes. */
     {"Hybrid-EP", "IB 400G", 16, 8, 4096, 128, 8, 0, 0, FP8, BF16, 48.3, 53.4, false, 0},
     {"Hybrid-EP", "IB 400G", 32, 8, 4096, 256, 8, 0, 0, FP8, BF16, 42.1, 52.5, false, 0},
     {"Hybrid-EP", "IB 400G", 64, 8, 4096, 512, 8, 0, 0, FP8, BF16, 35.0, 46.6, false, 0},
@@ -59,8 +60,8 @@ static const run runs[] = {
 };
 
 /* Returns the estimate in the unit of the measurement, microseconds or GB/s. For GB/s, DeepEP's
- * tests count one row for each pair of a token and a host to which it is sent, its own
- * included. So this function counts in the same way. */
+ * tests count one row for each pair of a token and a host to which it is sent, including its
+ * own host, so this function does the same. */
 static double shown_value(const run *p, const cost *c, const traffic *t, double row_bytes)
 {
     const double us = c->plan_us + c->rows_us;

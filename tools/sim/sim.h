@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic-sim: estimates how the bytes and times of plan, dispatch and combine grow with the
- * number of ranks. traffic.c counts the rows that every rank sends: it follows each choice by
- * the rules of docs/internals/hosts.md. cost.c computes times from these counts and constants
- * of the machine. */
+ * number of ranks. traffic.c counts the rows that every rank sends: it follows each choice (a
+ * token and one of its top_k experts) by the rules of docs/internals/hosts.md. cost.c computes
+ * times from these numbers and constants of the machine. */
 #ifndef EPIC_SIM_H
 #define EPIC_SIM_H
 
@@ -18,9 +18,9 @@
 typedef struct routing {
     int64_t experts; /* number of experts, at least one for each rank */
     int top_k;
-    /* the experts have a random order; expert number i in it has the weight 1 / i^skew */
+    /* the experts have a random order, in which expert i has the weight 1 / i^skew */
     double skew;
-    /* the experts form `groups` groups, and those of a token are in `limit` of them; 0: no
+    /* the experts form `groups` groups, and a token chooses from `limit` of them; 0: no
      * groups */
     int groups, limit;
     const int32_t
@@ -36,7 +36,7 @@ typedef struct shape {
     int64_t tokens;            /* number of tokens of each rank */
 } shape;
 
-/* Numbers of rows in one direction: that of the rank with the most rows, and the mean over the
+/* Numbers of rows in one direction: of the rank with the most rows, and the mean over the
  * ranks. */
 typedef struct load {
     double most, mean;
@@ -44,21 +44,22 @@ typedef struct load {
 
 /* Numbers of rows that are sent (out) and received (in) by a rank. */
 typedef struct traffic {
-    /* rows between hosts: one for each pair of a token and another host */
+    /* number of rows between hosts: one for each pair of a token and another host */
     load net_out, net_in;
-    /* For comparison: rows between hosts if each row were sent to each rank, not to each host.
-     * There is one for each pair of a token and a rank on another host. */
+    /* For comparison: number of rows between hosts if each row were sent to each rank, not to
+     * each host. There is one for each pair of a token and a rank on another host. */
     load by_rank_out, by_rank_in;
-    load inside_out, inside_in; /* rows over NVLink, including those that relays forward */
-    load slots;                 /* rows that a rank's experts receive */
-    load puts;                  /* puts, each with up to 16 rows of consecutive tokens */
+    /* number of rows over NVLink, including those that relays forward */
+    load inside_out, inside_in;
+    load slots; /* number of rows that a rank's experts receive */
+    load puts;  /* number of puts, each with up to 16 rows of consecutive tokens */
     double
-        /* sum over the tokens of a rank: number of hosts to which the token is sent, its own
-         * included; mean over the ranks */
+        /* sum over the tokens of a rank: number of hosts to which the token is sent, including
+         * its own; mean over the ranks */
         hosts;
 } traffic;
 
-/* Counts the rows. Returns false if there is no memory. */
+/* Counts the rows. Returns false if out of memory. */
 bool traffic_count(const routing *r, const shape *s, traffic *out);
 
 /* Constants of the machine. docs/lab/hosts.md explains where the defaults come from. */
@@ -93,7 +94,6 @@ cost compute_cost(const constants *c, const traffic *t, const shape *s, const ro
 bool draw_picture(const char *path, const shape *shapes, const cost *dispatch,
                   const cost *combine, int num);
 
-/* Prints published measurements next to the estimates for the same sizes. */
 void print_published(const constants *c);
 
 #endif

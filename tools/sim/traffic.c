@@ -7,8 +7,8 @@
 
 #include "sim.h"
 
-#define MAX_PUT_ROWS 16 /* largest number of rows in one put */
-/* after this many draws that were not allowed, choose_experts() calls draw_free() */
+#define MAX_PUT_ROWS 16 /* maximum number of rows in one put */
+/* number of rejected draws after which choose_experts() calls draw_free() */
 #define MAX_TRIES 64
 
 /* Counts of one rank (struct traffic). */
@@ -22,7 +22,6 @@ typedef struct run {
     int64_t last, length;
 } run;
 
-/* State while rows are counted. */
 typedef struct counting {
     const routing *r;
     const shape *s;
@@ -107,9 +106,9 @@ static bool is_free(const routing *r, int32_t id, const int32_t *ids, int k,
            list_has(groups, num_groups, (int32_t)(id / (r->experts / r->groups)));
 }
 
-/* Draws one of the experts that the token may still choose. The probabilities are the same as
- * if draw_expert() were called until it returns such an expert. That would take too long if few
- * such experts are left, or if their weights are small. */
+/* Draws one of the experts that the token may still choose, with the same probabilities as
+ * calling draw_expert() until it returns such an expert. That would take too long if few such
+ * experts are left, or if their weights are small. */
 static int32_t draw_free(counting *c, const int32_t *ids, int k, const int32_t *groups,
                          int num_groups)
 {
@@ -151,7 +150,7 @@ static void choose_experts(counting *c, int64_t token, int32_t *ids)
     }
 }
 
-/* Adds a token's row to the current put from rank `from` to `to`, or counts a new put. A put
+/* Adds a token's row to the current put from rank `from` to `to`, or starts a new put. A put
  * has up to 16 rows of consecutive tokens. */
 static void extend_run(counting *c, int from, int to, int64_t token)
 {
@@ -163,7 +162,8 @@ static void extend_run(counting *c, int from, int to, int64_t token)
 }
 
 /* Counts the rows of a token to a host that has another number of ranks than the sender's host.
- * No relay is used: one row goes to each rank there that has one of the token's experts. */
+ * Relays (ranks that forward a row on their host) are then not used: one row goes to each rank
+ * there that has one of the token's experts. */
 static void reach_ranks(counting *c, int from, int host, const int32_t *ranks, int count,
                         int64_t token)
 {
