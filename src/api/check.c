@@ -66,7 +66,6 @@ static epic_result check_equal(const char *a, epic_const_rows rows_a, const char
                      a, (long long)rows_a.row_bytes, b, (long long)rows_b.row_bytes);
 }
 
-/* Checks that a row consists of whole elements of `type`. */
 static epic_result check_whole(const char *name, epic_const_rows rows, uint32_t type)
 {
     const int64_t size = (int64_t)epic_type_bytes(type);
@@ -252,7 +251,6 @@ static epic_result check_dispatch_arrays(const epic_dispatch_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the scales of a dispatch whose rows are already quantized. */
 static epic_result check_scales(const epic_context *ctx, const epic_dispatch_args *a)
 {
     if (!a->scales.data && !a->recv_scales.data && !a->scales.row_bytes &&
@@ -388,7 +386,6 @@ epic_result check_combine_backward_args(const epic_context *ctx,
     return check_combine_backward_arrays(a);
 }
 
-/* Checks that an array of `count` floats is not NULL, unless count is 0. */
 static epic_result check_numbers(const char *name, const float *data, int64_t count)
 {
     if (data || !count) return EPIC_OK;

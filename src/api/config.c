@@ -14,13 +14,11 @@
 #define DEFAULT_TIMEOUT_MS 300000u
 #define MOST_ROW_BYTES (1ll << 30)
 
-/* Returns EPIC_EINVAL, and sets an error text with the field, its value and the rule. */
 static epic_result config_error(const char *field, int64_t value, const char *rule)
 {
     return epic_fail(EPIC_EINVAL, "config.%s is %lld: %s", field, (long long)value, rule);
 }
 
-/* Reads EPIC_TIMEOUT_MS, or sets the default. */
 static epic_result read_timeout_env(uint32_t *timeout_ms)
 {
     const char *text = getenv("EPIC_TIMEOUT_MS");

@@ -27,8 +27,6 @@ int64_t context_bytes(const epic_config *config, bool host)
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }
 
-/* ----------------------------------------------------------------------------- opening ---- */
-
 /* Implements bootstrap.gather for a group of one rank: copies `mine` to the only entry of
  * `all`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)

@@ -164,7 +164,6 @@ static epic_result fail_mismatch_text(const char *field, const char *first, int 
                      field, first, rank, other);
 }
 
-/* Compares the rank_info of rank 0 with that of another rank, field by field. */
 static epic_result compare_rank_infos(const rank_info *a, const rank_info *b, int rank)
 {
     if (b->magic != RANK_INFO_MAGIC || b->version != a->version || b->bytes != a->bytes)

@@ -21,7 +21,6 @@ epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx
     return EPIC_OK;
 }
 
-/* Reads and checks a config and a layer for a size query. */
 static epic_result read_config_and_layer(epic_config *c, epic_layer *l,
                                          const epic_config *config, size_t config_size,
                                          const epic_layer *layer, size_t layer_size)
@@ -143,7 +142,6 @@ epic_result epic_memory_v1(const epic_config *config, size_t config_size,
     return EPIC_OK;
 }
 
-/* Fills in *out from a plan of a host context. Returns EPIC_EINVAL if the bytes are damaged. */
 static epic_result read_host_plan(const void *plan, int64_t plan_bytes, epic_plan_info *out)
 {
     plan_view view;

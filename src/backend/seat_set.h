@@ -35,7 +35,6 @@ static inline void seat_set_subtract(seat_set *s, const seat_set *other)
     for (int w = 0; w < SEAT_SET_WORDS; w++) s->words[w] &= ~other->words[w];
 }
 
-/* Adds the seats 0 to num_seats - 1. */
 static inline void seat_set_add_all(seat_set *s, int num_seats)
 {
     for (int seat = 0; seat < num_seats; seat++) seat_set_add(s, seat);
@@ -56,7 +55,6 @@ static inline int seat_set_count_below(const seat_set *s, int seat)
     return count;
 }
 
-/* Returns whether every seat of `part` is in `whole`. */
 static inline bool seat_set_contains(const seat_set *whole, const seat_set *part)
 {
     for (int w = 0; w < SEAT_SET_WORDS; w++)

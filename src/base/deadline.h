@@ -37,7 +37,6 @@ typedef struct deadline {
     uint64_t ran_ns;      /* running time of this wait before the last start */
 } deadline;
 
-/* Starts a deadline at `now`, a time of clock_ns(). */
 static inline void deadline_start(deadline *d, uint64_t timeout_ns, uint64_t now)
 {
     *d = (deadline){.timeout_ns = timeout_ns,
@@ -93,7 +92,6 @@ static inline uint64_t deadline_sleep_ns(deadline *d, uint64_t now, uint64_t lon
     return sleep;
 }
 
-/* Returns a deadline of timeout_ms milliseconds that starts now. */
 static inline deadline deadline_begin_ms(uint64_t timeout_ms)
 {
     deadline d;

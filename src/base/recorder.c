@@ -41,8 +41,6 @@ static int64_t wall_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* ---------------------------------------------------------------------- open and close ---- */
-
 /* Creates a sealed memfd of `bytes` bytes for one recorder_page. Returns its descriptor, or -1
  * and sets errno. Allocates all of its memory at once, so that no later write can fail. */
 static int make_memfd(const char *group, int rank, size_t bytes)
@@ -127,8 +125,6 @@ void recorder_forget(epic_recorder *recorder)
     close(recorder->fd);
     free(recorder);
 }
-
-/* ----------------------------------------------------------------------------- writing ---- */
 
 static void store_words(_Atomic uint64_t *to, const void *from, size_t num_words)
 {
@@ -265,8 +261,6 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
         .done = {entry.end_ns, entry.bytes, entry.operation, entry.result}};
     trace_operation(recorder->trace, ended);
 }
-
-/* ----------------------------------------------------------------------------- reading ---- */
 
 recorder_page *recorder_get_page(const epic_recorder *recorder)
 {

@@ -137,7 +137,6 @@ _Static_assert(sizeof(recorder_record) == 128, "recorder_record has holes");
 _Static_assert(offsetof(recorder_page, records) == 512, "recorder_page has holes");
 _Static_assert(RECORDER_OPERATIONS <= 16, "recorder_page.num_operations is too short");
 
-/* Returns the size in bytes of the recorder of a rank in a group of num_ranks ranks. */
 static inline size_t recorder_bytes(int32_t num_ranks)
 {
     return sizeof(recorder_page) +

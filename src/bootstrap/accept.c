@@ -398,7 +398,6 @@ static nfds_t fill_polls(acceptor *a)
     return n; /* counts only open sockets, because poll() limits its number of entries */
 }
 
-/* Polls for at most `ms` milliseconds, and serves all connections that are ready. */
 static void poll_and_serve(acceptor *a, int ms)
 {
     const nfds_t n = fill_polls(a);

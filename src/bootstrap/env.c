@@ -50,8 +50,6 @@ typedef struct claim {
     int64_t rank, num_ranks;
 } claim;
 
-/* --------------------------------------------------------------------------- variables ---- */
-
 /* Reads a variable that must be a decimal integer from `least` to `most`. Does not change *out
  * if the variable is not set. */
 static epic_result parse_integer(const char *name, int64_t least, int64_t most, int64_t *out)
@@ -110,8 +108,6 @@ static epic_result read_claim(claim *out, const launcher *l)
     const int64_t most = size_name != NULL ? out->num_ranks : BOOTSTRAP_MAX_RANKS;
     return parse_integer(l->rank, 0, most - 1, &out->rank);
 }
-
-/* -------------------------------------------------------------- choice of the launcher ---- */
 
 static void describe_claim(char *out, size_t size, const claim *c)
 {
@@ -177,8 +173,6 @@ static epic_result choose_claim(claim *out, const claim *claims)
     return EPIC_OK;
 }
 
-/* ---------------------------------------------------------- address and port of rank 0 ---- */
-
 static epic_result check_is_set(const claim *c, const char *name)
 {
     if (getenv(name) != NULL) return EPIC_OK;
@@ -241,8 +235,6 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
     tcp->secret = getenv("EPIC_SECRET");
     return EPIC_OK;
 }
-
-/* -------------------------------------------------------- processes without a launcher ---- */
 
 /* Returns an error if this process runs in a batch script or a salloc shell of a job with
  * several tasks, and not under srun. Without this error, each process would silently form a

@@ -9,7 +9,6 @@
 #include "base/hash.h"
 #include "bootstrap/env.h"
 
-/* Returns the value of the first variable in `names` that is set and not empty, or NULL. */
 static const char *get_first_set(const char *const *names, int count)
 {
     for (int i = 0; i < count; i++) {
@@ -19,7 +18,6 @@ static const char *get_first_set(const char *const *names, int count)
     return NULL;
 }
 
-/* Appends `length` bytes. Returns false if there is no room. */
 static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, size_t length)
 {
     if (*used + length >= ENV_HOST) return false;

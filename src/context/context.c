@@ -23,8 +23,6 @@ static bool is_ours(const epic_context *ctx)
     return ctx->generation == process_generation();
 }
 
-/* ----------------------------------------------------------------------------- failure ---- */
-
 epic_result backend_copy_error(const epic_backend *backend, epic_result result)
 {
     if (result == EPIC_OK || !backend->sentence) return result;
@@ -196,8 +194,6 @@ bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;
 }
 
-/* ----------------------------------------------------------------------------- members ---- */
-
 epic_result context_set_members(epic_context *ctx, const seat_set *members)
 {
     const epic_transport *transport = ctx->backend->transport;
@@ -216,8 +212,6 @@ epic_result context_set_members(epic_context *ctx, const seat_set *members)
     ctx->num_members = seat_set_count(members);
     return EPIC_OK;
 }
-
-/* ----------------------------------------------------------------------------- queries ---- */
 
 int32_t epic_rank(const epic_context *ctx)
 {

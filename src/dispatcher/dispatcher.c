@@ -25,8 +25,6 @@ struct epic_dispatcher {
     bool has_d_rows;      /* true: combine_backward has succeeded since the last dispatch */
 };
 
-/* ------------------------------------------------------------------------------ memory ---- */
-
 /* Allocates 64-byte aligned memory, on the context's device or, for a host context, on the
  * host. Returns NULL if out of memory. */
 static void *allocate_memory(const epic_dispatcher *s, int64_t bytes)
@@ -47,8 +45,6 @@ static void release_memory(const epic_dispatcher *s, void *memory)
         free(memory);
 }
 
-/* Allocates one row and one weight for each of this rank's slots. Returns false if out of
- * memory. */
 static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
 {
     *out = (epic_slots){.capacity = s->sizes.capacity,
@@ -91,8 +87,6 @@ static void release_all(epic_dispatcher *s)
     release_memory(s, s->gradients.weights);
     release_memory(s, s->plan);
 }
-
-/* ------------------------------------------------------------------------- open, close ---- */
 
 /* Uses config.ctx, or opens a context that the dispatcher owns. */
 static epic_result open_context(epic_dispatcher *s)
@@ -189,8 +183,6 @@ epic_context *epic_dispatcher_context(const epic_dispatcher *dispatcher)
 {
     return dispatcher != NULL ? dispatcher->ctx : NULL;
 }
-
-/* ------------------------------------------------------------------------------- calls ---- */
 
 /* Checks the dispatcher that the caller passed. `gradients` is true for the backward calls,
  * which need config.gradients. */

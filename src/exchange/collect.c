@@ -15,7 +15,6 @@
 /* maximum number of bytes to send to one home rank before the flow serves the next one */
 #define BATCH_BYTES (256 * 1024)
 
-/* State of one collect flow. */
 typedef struct collect_state {
     exchange *x;
     const collect *c;

@@ -20,7 +20,6 @@ typedef enum option_kind {
     KIND_WEIGHT
 } option_kind;
 
-/* The lists of names for KIND_CHOICE. */
 typedef enum choice_list {
     NO_CHOICES,
     SCORES,
@@ -122,8 +121,6 @@ _Static_assert(NUM_OPTIONS + DOUBLE_WORDS + NUM_WEIGHTS <= OPTION_WORDS,
 
 /* index of the first word about the weights, which are the last words */
 #define FIRST_WEIGHT (OPTION_WORDS - NUM_WEIGHTS)
-
-/* -------------------------------------------------------------------- options to words ---- */
 
 static void put_word(uint32_t **at, uint32_t value)
 {
@@ -257,8 +254,6 @@ void layer_options_set_weights(layer_options *out, bool are_checked,
     memcpy(at + 1, words, NUM_LAYER_WEIGHTS * sizeof *words);
     out->weights_hash = hash_bytes(at, NUM_WEIGHTS * sizeof *at) | 1;
 }
-
-/* ------------------------------------------------------------------ words to sentences ---- */
 
 static int num_words_of(const option *o)
 {

@@ -15,7 +15,6 @@
 /* maximum number of bytes to move through one ring before the flow serves the next ring */
 #define BATCH_BYTES (256 * 1024)
 
-/* State of one scatter flow. */
 typedef struct scatter_state {
     exchange *x;
     const scatter *s;

@@ -83,8 +83,6 @@ void windows_close(epic_context *ctx, bool ours)
     atomic_store(&ctx->windows, NULL);
 }
 
-/* ------------------------------------------------------------------ adding a window ---- */
-
 /* Allocates memory for a window if peers cannot store into it. */
 static epic_result allocate_private(epic_window_memory *memory)
 {
@@ -225,8 +223,6 @@ epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_wi
     pthread_mutex_unlock(&table->mutex);
     return result;
 }
-
-/* --------------------------------------------------------------------- using windows ---- */
 
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
 {

@@ -23,7 +23,6 @@ epic_result windows_add(epic_context *ctx, const epic_window_args *args, epic_wi
  * Returns 0 if the bytes are not in one window, or if peers cannot store into the window. */
 int64_t window_place(epic_context *ctx, const void *data, int64_t bytes);
 
-/* Stores the place (window_place()) of output `which` in an op header. */
 static inline void op_header_set_window(epic_op_header *header, epic_context *ctx,
                                         enum window_output which, const void *data,
                                         int64_t bytes)

@@ -145,7 +145,6 @@ static epic_result check_scales(const experts_job *job, const named_scales *all,
     return EPIC_OK;
 }
 
-/* Returns EPIC_ENOTSUP for E4M3 weights on host contexts, and with experts.gemm. */
 static epic_result check_e4m3(const experts_job *job, const char *call)
 {
     if (!job->is_e4m3) return EPIC_OK;
@@ -181,7 +180,6 @@ static epic_result check_flags(uint32_t flags, uint32_t allowed)
     return EPIC_OK;
 }
 
-/* Checks weights_type, the type of slot_weights, and sets job->has_f64_weights. */
 static epic_result read_weights_type(experts_job *job, uint32_t type)
 {
     job->has_f64_weights = type == EPIC_F64;
@@ -292,7 +290,6 @@ static epic_result read_context(experts_job *job, epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Sets *slab to the slab of the next local expert. Returns false after the last one. */
 static bool next_slab(const experts_job *job, slab *slab)
 {
     slab->expert++;

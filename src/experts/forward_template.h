@@ -3,7 +3,6 @@
  * gate_up, the result of the first GEMM (config.h), to `saved` for backward. Then computes the
  * activations and the second GEMM. */
 
-/* Adds the bias [n], which may be NULL, to each of num_rows rows. */
 static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 {
     if (bias == NULL) return;

@@ -6,7 +6,6 @@
 
 #include "experts/blas.h"
 
-/* Adds x * row[j] to out[j], for j below n. */
 static void add_row(REAL *out, REAL x, const REAL *row, int64_t n)
 {
     for (int64_t j = 0; j < n; j++) out[j] += x * row[j];

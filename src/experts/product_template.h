@@ -36,14 +36,12 @@ static void *row_at(const experts_job *job, const void *rows, int64_t slot)
     return (char *)rows + slot * job->hidden * convert_bytes(job->experts.row_type);
 }
 
-/* Returns the weight of a slot as REAL. The caller's weights are float32 or float64. */
 static REAL slot_weight_at(const experts_job *job, int64_t slot)
 {
     return job->has_f64_weights ? (REAL)((const double *)job->slot_weights)[slot]
                                 : (REAL)((const float *)job->slot_weights)[slot];
 }
 
-/* Writes the gradient of a slot's weight to d_slot_weights, as float32 or float64. */
 static void store_weight_gradient(const experts_job *job, int64_t slot, double gradient)
 {
     if (job->has_f64_weights)
@@ -142,7 +140,6 @@ static const void *make_inputs(const experts_job *job, const slab *slab)
     return job->rows;
 }
 
-/* Returns the bias [n] of the slab's expert as REAL, or NULL if the experts have no biases. */
 static const REAL *bias_of(const experts_job *job, const slab *slab, const void *biases,
                            int64_t n)
 {

@@ -44,7 +44,6 @@ static size_t block_size(const sum_call *s, int64_t block)
     return (size_t)(left < BLOCK_BYTES ? left : BLOCK_BYTES);
 }
 
-/* Copies a block, item `item` of rank `owner`, into a ring entry. */
 static void sum_copy_block(sum_call *s, int owner, int64_t item, void *entry)
 {
     const int64_t block = block_of(s, owner, item);

@@ -15,7 +15,6 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* State of one call of combine_backward. */
 typedef struct combine_backward_call {
     const epic_combine_backward_args *args;
     const host_kernels *kernels;
@@ -162,7 +161,6 @@ static bool combine_backward_is_received(void *self, int from, int64_t token)
     return plan_receives_token(&((combine_backward_call *)self)->plan, from, token);
 }
 
-/* Lists the outputs that have one row per slot. */
 static void list_output_arrays(const epic_combine_backward_args *a, slot_array out[3])
 {
     out[0] = (slot_array){a->d_rows.data, a->d_rows.row_bytes, a->d_rows.num_rows};

@@ -18,7 +18,6 @@
  * the cache until the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
-/* State of one call of dispatch. */
 typedef struct dispatch_call {
     const epic_dispatch_args *args;
     const host_kernels *kernels;
@@ -31,7 +30,6 @@ typedef struct dispatch_call {
     int64_t token_in_row; /* token whose quantized row and scales are in x->row; -1: none */
 } dispatch_call;
 
-/* Returns row i of a matrix. */
 static const unsigned char *row_of(const epic_const_rows *rows, int64_t i)
 {
     return (const unsigned char *)rows->data + i * rows->row_bytes;
@@ -240,7 +238,6 @@ static part message_part_of(const unsigned char *piece, int64_t begin, int64_t e
     return (part){piece + (first - begin), first - low, last - first};
 }
 
-/* Writes the ranges in *p of a row and of its scales to one slot. */
 static void write_row(const dispatch_call *d, int64_t slot, const parts *p)
 {
     const epic_dispatch_args *a = d->args;

@@ -146,7 +146,6 @@ static bool is_always_sent(void *self, int rank, int64_t item)
     return true;
 }
 
-/* Callback scatter.fill_entry: copies the ids of a token into a ring entry. */
 static void fill_ids(void *self, int64_t item, int32_t piece, void *entry)
 {
     planning *p = self;

@@ -34,7 +34,6 @@ static members_message make_message(const members *m, uint32_t kind)
                              .dead = m->dead};
 }
 
-/* Sends a message to a seat. If the seat is this one, handles the message directly. */
 static void send_to(members *m, int to, const members_message *message, int64_t now)
 {
     if (to == m->seat)

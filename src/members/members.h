@@ -74,7 +74,6 @@ enum members_state {
     MEMBERS_LATE       /* no decision until the deadline; the call may be repeated */
 };
 
-/* Arguments of one call. */
 typedef struct members_call {
     int64_t patience_ns;  /* time to wait for seats that may be alive but send no message */
     int64_t step;         /* last finished step of this seat */

@@ -81,7 +81,6 @@ static void add_rows(array_list *p, const moe_job *j, const char *name, const vo
     add_array(p, name, data, j->tokens * j->hidden, element, out);
 }
 
-/* Adds `saved`, which forward writes and backward reads, and the workspace. */
 static void add_buffers(array_list *p, const moe_job *j, const void *saved,
                         const void *workspace, bool forward)
 {

@@ -13,7 +13,6 @@
 #include "plan/plan.h"
 #include "rules/convert.h"
 
-/* the flags that the caller may set in epic_moe.flags */
 #define KNOWN_FLAGS                                                                \
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
      EPIC_INVARIANT)

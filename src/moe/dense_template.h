@@ -108,7 +108,6 @@ static bool is_zero_expert(const token_block *b, int64_t choice)
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
 }
 
-/* Adds weight * row to acc for each zero-expert that the token has chosen. */
 static void add_zero_experts(const token_block *b, int64_t token, const REAL *row, REAL *acc)
 {
     const moe_job *j = b->job;
@@ -119,7 +118,6 @@ static void add_zero_experts(const token_block *b, int64_t token, const REAL *ro
     }
 }
 
-/* Adds the outputs of the zero-experts and of the shared expert, one token at a time. */
 static void add_local_experts(const token_block *b, const epic_rows *out, const void *shared_y)
 {
     const moe_job *j = b->job;
@@ -160,7 +158,6 @@ static REAL shared_gate_slope(const moe_job *j, int64_t token)
     return ((const REAL *)j->work.d_shared_weights)[token] * s * (1 - s);
 }
 
-/* Adds the gradient of w_shared_gate to gradient [hidden]. */
 static void shared_gate_gradient(const token_block *b, REAL *gradient)
 {
     const moe_job *j = b->job;
@@ -261,7 +258,6 @@ static void add_reals(void *to, const void *from, int64_t n)
     for (int64_t i = 0; i < n; i++) a[i] += b[i];
 }
 
-/* Returns the sum of n values, added in a binary tree. */
 static REAL sum_range(const REAL *values, int64_t n)
 {
     if (n == 1) return values[0];

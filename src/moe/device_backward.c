@@ -75,8 +75,6 @@ static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DEN
     return EPIC_OK;
 }
 
-/* Returns the addresses of the gradients in `dense_grads`, which is one row of
- * work.dense_grads. */
 static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
                                          float *dense_grads)
 {

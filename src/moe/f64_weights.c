@@ -4,7 +4,6 @@
 
 #include "moe/stages.h"
 
-/* Returns epic_rows of num_rows rows at `data`, each with top_k float64 elements. */
 static epic_rows weight_rows(const moe_job *j, void *data, int64_t num_rows)
 {
     return (epic_rows){data, num_rows, j->top_k * j->real_bytes};

@@ -150,7 +150,6 @@ epic_result moe_host_shared_expert(moe_job *j, int64_t b, uint32_t flags)
     return epic_experts_forward(NULL, &how);
 }
 
-/* Adds the outputs of the shared expert and of the zero-experts to the combined rows `out`. */
 static epic_result add_local_experts(moe_job *j, const epic_rows *out)
 {
     for (int64_t b = 0; b < j->blocks; b++) {

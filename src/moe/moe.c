@@ -10,8 +10,6 @@
 #include "moe/device.h"
 #include "moe/host.h"
 
-/* Computes the sizes in bytes of `saved` and of the workspaces of forward and backward, for the
- * configuration in *j. */
 static void count_memory(moe_job *j, int64_t *saved, int64_t *forward, int64_t *backward)
 {
     moe_layout_buffers(j, NULL, NULL, false);

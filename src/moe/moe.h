@@ -219,7 +219,6 @@ typedef struct token_block {
     const void *weights;     /* [tokens, top_k] real: weights of the choices */
 } token_block;
 
-/* Returns block b, from 0 to j->blocks - 1. */
 token_block moe_get_block(const moe_job *j, int64_t b);
 /* Returns the tokens of `count` blocks, starting at block `first`, as one block. */
 token_block moe_get_blocks(const moe_job *j, int64_t first, int64_t count);
@@ -248,7 +247,6 @@ typedef struct dense_ops {
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads);
     void (*add_reals)(void *to, const void *from, int64_t n);
-    /* Returns the sum of n reals, added in a binary tree. */
     double (*sum_in_tree)(const void *values, int64_t n);
 } dense_ops;
 

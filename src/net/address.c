@@ -59,8 +59,6 @@ static bool is_ipv4(const liveness_address *a)
     return IN6_IS_ADDR_V4MAPPED((const struct in6_addr *)(const void *)a->bytes);
 }
 
-/* Writes an address and a port to *out, as a sockaddr for bind() and connect(). Returns the
- * size of that sockaddr in bytes. */
 static socklen_t socket_address(const liveness_address *a, uint32_t port,
                                 struct sockaddr_storage *out)
 {

@@ -112,8 +112,6 @@ static liveness_handle handle_of(const connect_state *o, int host)
     return handle;
 }
 
-/* ------------------------------------------------------------------------- handshakes ---- */
-
 /* Sends this rank's handshake to the peer on host `to`. Returns false if that fails. */
 static bool send_handshake(const connect_state *o, int fd, int to)
 {
@@ -145,16 +143,12 @@ static int identify_host(const connect_state *o, const connection *t)
     return ours && g->host >= 0 && g->host < l->setup.num_hosts ? g->host : -1;
 }
 
-/* Makes the socket of *t the liveness connection to the peer on a host. */
 static void adopt_connection(connect_state *o, connection *t, int host)
 {
     o->connections->sockets[host] = t->fd;
     t->fd = -1;
 }
 
-/* ----------------------------------------------------------- outgoing and incoming ---- */
-
-/* Closes the outgoing connection to a host, and begins to connect to its next address. */
 static void try_next_address(connect_state *o, int host, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -212,8 +206,6 @@ static void advance_incoming(connect_state *o, connection *t)
     else
         liveness_close_socket(&t->fd);
 }
-
-/* ---------------------------------------------------------------------------- waiting ---- */
 
 /* Sets which[rank] to true for each peer that is not connected yet. Returns the number of such
  * peers. */

@@ -60,7 +60,6 @@ int liveness_open_listener(uint32_t *port);
 /* Opens a socket and starts to connect it. Returns the socket, or -1 with errno set. */
 int liveness_begin_connect(const liveness_address *address, uint32_t port);
 
-/* Closes the socket if it is open, and sets it to -1. */
 void liveness_close_socket(int *socket);
 
 /* Starts the thread that sends bytes to the peers and checks their acknowledgements. All

@@ -14,7 +14,6 @@ static bool is_power_of_two(uint32_t n)
     return n && !(n & (n - 1));
 }
 
-/* Checks the number of leaves of a layer with EPIC_TREE. */
 static epic_result check_tree(const epic_layer *l, int32_t num_members)
 {
     if (!is_power_of_two(l->leaves))
@@ -104,8 +103,6 @@ static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
     return true;
 }
 
-/* Returns the first expert whose owner in rank_of_expert is not a rank of the group, or
- * num_experts if there is none. */
 static uint32_t find_no_rank(const epic_layer *layer, int32_t num_ranks,
                              const int32_t *rank_of_expert)
 {

@@ -10,7 +10,6 @@
 #define PLAN_MAGIC 0x314e414c50435045ull /* "EPCPLAN1" */
 #define SECTION 64                       /* alignment of the arrays in bytes */
 
-/* Adds an array of `count` int32 at offset *end and advances *end. Returns its offset. */
 static int64_t add_section(int64_t *end, int64_t count)
 {
     const int64_t begin = *end;
@@ -181,7 +180,6 @@ static uint64_t body_checksum(const plan_header *h)
     return hash_bytes(bytes + begin, (size_t)(h->bytes - begin));
 }
 
-/* Returns the checksum of the header, computed with 0 in the field header_sum. */
 static uint64_t header_checksum(const plan_header *h)
 {
     plan_header copy;
@@ -190,7 +188,6 @@ static uint64_t header_checksum(const plan_header *h)
     return hash_bytes(&copy, sizeof copy);
 }
 
-/* Zeroes the padding after an array of `count` int32 at offset `begin`, up to offset `end`. */
 static void clear_padding_after(planner *p, int64_t begin, int64_t count, int64_t end)
 {
     begin += count * (int64_t)sizeof(int32_t);
@@ -214,8 +211,6 @@ void planner_seal(planner *p, uint64_t id, uint64_t group_id, epic_result result
     INVARIANT(plan_check(&(plan_view){0}, h, h->bytes, group_id, h->rank, h->num_ranks) ==
               PLAN_OK);
 }
-
-/* -------------------------------------------------------------------------- checking ---- */
 
 const char *plan_damage_name(int damage)
 {

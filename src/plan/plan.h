@@ -183,7 +183,6 @@ typedef struct plan_tables {
 int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_tables *tables,
                        uint32_t expert);
 
-/* An error in the placement of an expert. */
 typedef enum placement_error {
     PLACEMENT_OK,
     PLACEMENT_NO_RANK, /* the owner is not a rank of the group */

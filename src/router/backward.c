@@ -57,7 +57,6 @@ static epic_result prepare_backward(router_job *job, const epic_context *ctx,
     return router_check_ids(job, args->topk_idx, args->num_tokens);
 }
 
-/* Writes the gradients of scale_of_expert, or adds them with EPIC_ACCUMULATE. */
 static void store_scale_gradient(const router_job *job, void *d_scale_of_expert)
 {
     float *narrow = d_scale_of_expert;

@@ -70,9 +70,7 @@ epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
 int64_t router_job_workspace_bytes(const router_job *job);
 
-/* Returns the row of a token in logits [tokens, num_columns]. */
 const void *router_job_logits_row(const router_job *job, const void *logits, int64_t token);
-/* Returns the row of a token in d_logits [tokens, num_columns]. */
 void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t token);
 
 /* Checks the arguments of epic_router_forward and fills in *job. Does not read token_ids, table

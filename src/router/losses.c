@@ -192,8 +192,6 @@ static double sum_runs(const loss_job *job)
     return runs[0];
 }
 
-/* ------------------------------------------------------------------------ balance loss ---- */
-
 static epic_result balance_forward(loss_job *job)
 {
     TRY(prepare_loss(job, FORWARD));
@@ -278,8 +276,6 @@ epic_result epic_balance_loss_backward_v1(epic_context *ctx,
                                                  .stream = a.call.stream}});
 }
 
-/* ------------------------------------------------------------------------------ z-loss ---- */
-
 /* Returns the factor of the z-loss: the loss is this factor times the sum of logsumexp^2. */
 static double z_factor(const loss_job *job)
 {
@@ -351,8 +347,6 @@ epic_result epic_z_loss_backward_v1(epic_context *ctx, const epic_z_loss_backwar
                                            .flags = a.flags,
                                            .stream = a.call.stream}});
 }
-
-/* ------------------------------------------------------------------------- bias update ---- */
 
 static epic_result check_bias(const epic_bias_update_args *a)
 {

@@ -26,7 +26,6 @@ typedef struct router_row_ops {
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
-    /* Returns logsumexp(logits)^2. */
     double (*z_square)(const router_job *job, const void *logits);
 
     /* Writes the gradient of factor * z_square() to d_logits or, with EPIC_ACCUMULATE, adds

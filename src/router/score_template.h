@@ -19,7 +19,6 @@ static void load_row(REAL *out, const void *in, uint32_t type, int64_t n)
         convert_to_float((float *)(void *)out, in, type, n);
 }
 
-/* Converts n elements from REAL to `type`. If `type` is EPIC_F64, REAL is double. */
 static void store_row(void *out, uint32_t type, const REAL *in, int64_t n)
 {
     float *narrow = out;

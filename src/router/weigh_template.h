@@ -206,7 +206,6 @@ static void parts_backward(const router_job *job, const REAL *parts, const int32
     }
 }
 
-/* Computes the gradient of the logits from d_weights, in job->spare. */
 static void weigh_backward(const router_job *job, const int32_t *topk_idx,
                            const void *d_weights)
 {

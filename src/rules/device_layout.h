@@ -69,7 +69,6 @@ typedef device_many_header device_plan_header;
 typedef device_few_header device_plan_header;
 #endif
 
-/* Returns the contribution of word i of a header, with the value `word`, to the checksum. */
 DEVICE_LAYOUT_BOTH static inline uint32_t device_header_share(uint32_t word, uint32_t i)
 {
     return (word ^ i) * (2 * i + 0x9e3779b1u);

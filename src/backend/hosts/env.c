@@ -34,7 +34,6 @@ static epic_result read_switch(const char *name, const char *without, int *value
                      without);
 }
 
-/* Reads EPIC_NET_RDMA: whether puts are sent as remote writes (RDMA) or as messages. */
 static epic_result read_rdma(net_rdma *rdma)
 {
     int value;
@@ -108,8 +107,6 @@ hosts_memory hosts_env_memory(void)
                                    : HOSTS_MEMORY_ANY;
 }
 
-/* Reads EPIC_NET_MEMORY: whether inbox and outbox are in GPU memory or in host memory. Returns
- * EPIC_EINVAL for an unknown value. */
 static epic_result read_memory(hosts_memory *memory)
 {
     const char *text = getenv("EPIC_NET_MEMORY");

@@ -105,7 +105,6 @@ static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int
     return EPIC_OK;
 }
 
-/* Returns the size in bytes of the partial sums, which are behind the heap. */
 static int64_t partial_sums_bytes(const p2p_heap *at, int64_t num_ranks)
 {
     return num_ranks * at->part_words * 4;
@@ -196,7 +195,6 @@ static int num_near_ranks(const epic_group *g)
     return count;
 }
 
-/* Opens this rank's end of the net and writes the net's handle to mine->net. */
 static epic_result open_net(epic_group *g, hosts_part *h, peer_info *mine)
 {
     char why[NET_WHY_BYTES];
@@ -381,7 +379,6 @@ static int num_on_gpu(const peer_info *infos, int num_ranks)
     return count;
 }
 
-/* Returns the first rank whose EPIC_NET_MEMORY requests this memory, or -1. */
 static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory memory)
 {
     for (int q = 0; q < num_ranks; q++)

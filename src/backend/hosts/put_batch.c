@@ -234,9 +234,6 @@ void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words)
     release_stale(all);
 }
 
-/* ----------------------------------------------------------------------------- posting ---- */
-
-/* Returns the index of the first batch in a list for which may() returns true, or -1. */
 static int first_allowed(const put_batcher *all, const list *from, put_batch_kind kind,
                          put_batch_may_go *may, const void *self)
 {

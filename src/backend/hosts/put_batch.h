@@ -52,7 +52,6 @@ bool put_batcher_has_room(const put_batcher *all, uint32_t words);
 /* Returns whether all added pieces have been posted. */
 bool put_batcher_is_empty(const put_batcher *all);
 
-/* Returns whether word `word` of the heap belongs to an urgent block. */
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
 /* Adds a piece for a host: `words` words of the heap, starting at word `word`.

@@ -55,8 +55,6 @@ static void unlock_mpi(void)
     if (runtime_mutex()) pthread_mutex_unlock(runtime_mutex());
 }
 
-/* -------------------------------------------------------------------------- roll calls ---- */
-
 static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
 {
     for (int r = 0; r < num_ranks; r++) {
@@ -108,8 +106,6 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
                      m->rank, m->timeout_ms, names);
 }
 
-/* ------------------------------------------------------------------------- duplicating ---- */
-
 /* Polls until the duplicate communicator exists or the time limit has passed. In the second
  * half of the time limit, also exchanges roll calls. Threads may use MPI between two polls. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
@@ -132,7 +128,6 @@ static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *
     }
 }
 
-/* Duplicates the caller's communicator to m->comm within the time limit. */
 static epic_result duplicate_comm(bootstrap *m, MPI_Comm comm)
 {
     MPI_Request request;
@@ -149,8 +144,6 @@ static epic_result duplicate_comm(bootstrap *m, MPI_Comm comm)
     if (result == EPIC_OK) MPI_Comm_set_errhandler(m->comm, MPI_ERRORS_RETURN);
     return result;
 }
-
-/* --------------------------------------------------------------------------- gathering ---- */
 
 static void free_round(gather_round *r)
 {
@@ -277,8 +270,6 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
     free_round(&r);
     return EPIC_OK;
 }
-
-/* ---------------------------------------------------------------------- open and close ---- */
 
 /* Returns whether `comm` can be used for a bootstrap: it must be a valid intracommunicator. If
  * not, writes the reason to `why`, which has `size` bytes. That text calls the communicator

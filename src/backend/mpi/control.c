@@ -48,8 +48,6 @@ void control_notify_all(epic_group *group)
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
 }
 
-/* ---------------------------------------------------------------------------- failures ---- */
-
 /* Stores the group's first failure, and ends all waits of this rank. If should_broadcast is
  * set, also sends the failure to all ranks. `broken` is stored last, with release order,
  * because threads that see it set read the failure without the mutex. */
@@ -100,8 +98,6 @@ void control_stop(epic_group *group)
         MPI_Request_free(&group->receive_requests[i]);
     }
 }
-
-/* ----------------------------------------------------------------------------- leaving ---- */
 
 void control_close(epic_group *group)
 {

@@ -53,7 +53,6 @@ static void *drain_run(void *self)
     return NULL;
 }
 
-/* Starts the drain thread. Returns EPIC_ENOMEM if the system refuses. */
 epic_result drain_start(epic_group *group)
 {
     group->drain_runs = thread_start(&group->drain_thread, drain_run, group) == 0;

@@ -47,7 +47,6 @@
 #define NUM_RECEIVE_BUFFERS 16
 #define NUM_SEND_BUFFERS 64 /* maximum number of status requests and replies in flight */
 
-/* The kinds of control messages. */
 enum message_kind {
     MESSAGE_HEADER = 1,
     MESSAGE_FAILURE,

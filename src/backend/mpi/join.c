@@ -14,8 +14,6 @@
 #define SETTLE_NS 100000000
 #define FLUSH_NAP_NS 100000
 
-/* ---------------------------------------------------------------- check before joining ---- */
-
 /* Returns the number of ranks that mpirun has started, or 0 if mpirun did not start this
  * process. */
 static int launched_ranks(void)
@@ -96,8 +94,6 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         snprintf(why, SENTENCE, "not started by mpirun, and MPI is not initialized");
     return false;
 }
-
-/* ----------------------------------------------------------------------------- joining ---- */
 
 /* The data that a rank sends through the bootstrap before the first collective MPI call. */
 typedef struct join_info {
@@ -258,8 +254,6 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
         *out = group;
     return result;
 }
-
-/* ----------------------------------------------------------------------------- leaving ---- */
 
 /* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Waits
  * that long, because the close message may arrive after the exit. *since is the time at which

@@ -24,8 +24,6 @@ static struct {
     epic_group *left;
 } lifecycle = {.mutex = PTHREAD_MUTEX_INITIALIZER};
 
-/* ------------------------------------------------------ groups that this rank has left ---- */
-
 static bool all_closed(const epic_group *group)
 {
     for (int r = 0; r < group->num_ranks; r++)
@@ -95,8 +93,6 @@ void lifecycle_retire(epic_group *group)
     if (runtime_is_up()) free_left_groups();
     pthread_mutex_unlock(&lifecycle.mutex);
 }
-
-/* ----------------------------------------------------------------------- start and end ---- */
 
 /* MPI calls this function at the beginning of MPI_Finalize, whether EPIC or the program calls
  * MPI_Finalize. It waits up to LAST_CALL_NS for peers that are leaving, then cancels the posted

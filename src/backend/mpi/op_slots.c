@@ -5,8 +5,6 @@
  * in the list `early` of that peer. */
 #include "backend/mpi/group.h"
 
-/* -------------------------------------------------------------------------- op headers ---- */
-
 /* Returns this rank's open op slot for an exchange, or NULL. */
 op_slot *op_slots_find(epic_group *group, uint64_t tag, uint64_t sequence)
 {
@@ -69,7 +67,6 @@ void op_slots_add_header(epic_group *group, const control_message *message, int 
         store_early_header(group, message, from);
 }
 
-/* Moves a peer's op header for this exchange from the list of early headers to the op slot. */
 static void take_early_header(epic_group *group, op_slot *slot, int from)
 {
     peer *p = &group->peers[from];
@@ -82,8 +79,6 @@ static void take_early_header(epic_group *group, op_slot *slot, int from)
         return;
     }
 }
-
-/* ------------------------------------------------------------------ claim and announce ---- */
 
 op_slot *op_slots_find_free(epic_group *group)
 {

@@ -3,8 +3,6 @@
  * op_slots.c and peer_status.c, rows to staging.c. */
 #include "backend/mpi/group.h"
 
-/* -------------------------------------------------------------------- control messages ---- */
-
 static void dispatch_message(epic_group *group, const control_message *message, int from)
 {
     switch (message->kind) {
@@ -76,8 +74,6 @@ void progress_break_group(epic_group *group, const epic_failure_info *failure)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* -------------------------------------------------------------------------------- rows ---- */
-
 /* Polls the sends and receives of an op slot. Increments num_events, which ends a wait, for
  * each message with rows that has arrived and, if the op slot waits for room, for each finished
  * send. */
@@ -108,7 +104,6 @@ static bool is_idle(const epic_group *group, const op_slot *slot)
     return true;
 }
 
-/* Polls a draining op slot, and frees it if all its requests are complete. */
 static void free_if_idle(epic_group *group, op_slot *slot)
 {
     poll_slot(group, slot);
@@ -123,8 +118,6 @@ void progress_drain(epic_group *group)
     for (int i = 0; group->num_draining && i < group->num_slots; i++)
         if (group->slots[i].state == SLOT_DRAINING) free_if_idle(group, &group->slots[i]);
 }
-
-/* ------------------------------------------------------------- progress of one op slot ---- */
 
 /* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, op headers
  * if not. Does not poll both, because an MPI call that finds nothing yields the core, which is

@@ -23,7 +23,6 @@ pthread_mutex_t *runtime_mutex(void)
     return level < MPI_THREAD_MULTIPLE ? &one_thread : NULL;
 }
 
-/* Returns EPIC_EDEVICE with an error text for the result `code` of the MPI call `what`. */
 epic_result runtime_fail(int code, const char *what)
 {
     char reason[MPI_MAX_ERROR_STRING] = "";

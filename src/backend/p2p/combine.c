@@ -40,8 +40,6 @@ static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
     return streams ? (int32_t)leaves : 0;
 }
 
-/* Checks the plan of a call, writes its layer with all defaults to *layer, and fills in the
- * members of *job that depend on the plan. */
 static epic_result fill_combine_plan(const epic_group *g, p2p_combine_job *job,
                                      epic_layer *layer, const plan_argument *given)
 {

@@ -109,7 +109,6 @@ static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
     return p2p_cuda(p2p_launch_scale(&job, c->stream), "launching the experts' bias");
 }
 
-/* Computes a GEMM with the caller's own gemm (experts.gemm), then adds the bias. */
 static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *g)
 {
     const epic_gemm *theirs = c->experts.gemm;
@@ -209,8 +208,6 @@ epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *a)
     TRY(p2p_cuda(p2p_launch_activation(&between, c.stream), "launching the activation"));
     return launch_product(&c, second);
 }
-
-/* ---------------------------------------------------------------------------- backward ---- */
 
 /* Computes the gradient of a bias: out [experts, n] = for each expert, the sum of its rows
  * [slots, n], each multiplied by its element of `weights` [slots] if `weights` is not NULL.

@@ -64,8 +64,6 @@ static void read_why(const epic_group *group, char *why, size_t size)
     why[size - 1] = 0;
 }
 
-/* ------------------------------------------------------------------------- data errors ---- */
-
 /* Names for error texts of two arrays of an operation: the array with a row per token, and the
  * array with a row per slot. */
 typedef struct names {
@@ -136,9 +134,8 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     }
 }
 
-/* ---------------------------------------------------------------------------- failures ---- */
-
-/* Writes the error text of a timeout: which rank waited, for which ranks and in which phase. */
+/* Writes the error text of a timeout: which rank waited, for which ranks, and in which
+ * phase. */
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
     char culprits[RANK_NAMES_BYTES];

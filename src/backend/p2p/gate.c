@@ -297,8 +297,6 @@ static epic_result launch_leaves(const p2p_leaves_job *job, epic_stream stream)
                     "launching the sum of the gate's blocks");
 }
 
-/* Launches the kernels that compute the gradient of w_gate for several blocks on tensor cores,
- * as multiply_components() does for one block. */
 static epic_result multiply_blocks_in_components(const p2p_gemm *weight,
                                                  const p2p_gemm *components,
                                                  const epic_gate_args *gate)

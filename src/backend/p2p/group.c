@@ -73,7 +73,6 @@ typedef struct pinned_memory {
     uint64_t words[16 + DEVICE_MAX_RANKS]; /* for small copies */
 } pinned_memory;
 
-/* Allocates the pinned host memory of g: g->status and g->word. */
 static epic_result make_status(epic_group *g)
 {
     void *device = NULL;

@@ -141,7 +141,6 @@ cudaError_t p2p_open_handle(void **memory, cudaIpcMemHandle_t handle)
     return error;
 }
 
-/* Maps the heap of a rank of another process, and sets heap[peer]. */
 static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t handle)
 {
     void *heap;

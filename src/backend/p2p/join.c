@@ -40,8 +40,6 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
     return p2p_share_library(peers, num_ranks, why);
 }
 
-/* ----------------------------------------------------------------- memory of this rank ---- */
-
 static epic_result make_heap(epic_group *g)
 {
     const int64_t bytes = p2p_heap_bytes(&g->self.at);
@@ -61,8 +59,6 @@ static epic_result make_own_part(epic_group *g, join_handle *mine)
     TRY(p2p_load(g));
     return p2p_heap_export(g, g->self.heap[g->rank], &mine->heap_handle);
 }
-
-/* ---------------------------------------------------------------- connections to peers ---- */
 
 /* Returns the error that a rank has sent in its handle, or EPIC_OK. First checks the values of
  * the handle, because any program that can connect to the bootstrap may have sent it. */
@@ -89,8 +85,6 @@ static epic_result connect_peers(epic_group *g, const join_handle *handles)
     for (int q = 0; q < g->num_ranks; q++) TRY(p2p_heap_connect(g, q, &handles[q].heap_handle));
     return p2p_watch_open(g);
 }
-
-/* ---------------------------------------------------------------------- join and leave ---- */
 
 /* Implements p2p_hooks.write. A copy engine of the GPU copies the bytes, so the copy makes
  * progress while kernels occupy all SMs. */

@@ -71,8 +71,6 @@ static void free_bootstrap(nccl_bootstrap *b)
     free(b);
 }
 
-/* ------------------------------------------------------------------ errors of NCCL ---- */
-
 static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *call)
 {
     return epic_fail(result == NCCL_REMOTE_ERROR ? EPIC_EPEER : EPIC_EDEVICE,
@@ -93,8 +91,6 @@ static epic_result fail_late(const nccl_bootstrap *b, const char *phase)
                      (unsigned long long)b->num_gathers, b->rank, b->num_ranks, b->timeout_ms,
                      phase, (unsigned long long)b->num_gathers - 1);
 }
-
-/* ------------------------------------------------------------- the thread of a chunk ---- */
 
 static void set_phase(nccl_bootstrap *b, const char *phase)
 {
@@ -169,8 +165,6 @@ static epic_result start_thread(nccl_bootstrap *b)
     b->is_running = false;
     return epic_fail(EPIC_ENOMEM, "bootstrap over NCCL: no memory for a thread");
 }
-
-/* ---------------------------------------------------------------------- gathering ---- */
 
 /* Waits until the thread has finished. Returns its error, an error of the communicator, or
  * EPIC_ETIMEOUT. Polls the communicator without the mutex. */
@@ -272,8 +266,6 @@ static void close_bootstrap(void *self)
     pthread_mutex_unlock(&b->mutex);
     if (!is_running) free_bootstrap(b);
 }
-
-/* ------------------------------------------------------------------------ opening ---- */
 
 /* If the initialization of the communicator is non-blocking, waits until it is done. */
 static epic_result wait_until_ready(const nccl_bootstrap *b)

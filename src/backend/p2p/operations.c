@@ -9,8 +9,6 @@
 /* number of bytes that NVLink can send while a kernel makes the plan */
 #define EARLY_BYTES (5 << 20)
 
-/* -------------------------------------------------------------------------------- plan ---- */
-
 /* Returns the number of CTAs that make the plan: one per 64 tokens, at least 1, and at most
  * P2P_MAX_PLANNERS and num_sms. */
 static int planners_of(int64_t num_tokens, int num_sms)
@@ -90,8 +88,6 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
                         : p2p_launch_plan(&job, sms, p2p_stream_of(&args->call)),
                     "launching plan");
 }
-
-/* ---------------------------------------------------------------------------- dispatch ---- */
 
 /* Fills in the arguments for scales. The caller passes the scales, or dispatch computes them
  * (quantize). Does nothing if the rows have no scales. */
@@ -281,8 +277,6 @@ static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_a
     job.plan_bytes = plan_args->plan_bytes;
     return launch_dispatch(g, &job, &plan_args->call, "launching plan and dispatch");
 }
-
-/* --------------------------------------------------------------------------------- sum ---- */
 
 /* Implements epic_ops.allreduce_sum: an all-reduce of `count` floats per rank. Each launch sums
  * as many floats as fit into the staging memory. */

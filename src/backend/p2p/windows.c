@@ -149,7 +149,6 @@ static void set_result(p2p_window_message *message, epic_result result)
         epic_fit_text(message->sentence, sizeof message->sentence, epic_sentence());
 }
 
-/* Returns the first error in the messages of all ranks. The error text contains the rank. */
 static epic_result first_error(const epic_group *g, const p2p_window_message *all)
 {
     for (int q = 0; q < g->num_ranks; q++)
@@ -213,7 +212,6 @@ static epic_result export_memory(const epic_group *g, const uint8_t *data,
     return EPIC_OK;
 }
 
-/* Checks that memory of the caller can become a window. */
 static epic_result check_memory(const epic_group *g, const epic_window_args *args)
 {
     struct cudaPointerAttributes where;
@@ -227,7 +225,6 @@ static epic_result check_memory(const epic_group *g, const epic_window_args *arg
                      where.device, g->device);
 }
 
-/* Allocates `bytes` bytes of the group's GPU for a window, all zero. */
 static epic_result allocate_memory(epic_group *g, int64_t bytes, uint8_t **data)
 {
     *data = p2p_allocate(g, (size_t)bytes);

@@ -67,7 +67,6 @@ void shared_break_group(epic_group *g, const epic_failure_info *failure)
     shared_wake_all(g);
 }
 
-/* Copies the failure of the group to *out. Returns false if the group is healthy. */
 bool shared_failure(epic_group *g, epic_failure_info *out)
 {
     if (load_ordered(&g->header->failure_state) != GROUP_BROKEN) return false;

@@ -140,7 +140,6 @@ bool shared_match_peer(epic_group *g, shared_exchange *x, int peer)
     return link->slot != NULL;
 }
 
-/* Returns the peer's op header in this exchange, or NULL if it has not announced it yet. */
 const epic_op_header *shared_op_header(epic_group *g, int index, int peer)
 {
     shared_exchange *x = &g->exchanges[index];

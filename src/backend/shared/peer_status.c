@@ -19,8 +19,6 @@ static bool is_fresh(const epic_group *g, const shared_wait *wait)
     return heartbeat && (now < heartbeat || now - heartbeat < limit);
 }
 
-/* If the heartbeat in `wait` is recent, marks the peer as waiting, and adds the ranks for which
- * it waits to *out. */
 static void add_wait(const epic_group *g, const shared_wait *wait, epic_peer_status *out)
 {
     if (!is_fresh(g, wait)) return;

@@ -36,7 +36,6 @@ static void shape_broadcast(epic_group *g, shared_exchange *x, const epic_flow *
     next_flow(&x->broadcast_out, sends, shared_broadcast_ring(g, g->rank, x->index));
 }
 
-/* Begins a flow through the peer rings: one ring to each peer and one from each peer. */
 static void shape_peer_rings(epic_group *g, shared_exchange *x, const epic_flow *flow)
 {
     for (int r = 0; r < g->num_ranks; r++) {

@@ -24,7 +24,6 @@ void shared_wake_slot(const epic_group *g, shared_op_slot *slot)
         futex_wake(g, &slot->futex);
 }
 
-/* Wakes the threads of a rank that wait for a free op slot, if there are any. */
 void shared_wake_free_slot(const epic_group *g, int rank)
 {
     shared_rank_state *head = shared_rank_state_of(g, rank);

@@ -230,8 +230,6 @@ static void threads_leave(epic_group *group)
     free(seat);
 }
 
-/* ----------------------------------------------------------------- the next generation ---- */
-
 static void threads_send(epic_group *group, int to, const void *message, size_t bytes,
                          uint64_t group_id)
 {
@@ -271,8 +269,6 @@ static const epic_regroup_transport regroup = {.send = threads_send,
                                                .is_gone = threads_is_gone,
                                                .prepare = threads_prepare,
                                                .enter = threads_enter};
-
-/* ---------------------------------------------------------------------------- windows ---- */
 
 /* Implements epic_window_transport.offer. The peers are threads of this process, so the handle
  * is the memory's address. The op header that contains the handle never leaves this process. */

@@ -205,7 +205,6 @@ static void *stripe_run(void *self)
     return NULL;
 }
 
-/* Starts the thread of a stripe. On an error, writes the reason to `why`. */
 static epic_result stripe_start(stripe *s, char *why)
 {
     const int error = thread_start(&s->thread, stripe_run, s);
@@ -284,7 +283,6 @@ epic_result striped_open(net **out, const net_setup *setup, void *bytes, char *w
 
 /* -------------------------------------------------------------------------- connecting ---- */
 
-/* Returns the number of stripes in a handle, or 0 if the handle is damaged. */
 static int count_stripes(const handle *c)
 {
     size_t used = 0;
@@ -293,7 +291,6 @@ static int count_stripes(const handle *c)
     return used <= sizeof c->bytes ? count : 0;
 }
 
-/* Copies the handle of one stripe out of the handle of a striped net. */
 static void copy_handle(const handle *from, int stripe, unsigned char *to)
 {
     size_t at = 0;
@@ -389,7 +386,6 @@ bool striped_put(net *n, int host, uint64_t to, const void *from, uint32_t bytes
     return stripe_post(&n->stripes[0], host, to, from, bytes) && record_put(n, host, 0);
 }
 
-/* Implements net_engine.put_word. Passes the word to the net of the first stripe. */
 bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
 {
     stripe *s = &n->stripes[0];
@@ -430,8 +426,6 @@ bool striped_is_done(const net *n, int host, uint64_t count)
     return n->peers[host].finished >= count;
 }
 
-/* Implements net_engine.is_gone: returns true if the net of any stripe has detected that the
- * peer is gone. */
 bool striped_is_gone(const net *n, int host)
 {
     for (int s = 0; s < n->num_stripes; s++)
@@ -439,8 +433,6 @@ bool striped_is_gone(const net *n, int host)
     return false;
 }
 
-/* Implements net_engine.describe: describes the first stripe, and adds the number of
- * stripes. */
 void striped_describe(const net *n, char *to, size_t size)
 {
     striped_over.engine->describe(n->stripes[0].net, to, size);

@@ -13,8 +13,6 @@
 #define CLASS_VGA 0x0300 /* class codes of PCI devices: display controllers */
 #define CLASS_3D 0x0302
 
-/* ------------------------------------------------------------------------ reading sysfs ---- */
-
 /* Reads the first line of a file of sysfs into `out`, or "" if the file cannot be read, for
  * example because `path` is truncated. */
 static void read_line(char *out, size_t size, const char *path)
@@ -75,7 +73,6 @@ static void add_gpu(nics_host *out, const char *folder)
     out->num_gpus += read_device(&out->gpus[out->num_gpus], folder);
 }
 
-/* Adds the port in the folder class/infiniband/`nic`/ports/`number`. */
 static void add_port(nics_host *out, const char *sysfs, const char *nic, const char *number)
 {
     nics_port *port = &out->ports[out->num_ports];
@@ -94,7 +91,6 @@ static void add_port(nics_host *out, const char *sysfs, const char *nic, const c
     out->num_ports++;
 }
 
-/* Opens a folder below `sysfs`. Returns NULL if it does not exist. */
 static DIR *open_folder(const char *sysfs, const char *below, const char *name, const char *end)
 {
     char path[PATH_MAX];
@@ -129,8 +125,6 @@ void nics_read(nics_host *out, const char *sysfs)
     qsort(out->gpus, (size_t)out->num_gpus, sizeof *out->gpus, compare_addresses);
     qsort(out->ports, (size_t)out->num_ports, sizeof *out->ports, compare_ports);
 }
-
-/* ----------------------------------------------------------------------------- choosing ---- */
 
 /* Returns the number of leading folders that two paths have in common. The first folder is that
  * of the PCIe root complex, such as "pci0000:15". */
