@@ -23,9 +23,8 @@ typedef struct rank_info {
         max_top_k;
     char backend[16];
     char name[64];
-    /* a new random value; the group id is a hash of the values of all ranks */
-    uint64_t random;
-    epic_peer peer; /* host and process of the rank */
+    uint64_t random; /* a new random value; the group id is a hash of the values of all ranks */
+    epic_peer peer;  /* host and process of the rank */
     char sentence[RANK_INFO_SENTENCE];
 } rank_info;
 

@@ -50,8 +50,7 @@ typedef struct epic_join {
 } epic_join;
 
 typedef struct epic_backend {
-    /* The value of epic_config.backend that selects this backend. */
-    const char *name;
+    const char *name; /* The value of epic_config.backend that selects this backend. */
 
     /* Returns whether these ranks can form a group with this backend. If it returns false, it
      * writes the reason to `why`, which has 256 bytes. Not collective, no side effects. */

@@ -75,8 +75,7 @@ typedef struct epic_peer_status {
     uint32_t phase;
     /* if is_waiting: bit mask of the ranks for which the peer waits */
     uint64_t waits_for[EPIC_MAX_RANKS / 64];
-    /* the operation that the peer announced last; 0: none */
-    uint32_t operation;
+    uint32_t operation; /* the operation that the peer announced last; 0: none */
     uint64_t tag;
     uint64_t sequence; /* tag and sequence number of `operation` */
     bool is_inside;    /* true: the peer has not finished `operation` */
@@ -135,8 +134,7 @@ typedef struct epic_transport {
     /* The functions that make the next generation; NULL: the members never change. */
     const epic_regroup_transport *regroup;
 
-    /* true: the backend has a ring to EVERYONE */
-    bool shares;
+    bool shares; /* true: the backend has a ring to EVERYONE */
 
     /* Returns the size in bytes of the ring to EVERYONE, or of a ring to one peer. The size is
      * a multiple of 64 and equal on all ranks. An entry has at most half of this size. */

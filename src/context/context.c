@@ -172,8 +172,7 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
         ctx->backend->ops->abort(ctx->group, tag, why);
         return;
     }
-    /* the text `why`, shortened so that it fits into the error text */
-    char part[401];
+    char part[401]; /* the text `why`, shortened so that it fits into the error text */
     epic_failure_info failure = {.result = EPIC_EPEER,
                                  .tag = tag,
                                  .rank = ctx->rank,

@@ -20,8 +20,7 @@ typedef struct collect_state {
     const collect *c;
     int64_t item;  /* index of this rank's item to handle next */
     int32_t piece; /* index of the piece of this item to handle next */
-    /* number of entries that fit in BATCH_BYTES */
-    int64_t batch;
+    int64_t batch; /* number of entries that fit in BATCH_BYTES */
 } collect_state;
 
 /* Sends up to one batch of entries to one home. Returns true if it sent any. */

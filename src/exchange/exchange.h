@@ -37,9 +37,8 @@
 
 /* The measured time of writing into one ring (ring_copy.h). */
 typedef struct ring_write_time {
-    /* average time of writing one cache line, in picoseconds */
-    int32_t line_ps;
-    uint32_t rows; /* number of rows written so far */
+    int32_t line_ps; /* average time of writing one cache line, in picoseconds */
+    uint32_t rows;   /* number of rows written so far */
     /* Never read. write_row_timed() writes it with an atomic exchange, which returns only after
      * all earlier stores are done. */
     _Atomic bool settled;
@@ -67,8 +66,7 @@ typedef struct exchange {
     /* index of this operation's record in the flight recorder (base/recorder.h) */
     uint64_t record;
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
-    /* the phase (PHASE_* in exchange.c), which peers can read */
-    uint32_t phase;
+    uint32_t phase;    /* the phase (PHASE_* in exchange.c), which peers can read */
     /* true: the last check found a peer gone, and no entry was sent or read since then */
     bool is_peer_gone;
     uint64_t last_check_ns;         /* time of the last check whether peers are alive */

@@ -33,8 +33,7 @@ enum { /* elements of epic_op_header.common */
        COMMON_REPLICAS,
        COMMON_COUNT,
        COMMON_LAYER_FLAGS,
-       /* layer_options.hash; 0: the ranks do not compare their options */
-       COMMON_OPTIONS,
+       COMMON_OPTIONS, /* layer_options.hash; 0: the ranks do not compare their options */
        /* layer_options.weights_hash; 0: the ranks do not compare their weights */
        COMMON_LAYER_WEIGHTS,
        NUM_COMMON
@@ -64,8 +63,7 @@ enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTP
  * in which data_fault.about stores them. */
 enum data_error {
     DATA_OK,
-    /* An expert id is out of range. Details: token, k, id, number of valid ids. */
-    DATA_EXPERT,
+    DATA_EXPERT, /* An expert id is out of range. Details: token, k, id, number of valid ids. */
     /* A token has chosen an expert twice in a layer with EPIC_DISTINCT. Details: token, k,
      * id. */
     DATA_DUPLICATE,
@@ -75,8 +73,7 @@ enum data_error {
     /* An entry of logical_of_expert is invalid (details: expert, logical expert, num_logical),
      * or a logical expert has no replica (details: -1, logical expert). */
     DATA_REPLICAS,
-    /* The bytes of a plan are damaged. Detail: an enum plan_damage. */
-    DATA_PLAN,
+    DATA_PLAN, /* The bytes of a plan are damaged. Detail: an enum plan_damage. */
     /* An element of token_ids, which selects the row of the router's table for a token, is out
      * of range. Details: token, id, table_rows. */
     DATA_TOKEN_ID,

@@ -21,8 +21,7 @@ typedef struct scatter_state {
     int64_t entry_bytes;
     bool shared;      /* true: use the ring to EVERYONE; false: one ring to each peer */
     int64_t own_next; /* index of this rank's item that is passed to read_own_item() next */
-    /* number of entries that fit in BATCH_BYTES */
-    int64_t batch;
+    int64_t batch;    /* number of entries that fit in BATCH_BYTES */
 } scatter_state;
 
 static bool is_wanted_by_any(const scatter_state *g, int64_t item)

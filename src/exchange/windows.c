@@ -25,9 +25,8 @@
 typedef struct window {
     unsigned char *data; /* this rank's memory; NULL if its size is 0 */
     int64_t bytes;
-    bool is_allocated; /* true: EPIC has allocated the memory, and must free it */
-    /* true: peers may store into outputs of this rank in the window */
-    _Atomic bool is_usable;
+    bool is_allocated;      /* true: EPIC has allocated the memory, and must free it */
+    _Atomic bool is_usable; /* true: peers may store into outputs of this rank in the window */
     /* [num_ranks]: address of each peer's memory in this process; NULL: not mapped */
     void **at;
     int64_t *bytes_of; /* [num_ranks] size of each rank's memory of the window */

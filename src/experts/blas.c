@@ -30,8 +30,7 @@ GEMM(dgemm_wide, int64_t, double);
 
 /* Functions of OpenBLAS. If it was not found, `loaded` is false. */
 typedef struct blas {
-    /* the first two are for 32-bit sizes, the last two for 64-bit sizes */
-    sgemm_int *sgemm;
+    sgemm_int *sgemm; /* the first two are for 32-bit sizes, the last two for 64-bit sizes */
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
     dgemm_wide *wide_dgemm;

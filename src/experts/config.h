@@ -26,10 +26,9 @@ typedef struct experts_job {
     epic_experts experts; /* the caller's options, with defaults filled in */
     int64_t hidden;
     int64_t inner;
-    /* number of columns of the first GEMM: 2 * inner, or inner without a gate */
-    int64_t width;
-    bool is_f64;          /* rows and weights are F64 */
-    bool is_e4m3;         /* weights are E4M3; in forward, x is E4M3 too */
+    int64_t width; /* number of columns of the first GEMM: 2 * inner, or inner without a gate */
+    bool is_f64;   /* rows and weights are F64 */
+    bool is_e4m3;  /* weights are E4M3; in forward, x is E4M3 too */
     bool has_f64_weights; /* slot_weights are float64 */
     bool accumulate;      /* EPIC_ACCUMULATE is set: the call adds to the gradients */
     /* EPIC_RECOMPUTE is set: forward computes only `saved`, which backward reads */
@@ -50,11 +49,10 @@ typedef struct experts_job {
     const int32_t *expert_rows;   /* [local]: number of slots of each expert, with padding */
     const int32_t *expert_tokens; /* [local]: number of slots of each expert, without padding */
     const void *slot_weights;     /* [slots], or NULL with EPIC_WEIGHT_LATE */
-    /* [local, hidden, width]: weights of the first GEMM */
-    const void *w_gate_up;
-    const void *w_down;    /* [local, inner, hidden]: weights of the second GEMM */
-    const void *b_gate_up; /* [local, width]: bias of the first GEMM */
-    const void *b_down;    /* [local, hidden]: bias of the second GEMM */
+    const void *w_gate_up;        /* [local, hidden, width]: weights of the first GEMM */
+    const void *w_down;           /* [local, inner, hidden]: weights of the second GEMM */
+    const void *b_gate_up;        /* [local, width]: bias of the first GEMM */
+    const void *b_down;           /* [local, hidden]: bias of the second GEMM */
 
     void *saved;          /* output of forward: the result of the first GEMM */
     void *y;              /* output of forward: the result of the second GEMM */

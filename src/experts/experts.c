@@ -206,8 +206,7 @@ typedef struct shapes {
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
     /* numbers of elements of the arrays of scales; only with E4M3 weights */
     int64_t x_scales, gate_up_scales, down_scales;
-    /* sizes of one element in bytes */
-    size_t x, row, weight, bias, gradient, slot_weight;
+    size_t x, row, weight, bias, gradient, slot_weight; /* sizes of one element in bytes */
 } shapes;
 
 /* Returns the number of elements of each array for num_slots slots, and the sizes of their

@@ -24,8 +24,7 @@ typedef int multiply_bf16(char op_a, char op_b, int64_t m, int64_t n, int64_t k,
 typedef struct version {
     int major, minor, patch;
     const char *hash;
-    /* kind of threads: SEQUENTIAL (none), OPENMP or another value */
-    unsigned runtime;
+    unsigned runtime; /* kind of threads: SEQUENTIAL (none), OPENMP or another value */
 } version;
 
 /* Values of version.runtime (DNNL_RUNTIME_SEQ, DNNL_RUNTIME_OMP). */

@@ -31,9 +31,8 @@ typedef struct combine_call {
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
-    row_split split; /* how a partial is split into pieces */
-    /* size of the trailer in bytes; 0 in combine */
-    int64_t trailer;
+    row_split split;  /* how a partial is split into pieces */
+    int64_t trailer;  /* size of the trailer in bytes; 0 in combine */
     bool has_windows; /* true: an output of this rank lies in a window */
     /* the current piece of the row: index of its first element, and its number of elements */
     int64_t first, count;

@@ -115,9 +115,8 @@ typedef struct members {
     bool is_decided; /* true: `pending` is decided, so the seat enters when it has prepared */
     int decided_by;  /* the seat that has sent the decision */
 
-    /* State of the seat as a leader. */
-    enum members_phase phase;
-    int64_t phase_ns; /* time at which the phase began */
+    enum members_phase phase; /* State of the seat as a leader. */
+    int64_t phase_ns;         /* time at which the phase began */
     members_ballot ballot;
     uint32_t abandoned; /* last round of this seat that it abandoned because a seat refused */
     /* came: seats that have promised this ballot (in MEMBERS_NO_QUORUM: the ballot that

@@ -57,9 +57,8 @@ typedef struct moe_work {
     /* [tokens, top_k], only in forward: a copy of topk_idx in which -1 replaces zero-experts,
      * because no rows are sent to them. On devices only for layers with zero-experts. */
     int32_t *plan_idx;
-    void *tile; /* [block, GATE_TILE] real: converted columns of x; only on the host */
-    /* memory for the gate's GEMMs; only on the host with EPIC_INVARIANT */
-    void *product;
+    void *tile;    /* [block, GATE_TILE] real: converted columns of x; only on the host */
+    void *product; /* memory for the gate's GEMMs; only on the host with EPIC_INVARIANT */
     /* rows of reals, only on the host: [2, hidden] in forward, [block + 1, hidden] in
      * backward */
     void *rows;
@@ -80,8 +79,7 @@ typedef struct moe_work {
     void *d_y;
     void *d_recv;         /* [capacity, hidden]: gradient of recv; only in backward */
     void *d_slot_weights; /* [capacity] real: gradient of slot_weights; only in backward */
-    /* [tokens, top_k] real: gradient of saved.weights; only in backward */
-    void *d_weights;
+    void *d_weights; /* [tokens, top_k] real: gradient of saved.weights; only in backward */
     /* [batch, columns] real: gradient of the logits of a batch; only in backward */
     void *d_logits;
     /* [num_dense_levels, num_dense_grads] real, only in backward: gradients of the gate and the

@@ -45,8 +45,7 @@ typedef struct handshake {
 typedef struct connection {
     int fd;        /* socket; -1: not open */
     bool has_sent; /* true: this rank has sent its handshake */
-    /* index of the peer's next address to try, modulo the number of its addresses */
-    int next;
+    int next; /* index of the peer's next address to try, modulo the number of its addresses */
     int64_t until_ms;    /* time at which to try the next address */
     size_t num_received; /* number of bytes of `received` that have arrived */
     handshake received;

@@ -60,10 +60,8 @@ typedef struct plan_header {
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
     int64_t fate, rank_to, slot_or_expert, row_of;
-    /* num_local: maximum number of experts on one member */
-    int32_t rank, num_ranks, num_local;
-    /* an epic_result; if it is an error, the plan has no slots */
-    uint32_t result;
+    int32_t rank, num_ranks, num_local; /* num_local: maximum number of experts on one member */
+    uint32_t result;  /* an epic_result; if it is an error, the plan has no slots */
     epic_layer layer; /* with defaults filled in */
 } plan_header;
 
@@ -156,8 +154,7 @@ typedef struct planner {
     int32_t *expert_quota;
     /* [num_experts] number of kept choices; an upper bound until decide_num_kept() */
     int32_t *num_kept;
-    /* [num_experts] number of choices of the expert before the current one */
-    int32_t *next;
+    int32_t *next; /* [num_experts] number of choices of the expert before the current one */
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are assigned so far */
     /* [num_ranks] maximum number of choices that each expert of a rank may keep, so that the
      * rank has enough slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])

@@ -227,8 +227,8 @@ static void place_slabs(planner *p)
         if (p->expert_of[l] < 0) p->slab_begin[l + 1] = (int32_t)h->num_slots;
 }
 
-/* The targets of a token's choices: slot[k] is the slot of choice k on rank rank[k], or an EPIC_FATE
- * value if the choice is not sent. */
+/* The targets of a token's choices: slot[k] is the slot of choice k on rank rank[k], or an
+ * EPIC_FATE value if the choice is not sent. */
 typedef struct choices {
     int32_t slot[MAX_TOP_K];
     int32_t rank[MAX_TOP_K];

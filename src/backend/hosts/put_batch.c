@@ -27,10 +27,9 @@ typedef struct put_batch {
     uint32_t block; /* index of the block in the heap */
     uint32_t words;
     int num_spans;
-    /* value of put_batcher.added when the batch got its last piece */
-    uint64_t added;
-    int next;   /* index of the next batch in its list; -1: last */
-    int before; /* index of the previous batch in its list; -1: first */
+    uint64_t added; /* value of put_batcher.added when the batch got its last piece */
+    int next;       /* index of the next batch in its list; -1: last */
+    int before;     /* index of the previous batch in its list; -1: first */
     span spans[MAX_SPANS];
 } put_batch;
 

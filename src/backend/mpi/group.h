@@ -128,8 +128,7 @@ typedef struct staging_ring {
     /* number of entries of this flow that this rank has sent (as writer) or has read and
      * dropped (as reader) */
     int64_t moved;
-    /* number of this flow's first segment */
-    uint64_t first;
+    uint64_t first; /* number of this flow's first segment */
     /* number of segments that were passed to MPI so far, in all flows together */
     uint64_t num_started;
     /* distance in bytes from the beginning of a half to this flow's first entry; used only by
@@ -173,8 +172,7 @@ typedef struct op_slot {
     unsigned num_looks;  /* number of polls of MPI by wait() during the current wait for rows */
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */
     wait_state wait;
-    /* number of flows in all exchanges of this op slot so far */
-    int64_t num_flows;
+    int64_t num_flows; /* number of flows in all exchanges of this op slot so far */
     /* Sizes for the current flow, in bytes: entry_bytes is the size of an entry, and stride the
      * distance between two entries in the ring. per_segment is the number of entries in a
      * segment. It is 0 before the first flow of the exchange. */

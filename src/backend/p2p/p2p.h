@@ -58,13 +58,11 @@ struct epic_group {
     /* [r]: true if the heap of rank r belongs to another process and is mapped here */
     bool mapped[DEVICE_MAX_RANKS];
     p2p_watch *watch;
-    /* heartbeat that shows kernels that this process is running (beats.h) */
-    p2p_beats *beats;
+    p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
-    /* pinned host memory for small copies on the stream `side` */
-    uint64_t *word;
-    bool bulk; /* the GPU has bulk stores (compute capability 9.0) */
+    uint64_t *word;    /* pinned host memory for small copies on the stream `side` */
+    bool bulk;         /* the GPU has bulk stores (compute capability 9.0) */
     /* maximum number of tokens per rank for which low-latency kernels run */
     int32_t lowlat_tokens;
     /* windows of the group; NULL until one is added; read and set atomically */

@@ -41,8 +41,7 @@ typedef struct send_op {
 /* The state of one peer. This rank has one peer on each other host (net/net.h). */
 typedef struct peer {
     ucp_ep_h endpoint; /* NULL in the unused entry for this rank's own host */
-    /* key for remote writes into the peer's inbox; NULL: send messages */
-    ucp_rkey_h key;
+    ucp_rkey_h key;    /* key for remote writes into the peer's inbox; NULL: send messages */
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
     /* posted: number of calls of put() and put_word() for this peer. finished: number of calls
@@ -57,8 +56,7 @@ struct net {
     ucp_context_h context;
     ucp_worker_h worker;
     ucp_mem_h inbox, outbox;
-    /* 64 random bits; receive_message() ignores messages without this token */
-    uint64_t token;
+    uint64_t token; /* 64 random bits; receive_message() ignores messages without this token */
     uint64_t domains; /* bit mask of the memory domains of the inbox's key (ucx_domains()) */
     /* size of TCP segments as a text for UCX (networks.h); empty if UCX cannot use TCP */
     const char *segment;
