@@ -28,8 +28,7 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Creates a bootstrap with the function of the named backend. `native` is the communicator of
- * MPI or NCCL. */
+/* Creates a bootstrap of the named backend. `native` is the communicator of MPI or NCCL. */
 static epic_result make_bootstrap(epic_bootstrap *out, const char *name, const void *native,
                                   uint32_t timeout_ms)
 {

@@ -142,8 +142,6 @@ static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, b
 #define ROWS_OUT(args, rows, unit) \
     of_rows(#rows ".data", epic_rows_as_const((args)->rows), unit, true)
 
-/* ------------------------------------------------------- arguments of each public call ---- */
-
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes)
 {
     *bytes = 0;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads an epic_config: defaults, environment variables and limits. Also finds backends by
- * name. */
+/* Reads an epic_config, its defaults, environment variables and limits. Finds backends. */
 #ifndef EPIC_CONFIG_H
 #define EPIC_CONFIG_H
 

@@ -27,8 +27,7 @@ int64_t context_bytes(const epic_config *config, bool host)
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }
 
-/* Implements bootstrap.gather for a group of one rank: copies `mine` to the only entry of
- * `all`. */
+/* bootstrap.gather of a group of one rank: copies `mine` to the only entry of `all`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
@@ -90,8 +89,7 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
 
 /* Calls a bootstrap's gather function, which may be a user's, and checks its result: it must be
  * an epic_result, and element `rank` of `all` must equal this rank's bytes. If gather fails
- * without an error text, writes one. If it succeeds, restores the error text that this thread
- * had before. */
+ * without an error text, writes one. On success, restores this thread's previous error text. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;

@@ -19,7 +19,7 @@
 
 #define RANK_INFO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-/* Returns a random value from the kernel or, if there is none, a hash of pid and time. */
+/* Returns a random value from the kernel. If there is none, returns a hash of pid and time. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
@@ -91,8 +91,7 @@ static epic_result identify_host(uint64_t host[2], int rank)
 
 /* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
  * begins after the last ')', because the program's name in parentheses may contain spaces. The
- * inode and the times of the folder /proc/self cannot identify the process, because they change
- * while it runs. */
+ * inode and the times of /proc/self change, so they cannot identify the process. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];

@@ -29,8 +29,7 @@ typedef struct rank_info {
 } rank_info;
 
 /* Fills in the rank_info of this rank. Returns EPIC_EDEVICE if the operating system does not
- * report the identity of the host or of the process. All other fields are filled in even
- * then. */
+ * report the identity of the host or of the process. Even then fills in all other fields. */
 epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
                            const epic_config *config);
 

@@ -63,15 +63,14 @@ typedef struct epic_backend {
     epic_result (*join)(epic_group **out, const epic_join *join);
 
     /* Releases the group. Not collective, and works even if a peer is gone. A device backend
-     * waits for peers that may still write into this rank's memory, at most until its
-     * timeout. */
+     * waits, until its timeout, for peers that may still write into this rank's memory. */
     void (*leave)(epic_group *group);
 
     /* Releases the child's copy of the parent's group in a forked child. Does not affect the
      * parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
-    /* Computes how much memory join allocates for one rank. The defaults of *config are set. */
+    /* Writes the memory that join allocates for one rank to *out. *config has all defaults. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
     /* Returns whether `from` is memory of this backend's devices. If it is, copies `bytes`

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a device backend: for each operation, one function that launches kernels. */
+/* The contract of a device backend: one function per operation, which launches kernels. */
 #ifndef EPIC_OPS_H
 #define EPIC_OPS_H
 
@@ -46,12 +46,10 @@ typedef struct epic_gate_args {
     int64_t tokens, hidden, columns;
     /* Maximum number of tokens in a block. A layer in tree order divides its tokens into
      * blocks, whose size does not depend on the number of ranks. The gate chooses the number of
-     * split-K slices by `block` and not by `tokens`, so the bits do not depend on the number of
-     * ranks either. */
+     * split-K slices by `block` and not by `tokens`, so the bits do not either. */
     int64_t block;
     /* Number of tokens by which the gate chooses its arithmetic: float32 values or their
-     * bfloat16 components (p2p/gate.c). Must not depend on the number of ranks. 0: use
-     * `block`. */
+     * bfloat16 components (p2p/gate.c). Equal for all numbers of ranks. 0: use `block`. */
     int64_t deciding_tokens;
     /* Backward: how the tokens form blocks. With count 0 or 1, all tokens are one block. */
     gate_blocks blocks;
@@ -97,7 +95,7 @@ typedef struct epic_ops {
     epic_result (*add_window)(epic_group *, const epic_window_args *, epic_window_info *out);
 
     /* Router and losses. The caller has filled in the defaults of args->router. A loss is
-     * `factor` times a sum over tokens, so the backward pass multiplies d_loss by `factor`. */
+     * `factor` times a sum over the tokens, so backward multiplies d_loss by it. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);

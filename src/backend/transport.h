@@ -44,15 +44,14 @@ typedef struct epic_op_header {
     int64_t common[24];
     int64_t local[14]; /* values that may differ between ranks */
     /* Data of some operations, for example the expert ids of a plan or the addends of an
-     * all-reduce. If the data is small enough on every rank, it is sent here and the operation
-     * needs no flow. */
+     * all-reduce. If the data is small enough on every rank, it is sent here without a flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
     /* Options of the layer (exchange/layer_options.h), whose hashes are in `common`. Peers read
      * them only if the hashes differ, to report the option that differs. */
     uint32_t options[60];
 } epic_op_header;
 
-/* The shape of one flow. The arrays must stay valid until the flow ends. */
+/* The shape of one flow. `sends` and `receives` must stay valid until the flow ends. */
 typedef struct epic_flow {
     /* size of an entry, at most half of ring_bytes(); equal on all ranks */
     int64_t entry_bytes;
@@ -65,8 +64,7 @@ typedef struct epic_flow {
 /* The last known status of a peer. When a wait has passed its deadline, src/exchange compares
  * the status of all peers to find the culprits. */
 typedef struct epic_peer_status {
-    /* true: the peer has announced the exchange (tag, sequence), or a later exchange with this
-     * tag */
+    /* true: the peer has announced the exchange (tag, sequence) or a later one of the tag */
     bool has_announced;
     bool is_gone;    /* the peer's process has exited, or the peer has closed its context */
     bool has_closed; /* the peer has closed its context */
@@ -87,8 +85,7 @@ typedef struct epic_peer_status {
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* number of calls of this context that add a window so far, including this one; equal on
-     * all ranks */
+    /* running number, from 1, of this call among those that add a window; equal on all ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The clock of all deadlines: CLOCK_MONOTONIC, which no program can set back. */
+/* The clock of all deadlines: CLOCK_MONOTONIC, which never goes back and cannot be set. */
 #ifndef EPIC_CLOCK_H
 #define EPIC_CLOCK_H
 

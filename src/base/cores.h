@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CPU cores on which a rank may run. A launcher may bind each rank to different cores. So a
- * rank needs the core sets of all ranks of its host to compute how many cores the ranks
- * share. */
+ * rank needs the core sets of all ranks of its host to see how many they share. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 
@@ -17,8 +16,7 @@ typedef struct core_set {
 
 _Static_assert(sizeof(core_set) == sizeof(cpu_set_t), "core_set");
 
-/* Returns the cores on which the calling thread may run, or an empty set if the system does not
- * report them. */
+/* Returns the cores on which the calling thread may run, or an empty set if unknown. */
 static inline core_set cores_of_thread(void)
 {
     core_set mine = {{0}};

@@ -22,8 +22,7 @@
 
 #include "base/clock.h"
 
-/* A suspension restarts the deadline only within this many timeouts from the start of the
- * wait. */
+/* A suspension restarts the deadline only within this many timeouts of the wait's start. */
 #define DEADLINE_RESTART_LIMIT 4
 /* If a check is late by more than this, the process was suspended: the scheduler alone does not
  * delay a check so much. */
@@ -62,8 +61,7 @@ static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 }
 
 /* Checks the deadline at `now`, a time of clock_ns(). Returns true if the deadline has passed.
- * If this process was suspended since the last check, restarts the deadline with its full
- * timeout. */
+ * If this process was suspended since the last check, restarts it with its full timeout. */
 static inline bool deadline_look(deadline *d, uint64_t now)
 {
     if (!d->start_ns) {

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Errors. A function that fails returns an epic_result and stores an error text for its
- * thread. */
+/* A function that fails returns an epic_result and stores an error text for its thread. */
 #ifndef EPIC_ERROR_H
 #define EPIC_ERROR_H
 
@@ -15,8 +14,7 @@ __attribute__((format(printf, 2, 3)))
 epic_result
 epic_fail(epic_result result, const char *format, ...);
 
-/* Returns the error text of this thread's last failure. The next epic_fail() of this thread
- * overwrites it. */
+/* Returns the error text of this thread's last failure, which the next failure overwrites. */
 const char *epic_sentence(void);
 
 /* Copies an error text to `out`, which has `size` bytes. If the text does not fit, " ... "
@@ -24,8 +22,7 @@ const char *epic_sentence(void);
  * lost part usually is a long value of the caller. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
-/* Returns the end of an error text for this errno: "; " and a remedy, or "" if there is no
- * remedy. */
+/* Returns the end of an error text for this errno: "; " and a remedy, or "". */
 const char *epic_remedy(int error);
 
 /* Returns from the calling function if `call` does not return EPIC_OK. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Loads EPIC's plugins, the libraries for CUDA, MPI and UCX, when a context needs them. */
+/* Loads EPIC's plugins for CUDA, MPI and UCX when a context needs them. */
 #ifndef EPIC_LIBRARY_H
 #define EPIC_LIBRARY_H
 

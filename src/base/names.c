@@ -4,8 +4,7 @@
 
 #define NAME(constant) [constant] = #constant
 
-/* Defines epic_ENUM_name(), which returns a constant string for each value, also for invalid
- * ones. */
+/* Defines epic_ENUM_name(), which returns a constant string, also for invalid values. */
 #define ENUM_NAMES(which, ...)                                                               \
     const char *epic_##which##_name(uint32_t value)                                          \
     {                                                                                        \

@@ -28,8 +28,7 @@ typedef struct patience {
     _Atomic int last;
 } patience;
 
-/* Returns true if the wait that begins now must sleep without spinning, and decrements
- * `sleeps`. */
+/* Returns whether the new wait must sleep without spinning. Decrements `sleeps`. */
 static inline bool patience_is_over(patience *p)
 {
     const int sleeps = atomic_load_explicit(&p->sleeps, memory_order_relaxed);

@@ -22,8 +22,7 @@ bool process_may_create_file(int64_t bytes);
  * memory for the handler cannot be allocated. Any thread may call it, any number of times. */
 bool process_count_forks(void);
 /* Returns the number of forks between the process that first called process_count_forks() and
- * this one. A context compares the value with an earlier one to detect that it is in a forked
- * child. */
+ * this one. A context compares the value with an earlier one to detect a forked child. */
 uint32_t process_generation(void);
 
 #endif

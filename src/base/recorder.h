@@ -57,8 +57,7 @@ void recorder_phase(epic_recorder *recorder, uint64_t record, uint32_t phase,
 void recorder_add_wait(epic_recorder *recorder, uint32_t operation, const uint64_t *peers,
                        uint64_t ns);
 
-/* Ends a record. `sentence` is the error text, which is stored if the operation failed. It may
- * be NULL. */
+/* Ends a record. `sentence` is the error text of a failed operation, or NULL. */
 void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
                   const char *sentence);
 
@@ -71,8 +70,7 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_NET 128                         /* size in bytes of the description of a net */
 #define RECORDER_OPERATIONS (EPIC_OP_WINDOW + 1) /* number of values of epic_operation */
 
-/* A copy of a record. Times are CLOCK_REALTIME nanoseconds. end_ns is 0 until the operation
- * ends. */
+/* A copy of a record. Times are CLOCK_REALTIME nanoseconds; end_ns is 0 until the end. */
 typedef struct recorder_entry {
     uint64_t number; /* running number of the operation in its context, from 0 */
     uint64_t tag;

@@ -3,8 +3,7 @@
 
 #include <string.h>
 
-/* maximum size of a struct; all structs of epic.h are smaller, so a larger size is a mistake of
- * the caller */
+/* maximum size of a struct: all structs of epic.h are smaller, so a larger size is invalid */
 #define MOST_BYTES 65536u
 
 #define SIZED_ROW(type, last) \

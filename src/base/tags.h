@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The table of tags of a context. For each tag it stores the next sequence number, and whether
- * an operation is in flight. All functions except open and close may be called from any
- * thread. */
+ * an operation is in flight. Any thread may call the functions except open and close. */
 #ifndef EPIC_TAGS_H
 #define EPIC_TAGS_H
 
@@ -19,7 +18,7 @@ typedef struct tag_entry {
     bool is_busy;
 } tag_entry;
 
-/* A hash table with open addressing; `size` is a power of two. Entries are never removed. */
+/* A hash table with open addressing. `size` is a power of two. Entries are never removed. */
 typedef struct tag_table {
     pthread_mutex_t mutex; /* guards everything below */
     tag_entry *entries;
@@ -51,7 +50,7 @@ uint64_t tags_continue(tag_table *table, uint64_t tag);
 /* Refuses new operations until tags_restart(): sets max_in_flight to 0. Returns EPIC_EINVAL if
  * an operation is in flight. */
 epic_result tags_pause(tag_table *table);
-/* Lets every tag begin again with sequence number `first`. No operation is in flight. */
+/* Lets every tag begin again at sequence number `first`. No operation may be in flight. */
 void tags_forget(tag_table *table, uint64_t first);
 /* Ends tags_pause(): sets the maximum number of operations in flight back to max_in_flight. */
 void tags_restart(tag_table *table, uint32_t max_in_flight);

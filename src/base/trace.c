@@ -27,8 +27,7 @@ struct epic_trace {
     unsigned char buffer[BUFFER_BYTES];
 };
 
-/* Writes the buffer to the file. On an error sets has_failed and errno. The caller holds the
- * mutex. */
+/* Writes the buffer to the file. On an error sets has_failed and errno. Mutex held. */
 static void flush_buffer(epic_trace *t)
 {
     size_t at = 0;

@@ -44,8 +44,7 @@ typedef struct joiner {
     uint8_t proof[SECRET_PROOF];
 } joiner;
 
-/* State of rank 0 while it accepts connections. Only the thread that opens the bootstrap uses
- * it. */
+/* State of rank 0 while it accepts connections. Used only by the opening thread. */
 typedef struct acceptor {
     const epic_tcp *tcp;
     const epic_secret *secret;
@@ -58,15 +57,14 @@ typedef struct acceptor {
     int num_joined;
     joiner *joiners;  /* [max_joiners]: connections whose ranks have not joined */
     epic_link *links; /* [num_ranks]; socket -1: the rank has not joined */
-    /* the sockets to poll: the listeners, then the joiners, then the ranks that have joined */
+    /* the sockets to poll: listeners, then joiners, then the ranks that have joined */
     struct pollfd *polls;
 
     epic_result failed; /* EPIC_OK until the bootstrap has failed */
     char sentence[FRAME_SENTENCE + 1];
     bool *was_notified; /* [num_ranks]: true if the rank has received the failure */
     int num_notified;
-    /* number of ranks that must receive the failure before rank 0 stops accepting
-     * connections */
+    /* rank 0 stops accepting connections when this many ranks have received the failure */
     int num_to_notify;
 
     int full_ms;            /* time in ms that rank 0 has waited for a free descriptor */
@@ -80,8 +78,6 @@ void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
     const uint32_t travel = left_ms / 4 < 250 ? left_ms / 4 : 250;
     time_limit_shorten(limit, left_ms - travel);
 }
-
-/* --------------------------------------------------------------- refusals and failures ---- */
 
 static void drop_joiner(acceptor *a, int i)
 {
@@ -177,8 +173,6 @@ static void fail_late(acceptor *a)
                    0);
     free(missing);
 }
-
-/* ------------------------------------------------------------------- admitting joiners ---- */
 
 /* Returns whether epic_bootstrap_tcp() could have sent this hello. */
 static bool is_valid_hello(const epic_hello *hello)
@@ -315,9 +309,7 @@ static bool serve_joiner(acceptor *a, joiner *j)
     return false;
 }
 
-/* ----------------------------------------------------------------------- the poll loop ---- */
-
-/* Closes the oldest joiner to make room, preferably one that has sent no hello. */
+/* Closes the oldest joiner to make room. Prefers joiners that have sent no hello. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -423,8 +415,7 @@ static void poll_and_serve(acceptor *a, int ms)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
-/* Sends the begin frame to all other ranks. If it cannot be sent to a rank, fails the bootstrap
- * on all ranks. */
+/* Sends the begin frame to all other ranks. If one send fails, fails the bootstrap on all. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {

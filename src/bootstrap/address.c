@@ -61,8 +61,7 @@ static void add_any(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
-/* Sets *own to true if the address belongs to this host. Tests this by binding a socket to
- * it. */
+/* Sets *own to true if the address belongs to this host: a socket can be bound to it. */
 static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};

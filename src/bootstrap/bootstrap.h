@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Declarations that all kinds of bootstrap share: limits, a clock, and lists of ranks for error
- * texts. */
+/* Declarations that all kinds of bootstrap share. */
 #ifndef EPIC_BOOTSTRAP_H
 #define EPIC_BOOTSTRAP_H
 

@@ -35,8 +35,7 @@ typedef struct connector {
     char why[256];     /* why the attempt that got furthest failed, for the error text */
 } connector;
 
-/* Connects a socket to an endpoint. Waits until the limit passes at the latest. Returns 0 or an
- * errno. */
+/* Connects a socket to an endpoint within the limit. Returns 0 or an errno. */
 static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limit)
 {
     int wrong = 0;
@@ -184,7 +183,7 @@ static epic_result wait_for_begin(const connector *c, epic_link *link)
                                    : epic_link_receive_failure(link, &frame, c->limit);
 }
 
-/* Joins over a new connection: hellos and proofs, then a wait until all ranks have joined. */
+/* Joins over a new connection: exchanges hellos and proofs, then waits for all ranks. */
 static epic_result join_rank_0(connector *c, epic_link *link)
 {
     epic_hello ours, theirs;

@@ -142,8 +142,7 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
                      first, second);
 }
 
-/* Returns the error that a launcher has set a rank, but no launcher has set the number of
- * ranks. */
+/* Returns the error that a launcher has set a rank, but none the number of ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,

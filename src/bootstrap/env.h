@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds host and port of rank 0 for the tasks of a Slurm step, from the variables of srun. */
+/* Finds the host and port of rank 0 of a Slurm step, from the variables that srun sets. */
 #ifndef EPIC_ENV_H
 #define EPIC_ENV_H
 

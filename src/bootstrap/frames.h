@@ -83,12 +83,10 @@ epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);
 
-/* Waits until the socket has one of `events` (POLLIN ...). Returns false if the limit
- * passes. */
+/* Waits for one of `events` (POLLIN) on the socket. Returns false if the limit passes first. */
 bool epic_frame_wait(int socket, short events, time_limit *limit);
 
-/* Send or receive all bytes, waiting if necessary. Return FRAME_MORE if the limit passes
- * first. */
+/* Send or receive all bytes. Wait if necessary. Return FRAME_MORE if the limit passes. */
 epic_frame_state epic_frame_send_bytes(int socket, const void *bytes, size_t length,
                                        time_limit *limit);
 epic_frame_state epic_frame_receive_all(int socket, void *to, size_t bytes, time_limit *limit);

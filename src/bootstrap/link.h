@@ -21,8 +21,7 @@ typedef struct epic_link {
     int socket;                /* -1: not connected */
     const epic_secret *secret; /* NULL: no secret, or epic_link_secure() has not run */
     bool listener;             /* true: this end of the link is rank 0 */
-    /* number of frames sent and received over this link, which their authentication tags
-     * contain */
+    /* numbers of frames sent and received on this link; authentication tags cover them */
     uint64_t num_sent;
     uint64_t num_received;
     uint8_t key[SECRET_PROOF];

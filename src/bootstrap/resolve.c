@@ -59,7 +59,7 @@ static void *run_query(void *self)
     return NULL;
 }
 
-/* Creates a query, without the brackets of an IPv6 address. Returns NULL if out of memory. */
+/* Creates a query, without the brackets of an IPv6 address ("[::1]"). NULL: out of memory. */
 static query *new_query(const char *name, const char *port)
 {
     pthread_condattr_t attributes;

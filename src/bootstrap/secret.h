@@ -20,8 +20,7 @@ typedef struct epic_secret {
                            unsigned int *out_bytes);
     int (*digest)(const void *data, size_t bytes, unsigned char *out, unsigned int *out_bytes,
                   const void *digest, void *engine);
-    /* returns 0 if the bytes are equal; constant time: how long it runs does not depend on the
-     * bytes */
+    /* returns 0 if the bytes are equal; its time does not depend on the bytes */
     int (*compare)(const void *a, const void *b, size_t bytes);
 } epic_secret;
 

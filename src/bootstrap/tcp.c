@@ -40,8 +40,7 @@ typedef struct tcp_bootstrap {
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
-    /* libcrypto, for the links; secret.text is NULL after open, because each link then has a
-     * key */
+    /* libcrypto, for the links; secret.text is NULL after open: each link then has a key */
     epic_secret secret;
     int32_t num_connections;
     struct pollfd *polls;     /* [num_connections]: the sockets to poll */
@@ -67,8 +66,6 @@ static bool poll_connections(tcp_bootstrap *b, short events, short idle, time_li
     const int changed = poll(b->polls + first, (nfds_t)(b->num_connections - first), ms);
     return changed > 0 || ms > 0;
 }
-
-/* ------------------------------------------------------------------------------ rank 0 ---- */
 
 static epic_result fail_lost(const tcp_bootstrap *b, int32_t rank)
 {
@@ -102,8 +99,7 @@ static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
                          : "");
 }
 
-/* Checks that a frame is the next one of its rank, belongs to this gather, and is followed by
- * `bytes` bytes. */
+/* Checks that a frame is the next one of its rank, is of this gather, and has `bytes` bytes. */
 static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame *frame,
                                size_t bytes)
 {
@@ -230,8 +226,6 @@ static epic_result gather_at_zero(tcp_bootstrap *b, const void *mine, char *all,
     return send_answers(b, all, bytes, limit);
 }
 
-/* ------------------------------------------------------------------------- other ranks ---- */
-
 static epic_result fail_silent(const tcp_bootstrap *b)
 {
     return epic_fail(
@@ -293,8 +287,6 @@ static epic_result gather_at_other_rank(tcp_bootstrap *b, const void *mine, char
                          gather_number(b));
     return EPIC_OK;
 }
-
-/* -------------------------------------------------------------------- open, use, close ---- */
 
 static epic_result tcp_gather(void *self, const void *mine, void *all, int64_t bytes)
 {

@@ -41,8 +41,7 @@ struct hub {
     member members[];
 };
 
-/* Marks the hub as broken with this thread's last error, and wakes all ranks. Returns
- * `result`. */
+/* Marks the hub as broken with this thread's last error. Wakes all ranks. Returns `result`. */
 static epic_result break_hub(hub *h, epic_result result)
 {
     h->broken = result;

@@ -49,7 +49,7 @@ void context_mend(epic_context *ctx)
     pthread_mutex_unlock(&ctx->mutex);
 }
 
-/* If the backend reports a failure of the group, copies it to *failure and returns true. */
+/* If the backend reports a failure of the group, writes it to *failure and returns true. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;

@@ -77,8 +77,7 @@ epic_result context_set_members(epic_context *ctx, const seat_set *members);
  * memory of the backend. */
 int64_t context_bytes(const epic_config *config, bool host);
 
-/* Returns EPIC_OK, or EPIC_ECLOSED if epic_open failed for this context or this process is a
- * forked child. */
+/* Returns EPIC_OK, or EPIC_ECLOSED if epic_open failed or this process is a forked child. */
 epic_result context_check_open(const epic_context *ctx);
 
 /* Returns EPIC_OK, the failure that broke the group, or the error of context_check_open().

@@ -38,8 +38,7 @@ void format_ranks(char *out, size_t size, const uint64_t *ranks)
 bool has_peer_finished(const exchange *x, const epic_peer_status *status)
 {
     if (!status->has_announced) return false;
-    /* a rank closes its context only after its calls have returned, so it has finished the
-     * operation */
+    /* a rank closes its context only after its calls, so it has finished the operation */
     if (status->has_closed) return true;
     if (status->tag != x->tag || status->sequence < x->header_sequence) return false;
     return status->sequence > x->header_sequence || !status->is_inside;

@@ -75,8 +75,7 @@ typedef struct exchange {
     /* The arrays from `headers` to `rows` have one element for each rank. The header of a
      * vacant seat is all zero. */
     const epic_op_header **headers;
-    /* element r: number of items of rank r (in a collect flow: of items whose home is rank
-     * r) */
+    /* [r]: number of items of rank r (in a collect flow: of items whose home is rank r) */
     int64_t *items;
     int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
     /* number of entries that were sent to and read from each rank so far */
@@ -159,8 +158,7 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* How a row is split: num_pieces pieces of piece_bytes bytes, of which the last may be
- * shorter. */
+/* How a row is split: num_pieces pieces of piece_bytes bytes; the last may be shorter. */
 typedef struct row_split {
     int64_t row_bytes;
     int64_t piece_bytes;
@@ -224,8 +222,7 @@ typedef struct collect {
     void *self;
     const int64_t *items; /* [num_ranks]: number of items of each home */
     row_split split;
-    /* size in bytes of the trailer, which follows the first piece of a row in its entry; 0:
-     * none */
+    /* size in bytes of the trailer after the first piece of a row; 0: none */
     int64_t trailer;
 
     /* Returns true if this rank sends a row for item `item` of rank `home`. */

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Converts the options of a layer to words of an op header, and describes the words that differ
- * between ranks. */
+/* Converts the options of a layer to words of an op header, and describes differing words. */
 #include "exchange/layer_options.h"
 
 #include <stdio.h>
@@ -167,8 +166,7 @@ static void put_router(uint32_t **at, const epic_router *r)
     put_real(at, r->scale == 0 ? 1 : r->scale);
 }
 
-/* Writes limit and alpha of a clamped activation, and zeros for other activations or if e is
- * NULL. */
+/* Writes limit and alpha of a clamped activation, zeros for others or if e is NULL. */
 static void put_limits(uint32_t **at, const epic_experts *e)
 {
     const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Compares the op headers of two ranks, and writes the error texts for errors that headers
- * report. */
+/* Compares the op headers of two ranks, and writes the texts of errors in headers. */
 #include "exchange/op_header.h"
 
 #include <stdio.h>

@@ -64,8 +64,7 @@ enum window_output { WINDOW_ROWS, WINDOW_SCALES, WINDOW_WEIGHTS, NUM_WINDOW_OUTP
 enum data_error {
     DATA_OK,
     DATA_EXPERT, /* An expert id is out of range. Details: token, k, id, number of valid ids. */
-    /* A token has chosen an expert twice in a layer with EPIC_DISTINCT. Details: token, k,
-     * id. */
+    /* A token has an expert twice in a layer with EPIC_DISTINCT. Details: token, k, id. */
     DATA_DUPLICATE,
     /* The owner of an expert is invalid. Details: expert, owner, enum placement_error,
      * members. */
@@ -77,18 +76,15 @@ enum data_error {
     /* An element of token_ids, which selects the row of the router's table for a token, is out
      * of range. Details: token, id, table_rows. */
     DATA_TOKEN_ID,
-    /* An expert id in the router's table is out of range. Details: row, k, id, number of
-     * ids. */
+    /* An expert id in the router's table is invalid. Details: row, k, id, number of ids. */
     DATA_TABLE,
-    /* A forced expert id (topk_idx_in) is out of range. Details: token, k, id, number of
-     * ids. */
+    /* A forced expert id (topk_idx_in) is invalid. Details: token, k, id, number of ids. */
     DATA_FORCED,
     /* `saved` of epic_moe_backward is from a forward that failed or never ran. No details. */
     DATA_SAVED,
-    /* A part of the layer's `saved` is damaged. Details: an enum saved_part, index, value. */
+    /* A part of the argument `saved` is damaged. Details: an enum saved_part, index, value. */
     DATA_SAVED_PART,
-    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes contains the error
-     * text. */
+    /* A window cannot be added. Detail: an epic_result. epic_op_header.bytes: error text. */
     DATA_WINDOW
 };
 

@@ -13,8 +13,7 @@
  * non-temporal stores. The limit lies between the times for cores that share a cache and for
  * cores that do not. */
 #define STREAM_ABOVE_PS 11000
-/* maximum of a measured time; a longer one is replaced by this, because the thread was probably
- * preempted */
+/* maximum of a measured time; longer ones include a preemption */
 #define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)

@@ -22,13 +22,11 @@ typedef void copy_function(void *to, const void *from, size_t n);
  * the ring, or this rank itself for the ring to EVERYONE. */
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes);
 
-/* Copies a row in the way that ring_choose_path() returned. copy_past_caches() is used for
- * RING_STREAMED. */
+/* Copies a row as ring_choose_path() chose. Uses copy_past_caches() for RING_STREAMED. */
 void ring_write_row(exchange *x, int ring, ring_path path, void *entry, const void *from,
                     size_t bytes, copy_function *copy_past_caches);
 
-/* Updates the moving average with a measurement: writing `bytes` bytes took `ns`
- * nanoseconds. */
+/* Updates the moving average: writing `bytes` bytes took `ns` nanoseconds. */
 void ring_record_time(ring_write_time *measured, uint64_t ns, size_t bytes);
 
 #endif

@@ -31,8 +31,7 @@ static bool is_wanted_by_any(const scatter_state *g, int64_t item)
     return false;
 }
 
-/* Fills one entry with a piece of an item. Returns the number of bytes that it wrote into the
- * entry. */
+/* Fills one entry with a piece of an item. Returns the number of bytes written into it. */
 static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece, void *entry)
 {
     g->x->left_out_bytes = 0;
@@ -125,7 +124,7 @@ static bool scatter_receive_broadcast(scatter_state *g, int from)
     return true;
 }
 
-/* Reads at most one batch of entries from peer `from`. Returns true if it read any. */
+/* Reads up to one batch of entries from the ring of a peer. Returns true if it read any. */
 static bool scatter_receive_from(scatter_state *g, int from)
 {
     exchange *x = g->x;

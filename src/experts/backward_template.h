@@ -26,8 +26,7 @@ static double dot_product(const REAL *a, const REAL *b, int64_t n)
     return sum;
 }
 
-/* Computes one row of d_gate_up from the row gate_up and from d, the gradient of the row's
- * activations. */
+/* Computes one row of d_gate_up from gate_up and d, the gradient of the activations. */
 static void activate_row_backward(const experts_job *job, REAL *d_gate_up, const REAL *gate_up,
                                   const REAL *d)
 {

@@ -143,8 +143,7 @@ static void find_library(void)
 
 #endif
 
-/* Runs once: loads OpenBLAS, then oneDNN, and appends the name of oneDNN to that of
- * OpenBLAS. */
+/* Runs once: loads OpenBLAS, then oneDNN. Joins their names. */
 static void load_libraries(void)
 {
     blas *b = &the_blas;

@@ -30,7 +30,7 @@ typedef struct gemm {
 void gemm_f32(const gemm *g);
 void gemm_f64(const gemm *g);
 
-/* Returns true if gemm_bf16() may be called: with oneDNN and bfloat16 instructions. */
+/* Returns true if gemm_bf16() may be called: it needs oneDNN and bfloat16 instructions. */
 bool gemm_has_bf16(void);
 /* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Any thread may call it. */
 void gemm_bf16(const gemm *g);

@@ -25,8 +25,7 @@ static epic_result check_range(const char *name, uint32_t value, uint32_t first,
     return EPIC_OK;
 }
 
-/* Checks the types. Rows must be F64 if and only if weights are F64. Only weights may be
- * E4M3. */
+/* Checks the types. Rows are F64 if and only if weights are. Only weights may be E4M3. */
 static epic_result check_types(const epic_experts *ex)
 {
     if (convert_bytes(ex->row_type) == 0)

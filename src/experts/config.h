@@ -61,8 +61,7 @@ typedef struct experts_job {
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* The workspace. All slabs use the same memory, because they are computed one after the
-     * other. */
+    /* The workspace. All slabs use it, one after the other.. */
     /* [slots, hidden]: input rows after conversion to the type of the sums, or multiplied by
      * their weights; empty if GEMMs can read the caller's rows */
     void *rows;
@@ -102,8 +101,7 @@ static inline bool experts_is_clamped(const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU || ex->activation == EPIC_CLAMPED_SILU;
 }
 
-/* Return true if GEMMs can read the caller's rows (or weights) without a conversion to the type
- * of the sums. */
+/* Return whether GEMMs can read the caller's rows (or weights) without conversion. */
 bool experts_has_ready_rows(const experts_job *job);
 bool experts_has_ready_weights(const experts_job *job);
 

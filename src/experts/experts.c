@@ -56,8 +56,6 @@ epic_result epic_experts_memory_v1(epic_context *ctx, const epic_config *config,
     return EPIC_OK;
 }
 
-/* ------------------------------------------------------------------------------ checks ---- */
-
 /* Returns the number of slots of a local expert without padding. If expert_tokens is NULL,
  * there is no padding. */
 static int64_t tokens_of(const experts_job *job, uint32_t expert)
@@ -73,8 +71,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* the host cannot read the counts of a device, whose kernels ignore rows that exceed
-     * num_slots */
+    /* the host cannot read a device's counts; kernels ignore rows that exceed num_slots */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
@@ -93,8 +90,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that the caller passed slot weights if the experts multiply by them, and NULL if they
- * do not. */
+/* Checks that slot weights are set if the experts multiply by them, and NULL if not. */
 static epic_result check_weighting(const experts_job *job, int64_t num_slots)
 {
     const bool late = job->experts.weighting == EPIC_WEIGHT_LATE;
@@ -277,8 +273,6 @@ static epic_result check_backward_arrays(const experts_job *job,
         ARRAY_OUT(a, d_slot_weights, s.slots, s.slot_weight)};
     return CHECK_ARRAYS(arrays);
 }
-
-/* ---------------------------------------------------------------- forward and backward ---- */
 
 /* Checks the context, if there is one, and sets job->is_device. */
 static epic_result read_context(experts_job *job, epic_context *ctx)

@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* GEMMs of bfloat16 matrices with oneDNN, which is loaded at first use. Only blas.c includes
- * this header. */
+/* GEMMs of bfloat16 matrices with oneDNN, loaded at first use. Only for blas.c. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 

@@ -181,7 +181,7 @@ static void multiply_weights(const experts_job *job, const slab *slab, REAL *out
     }
 }
 
-/* Multiplies by the transposed weights W [n, k] of the slab's expert: out = a [rows, k] W^T. */
+/* Multiplies by the expert's transposed weights: out [rows, n] = a [rows, k] W^T, W [n, k]. */
 static void multiply_weights_transposed(const experts_job *job, const slab *slab, REAL *out,
                                         const void *a, const void *weights, int64_t k,
                                         int64_t n)

@@ -55,8 +55,7 @@ static void *scratch_row(const combine_call *c, int level)
 typedef struct gathered { /* the slots of one token on this rank, in ascending order of k */
     int n;                /* number of slots */
     const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
-    /* weight of each slot; not in FLAT layers, where the caller has already applied the
-     * weights */
+    /* weight of each slot; not in FLAT layers, where the caller has applied them */
     float weights[MAX_TOP_K];
     /* leaf of the sum tree for each slot; set only with EPIC_TREE, and not in FLAT layers */
     int32_t leaves[MAX_TOP_K];
@@ -250,8 +249,7 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Copies the weight gradients of the choices on rank `from` from that rank's trailer to
- * d_weights. */
+/* Copies the weight gradients of the choices on rank `from` from its trailer to d_weights. */
 static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -275,7 +273,7 @@ static int find_only_rank(const combine_call *c, int64_t token)
     return rank == c->x->rank ? -1 : rank;
 }
 
-/* Writes a token's row of d_weights from all trailers. Choices without a slot get 0. */
+/* Writes a token's row of d_weights from the trailers of all ranks (0: no slot). */
 static void read_trailers(const combine_call *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -371,8 +369,7 @@ static bool combine_is_received(void *self, int from, int64_t token)
 
 /* ------------------------------------------------------------ running the operation ---- */
 
-/* Checks on every rank that the buffer of slot rows is large enough, then runs the collect
- * flow. */
+/* Checks the size of the slot buffer of every rank, then runs the collect flow. */
 static epic_result combine_transfer(combine_call *c)
 {
     const epic_layer *layer = &c->plan.header->layer;

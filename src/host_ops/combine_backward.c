@@ -142,8 +142,7 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Callback scatter.read_own_item: handles the whole row of a token that has slots on its own
- * rank. */
+/* Callback scatter.read_own_item: handles the row of a token with slots on its own rank. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     combine_backward_call *s = self;

@@ -42,7 +42,7 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Quantizes a token's row into x->row, followed by its scales, unless it is already there. */
+/* Quantizes a token's row into x->row, followed by its scales, unless already there. */
 static void quantize_token(dispatch_call *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -94,8 +94,7 @@ static void copy_cached(void *to, const void *from, size_t n)
     memcpy(to, from, n);
 }
 
-/* The parts of a message, as bits of a mask. The bit indices are the values of enum
- * window_output. */
+/* The parts of a message, as bits of a mask (bit indices: enum window_output). */
 #define ROW_BIT (1u << WINDOW_ROWS)
 #define SCALES_BIT (1u << WINDOW_SCALES)
 #define WEIGHTS_BIT (1u << WINDOW_WEIGHTS)
@@ -295,7 +294,7 @@ static void write_token(const dispatch_call *d, int from, int64_t token, const p
     }
 }
 
-/* Returns true if rank `from` stores a token's output `which` directly into a window here. */
+/* Returns whether rank `from` stores output `which` of a token into this rank's window. */
 static bool is_stored_directly(const dispatch_call *d, int from, int64_t token,
                                enum window_output which)
 {

@@ -122,7 +122,7 @@ static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
     return false;
 }
 
-/* Returns the first choice k of this rank's token with a slot on rank `to`; there is one. */
+/* Returns the first choice k of a token of this rank with a slot on `to`. It must exist. */
 static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;

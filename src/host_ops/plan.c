@@ -98,8 +98,7 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
-/* Returns the maximum number of slots of this rank (0: no limit), which *capacity_limit may
- * lower. */
+/* Returns the maximum number of slots of this rank, or 0. *capacity_limit may lower it. */
 static int64_t read_capacity(const epic_plan_args *args)
 {
     if (!args->capacity_limit) return args->capacity;
@@ -138,8 +137,7 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* Callbacks scatter.is_sent and scatter.is_received (exchange.h): every member sends its ids to
- * all members. */
+/* Callbacks scatter.is_sent and is_received (exchange.h): all members send ids to all. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;

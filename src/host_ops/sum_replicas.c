@@ -12,8 +12,7 @@
 #include "base/error.h"
 #include "host_ops/host_ops.h"
 
-/* number of floats that are added at a time, small enough that partial sums stay in the
- * cache */
+/* number of floats added at a time, small enough that partial sums stay in the cache */
 #define CHUNK 256
 #define MOST_LEVELS 18 /* a tree over MAX_EXPERTS leaves has 17 levels; one more is spare */
 
@@ -30,7 +29,7 @@ typedef struct replica_sum {
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } replica_sum;
 
-/* Returns true if a local expert is a replica of a->logical in leaf `leaf` (-1: any). */
+/* Returns whether a local expert is a replica of a->logical in `leaf` (-1: in any leaf). */
 static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -86,8 +85,7 @@ static void add_local_replicas(replica_sum *a)
     }
 }
 
-/* Copies the sum over all ranks from the workspace to each replica of a->logical on this
- * rank. */
+/* Copies the sum over all ranks from the workspace to this rank's replicas of a->logical. */
 static void copy_sum_to_replicas(const replica_sum *a)
 {
     const size_t bytes = (size_t)a->args->data.row_bytes;

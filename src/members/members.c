@@ -42,8 +42,7 @@ static void send_to(members *m, int to, const members_message *message, int64_t 
         m->send(m->self, to, message);
 }
 
-/* Sends a message to all seats of the set. This seat comes last, because its own reply may end
- * the phase. */
+/* Sends a message to all seats of the set, to itself last: its own reply may end the phase. */
 static void send_to_all(members *m, const seat_set *to, const members_message *message,
                         int64_t now)
 {
@@ -51,8 +50,6 @@ static void send_to_all(members *m, const seat_set *to, const members_message *m
         if (s != m->seat && seat_set_has(to, s)) send_to(m, s, message, now);
     if (seat_set_has(to, m->seat)) send_to(m, m->seat, message, now);
 }
-
-/* ------------------------------------------------------------------------- the outcome ---- */
 
 static void end_call(members *m, enum members_state state)
 {
@@ -97,8 +94,6 @@ static void enter_generation(members *m, int64_t now)
         if (s != m->seat && seat_set_has(&next, s)) send_last(m, s, now);
 }
 
-/* -------------------------------------------------------------------------- the leader ---- */
-
 /* Returns whether the accepts in `acks` are enough to decide on the set `next`. */
 static bool is_quorum(const members *m, const seat_set *acks, const seat_set *next)
 {
@@ -118,8 +113,7 @@ static void fail_for_all(members *m, uint32_t flags, int64_t now)
     send_to_all(m, &m->came, &fail, now);
 }
 
-/* Returns whether this seat has given up on a lower seat: it has waited long enough for that
- * seat to lead. */
+/* Returns whether this seat has given up on a lower seat: it has waited long enough. */
 static bool is_given_up(const members *m, int seat, int64_t now)
 {
     return now - m->heard_ns[seat] >= m->call.patience_ns * GIVE_UP_HALVES / 2;
@@ -272,8 +266,6 @@ static void handle_reply(members *m, int from, const members_message *reply, int
     }
 }
 
-/* ------------------------------------------------------------------------ the acceptor ---- */
-
 /* Returns whether this seat may promise or accept the message's ballot. If not, replies with
  * the higher ballot. */
 static bool may_follow(members *m, int from, const members_message *message, int64_t now)
@@ -352,8 +344,6 @@ static void handle_commit(members *m, int from, const members_message *commit, i
     m->state = MEMBERS_PREPARING;
     if (is_prepared) enter_generation(m, now);
 }
-
-/* -------------------------------------------------------------------------- the inputs ---- */
 
 static bool is_set_valid(const members *m, const seat_set *s)
 {

@@ -14,8 +14,7 @@
 
 #include "backend/seat_set.h"
 
-/* A ballot number of Paxos. Ballots are ordered by authority, then round, then seat. All 0: no
- * ballot. */
+/* A ballot number of Paxos, ordered by authority, round, seat. All 0: no ballot. */
 typedef struct members_ballot {
     uint64_t
         /* id of the authority that named the members; a later authority has a greater id; 0:
@@ -89,8 +88,7 @@ typedef void members_send(void *self, int to, const members_message *message);
 
 enum members_phase { MEMBERS_FOLLOWS, MEMBERS_GATHERS, MEMBERS_PROPOSES };
 
-/* The state machine of one seat. Callers read `state`, `pending`, `current`, `generation` and
- * `last`. */
+/* The machine of one seat. Callers read `state`, `pending`, `current`, `generation`, `last`. */
 typedef struct members {
     int seat, num_seats;
     members_send *send;
@@ -129,8 +127,7 @@ typedef struct members {
     bool is_adopted; /* true: `proposal` was accepted in an earlier ballot */
 } members;
 
-/* Initializes the state machine of `seat` in generation `generation` with the members
- * `current`. */
+/* Initializes the machine of `seat` in generation `generation` with members `current`. */
 void members_init(members *m, int seat, int num_seats, uint64_t generation,
                   const seat_set *current);
 /* Begins a call. The seat must have stopped all work of the group. */

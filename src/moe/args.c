@@ -67,8 +67,7 @@ static epic_result check_weight(const char *name, const void *weight, bool wante
     return epic_fail(EPIC_EINVAL, "weights.%s is NULL: the layer needs it", name);
 }
 
-/* Checks that the caller passed scales if the weights are E4M3 (`scaled`), and NULL if they are
- * not. */
+/* Checks that scales are set if the weights are E4M3 (`scaled`), and NULL if not. */
 static epic_result check_scales(const char *name, const float *scales, bool scaled)
 {
     if (!scales == !scaled) return EPIC_OK;
@@ -90,8 +89,7 @@ static epic_result read_e4m3_backward(moe_job *j)
                                   "weights in backward must be of moe.experts.row_type");
 }
 
-/* Checks that the caller passed all weights. `scaled` means that the weights of the experts are
- * E4M3. */
+/* Checks that all weights are set. `scaled`: those of the experts are E4M3. */
 static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -108,7 +106,7 @@ static epic_result check_weights(const moe_job *j, bool scaled)
     return EPIC_OK;
 }
 
-/* With a balance loss per sequence, checks that this rank's tokens form whole sequences. */
+/* If the balance loss is per sequence, checks that this rank has whole sequences. */
 static epic_result check_sequences(const moe_job *j)
 {
     if (j->tokens % j->sequence_unit == 0) return EPIC_OK;

@@ -14,16 +14,14 @@ typedef struct array_list {
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements of `unit` bytes each. `out` means that the call writes the
- * array. */
+/* Adds an array of `count` elements of `unit` bytes. `out`: the call writes it. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {
     p->list[p->num++] = (call_array){name, data, count * unit, (size_t)unit, out};
 }
 
-/* Returns the size in bytes of an element of a weight matrix. A weight_type of 0 means
- * row_type. */
+/* Returns the size of a weight in bytes. A weight_type of 0 means row_type. */
 static int64_t weight_bytes(const epic_experts *experts)
 {
     return convert_bytes(experts->weight_type ? experts->weight_type : experts->row_type);

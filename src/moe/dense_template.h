@@ -135,8 +135,7 @@ static void add_local_experts(const token_block *b, const epic_rows *out, const 
     }
 }
 
-/* Computes z = dot(row, gate) with a float64 sum. The sigmoid uses e^-|z|, which cannot
- * overflow. */
+/* Sums z = dot(row, gate) in float64. The sigmoid uses e^-|z|, which cannot overflow. */
 static void shared_gate_forward(const token_block *b, void *weights)
 {
     const moe_job *j = b->job;

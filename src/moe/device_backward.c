@@ -84,8 +84,6 @@ static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
     return (gradient_addresses){at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], 0};
 }
 
-/* ---------------------------------------------------------------- one batch of tokens ---- */
-
 /* A range of the blocks of a batch: `count` blocks, starting at block `first`. Their gradients
  * of the gate and the shared expert are added in a binary tree, in row `level` of
  * work.dense_grads. */

@@ -26,8 +26,7 @@ static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
     return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-/* Runs the gate and the router on all tokens at once, because tokens do not depend on each
- * other. */
+/* Runs gate and router on all tokens at once: tokens do not depend on each other. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     token_block all = moe_get_block(j, 0);
@@ -60,8 +59,7 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all num_local_experts experts, because the plan may write fewer of
- * them. */
+/* Zeroes the counts of all local experts, because the plan may write fewer of them. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;

@@ -153,8 +153,7 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* Copies the gradients of forced weights (topk_weights_in) to the caller's array, if there is
- * one. */
+/* Copies the gradients of forced weights (topk_weights_in) to the caller's array, if any. */
 static void store_d_weights(const moe_job *j, const backward_call *c)
 {
     void *to = c->args->d_topk_weights_in;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Computes the losses of one block of tokens on the host, with public calls of the router. */
+/* Computes the losses of a block of tokens on the host, with public calls of the router. */
 #include "base/error.h"
 #include "moe/stages.h"
 
@@ -33,8 +33,7 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-/* For each loss, passes its coefficient times its gradient (j->d_balance or j->d_z) to the
- * router. */
+/* Passes each loss's coefficient times its gradient (j->d_balance, j->d_z) to the router. */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,

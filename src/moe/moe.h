@@ -59,8 +59,7 @@ typedef struct moe_work {
     int32_t *plan_idx;
     void *tile;    /* [block, GATE_TILE] real: converted columns of x; only on the host */
     void *product; /* memory for the gate's GEMMs; only on the host with EPIC_INVARIANT */
-    /* rows of reals, only on the host: [2, hidden] in forward, [block + 1, hidden] in
-     * backward */
+    /* rows of reals, only on the host: forward [2, hidden], backward [block + 1, hidden] */
     void *rows;
     /* forward: [block, hidden], output of the shared expert. backward: [batch, hidden], the
      * parts of d_x that come from the shared expert and, on devices, from the zero-experts and
@@ -86,8 +85,7 @@ typedef struct moe_work {
      * shared expert, one row for each level of the binary tree over the blocks. On devices only
      * with EPIC_SUM_DENSE, with several batches, or with a shared expert and several blocks. */
     unsigned char *dense_grads;
-    /* [blocks of a batch, columns]: gradients of scale_of_expert; only in backward on
-     * devices */
+    /* [blocks of a batch, columns]: gradients of scale_of_expert; backward on devices */
     float *d_scale;
     void *gate; /* workspace of the gate's kernels; only on devices */
 } moe_work;
@@ -121,11 +119,9 @@ typedef struct moe_job {
     int64_t tokens, hidden, capacity, top_k;
     /* number of experts plus number of zero-experts: the width of the logits */
     int64_t columns;
-    /* blocks: number of blocks of tokens of this rank. block: maximum number of tokens in a
-     * block. */
+    /* blocks: number of blocks of this rank. block: maximum number of tokens in a block. */
     int64_t blocks, block;
-    /* maximum number of tokens in a batch, which is up to GATE_BLOCKS blocks (in backward on
-     * devices) */
+    /* maximum number of tokens in a batch: up to GATE_BLOCKS blocks (backward on devices) */
     int64_t batch;
     int64_t deciding_tokens;
     /* Each block begins at a multiple of this many tokens: the length of a sequence if the
@@ -137,8 +133,7 @@ typedef struct moe_job {
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert together */
     int64_t num_dense_grads;
-    /* number of levels of the tree over the blocks' gradients; 0: work.dense_grads is not
-     * needed */
+    /* number of levels of the tree over the blocks' gradients; 0: no work.dense_grads */
     int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
      * the caller's gradient of that loss plus d_loss, the caller's gradient of the sum of both

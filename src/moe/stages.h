@@ -71,8 +71,7 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block);
 
-/* Returns the context for local calls such as epic_experts_forward: NULL makes them compute on
- * the host. */
+/* Returns the context for local calls such as epic_experts_forward; NULL: host. */
 static inline epic_context *moe_local_context(const moe_job *j)
 {
     return j->is_device ? j->ctx : NULL;
@@ -80,8 +79,7 @@ static inline epic_context *moe_local_context(const moe_job *j)
 
 /* Runs the local experts on the rows in saved.recv. Writes their outputs to work.y. Local. */
 epic_result moe_run_experts(moe_job *j);
-/* Returns the rows in work.y to their tokens, with the sums in `out` [tokens, hidden].
- * Collective. */
+/* Returns the rows in work.y to their tokens, and writes the sums to `out`. Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
 /* Sends each token's row of d_out to its slots, in work.d_y. *fault (may be NULL) is an error
  * in this rank's data, which all ranks return. Collective. */
@@ -100,8 +98,7 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
  * The home rank of a token stores the gradients of the slots' weights in its work.d_weights.
  * Collective: called even if the caller does not want d_x (d_x->data is NULL). */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
-/* All-reduces an array of reals over the ranks, in place and in the order of the layer.
- * Collective. */
+/* All-reduces reals over the ranks, in place and in the order of the layer. Collective. */
 epic_result moe_sum_over_ranks(moe_job *j, void *data, int64_t count);
 /* With EPIC_SUM_DENSE, all-reduces work.dense_grads over the ranks. Does nothing without this
  * flag. Collective. */

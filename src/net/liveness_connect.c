@@ -121,7 +121,7 @@ static bool send_handshake(const connect_state *o, int fd, int to)
     return send(fd, &mine, sizeof mine, MSG_NOSIGNAL) == (ssize_t)sizeof mine;
 }
 
-/* Reads more bytes of the handshake. Returns false if the connection was closed. */
+/* Reads more bytes of the handshake. Returns false if the other side has closed. */
 static bool receive_handshake(connection *t)
 {
     const size_t left = sizeof t->received - t->num_received;
@@ -206,8 +206,7 @@ static void advance_incoming(connect_state *o, connection *t)
         liveness_close_socket(&t->fd);
 }
 
-/* Sets which[rank] to true for each peer that is not connected yet. Returns the number of such
- * peers. */
+/* Sets which[rank] to true for each peer that is not connected yet. Returns their number. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;

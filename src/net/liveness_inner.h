@@ -57,7 +57,7 @@ int liveness_find_addresses(liveness_address out[LIVENESS_MAX_ADDRESSES],
  * or -1 with errno set. */
 int liveness_open_listener(uint32_t *port);
 
-/* Opens a socket and starts to connect it. Returns the socket, or -1 with errno set. */
+/* Starts to connect a new socket, without blocking. Returns it, or -1 with errno set. */
 int liveness_begin_connect(const liveness_address *address, uint32_t port);
 
 void liveness_close_socket(int *socket);

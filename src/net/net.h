@@ -103,8 +103,7 @@ typedef struct net_engine {
     /* Like put(), but sends one word of 8 bytes, which is passed by value. */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
-    /* Lets the engine send and receive. Returns the number of events, such as completed
-     * puts. */
+    /* Lets the engine send and receive. Returns the number of events (completed puts). */
     int (*progress)(net *n);
 
     /* Returns true if the engine no longer reads the sources of the first `count` puts to a
@@ -116,8 +115,7 @@ typedef struct net_engine {
      * never detect this, so liveness connections (liveness.h) watch the peers too. */
     bool (*is_gone)(const net *n, int host);
 
-    /* Writes one line of at most `size` bytes to `to`: the networks over which this net reaches
-     * its peers. */
+    /* Writes one line of at most `size` bytes about the networks of this net to `to`. */
     void (*describe)(const net *n, char *to, size_t size);
 
     /* Sends the accepted puts, then closes the net. Stops sending after about a second if peers

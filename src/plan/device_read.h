@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reads the plan of a CUDA context on the host, from host or device memory. */
+/* Reads the plan of a CUDA context, in host or in device memory, on the host. */
 #ifndef EPIC_DEVICE_READ_H
 #define EPIC_DEVICE_READ_H
 

@@ -271,7 +271,7 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-/* Checks that every element is in range, so that users of the plan need not check it. */
+/* Checks the range of every element, so that the code that uses the plan need not. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;

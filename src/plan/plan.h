@@ -52,8 +52,7 @@ typedef struct plan_header {
     /* numbers of slots of this rank: used by the plan, available in the receive buffer, and
      * needed if no choice were dropped */
     int64_t num_slots, capacity, demand;
-    /* numbers of this rank's choices: with a slot, without an expert, and dropped for each
-     * reason */
+    /* numbers of this rank's choices: with a slot, without an expert, dropped per reason */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
     /* offsets of the arrays in bytes from the header */
@@ -197,7 +196,7 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
 /* The first error in a table of replicas. Both fields are -1 if there is none. */
 typedef struct replicas_error {
     int64_t expert; /* expert whose entry is out of range; -1: none */
-    /* the invalid entry; if `expert` is -1: a logical expert without a replica, or -1 */
+    /* the invalid entry; if `expert` is -1: a logical expert without a replica, or -1. */
     int64_t logical;
 } replicas_error;
 

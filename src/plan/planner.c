@@ -275,8 +275,7 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-/* Stores the fates of the choices of one of this rank's tokens, and adds them to the counts in
- * the header. */
+/* Stores the fates of the choices of a token of this rank, and counts them in the header. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
@@ -331,8 +330,7 @@ static int32_t slot_if_local(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces p->ids[begin .. end), the ids of choices of other ranks, by slots on this rank or
- * -1. */
+/* Replaces p->ids[begin .. end), ids of choices of other ranks, by slots here or -1. */
 static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {

@@ -21,8 +21,7 @@
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
-    /* [num_columns]: added to the scores for the choice of experts, but not to weights; NULL:
-     * none */
+    /* [num_columns]: added to scores for the choice of experts, not to weights; NULL: none */
     const float *bias;
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
@@ -61,11 +60,9 @@ typedef struct router_common {
  * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_init(router_job *job, const router_common *common);
 
-/* Checks weights_type and stores it in *job. 0 means EPIC_F32. Returns EPIC_OK or
- * EPIC_EINVAL. */
+/* Checks weights_type and stores it in *job. 0: EPIC_F32. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type);
-/* Checks grad_type and stores it in *job. 0 means the type of the logits. Returns EPIC_OK or
- * EPIC_EINVAL. */
+/* Checks grad_type and stores it in *job (0: type of the logits). Errors: EPIC_EINVAL. */
 epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
 int64_t router_job_workspace_bytes(const router_job *job);
@@ -82,8 +79,7 @@ epic_result router_prepare_forward(router_job *job, const epic_router_args *args
  * host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
-/* Returns EPIC_EINVAL if an expert id is not less than num_columns. Negative ids mean no
- * choice. */
+/* Returns EPIC_EINVAL if an expert id is not below num_columns. Negative: no choice. */
 epic_result router_check_ids(const router_job *job, const int32_t *topk_idx,
                              int64_t num_tokens);
 

@@ -66,8 +66,7 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns the error of router_find_fault() as the result of this call, which involves no other
- * rank. */
+/* Returns the error of router_find_fault() for calls that involve no other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

@@ -21,15 +21,13 @@ typedef struct router_row_ops {
      * probability times its load. */
     double (*balance)(const router_job *job, const void *logits, const int32_t *load);
 
-    /* Writes the gradient of factor * balance() to d_logits or, with EPIC_ACCUMULATE, adds
-     * it. */
+    /* Writes (EPIC_ACCUMULATE: adds) the gradient of factor * balance() to d_logits. */
     void (*balance_backward)(const router_job *job, const void *logits, const int32_t *load,
                              double factor, void *d_logits);
 
     double (*z_square)(const router_job *job, const void *logits);
 
-    /* Writes the gradient of factor * z_square() to d_logits or, with EPIC_ACCUMULATE, adds
-     * it. */
+    /* Writes (EPIC_ACCUMULATE: adds) the gradient of factor * z_square() to d_logits. */
     void (*z_backward)(const router_job *job, const void *logits, double factor,
                        void *d_logits);
 } router_row_ops;

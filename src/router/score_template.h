@@ -110,8 +110,7 @@ static void score_backward(const router_job *job)
             if (d[i] != 0) d[i] *= score_slope(s[i], z[i], job->router.score);
 }
 
-/* Writes job->spare, the gradient of the logits, to d_logits or, with EPIC_ACCUMULATE, adds
- * it. */
+/* Writes (EPIC_ACCUMULATE: adds) job->spare, the gradient of the logits, to d_logits. */
 static void store_d_logits(const router_job *job, void *d_logits)
 {
     const int64_t n = job->num_columns;

@@ -9,10 +9,10 @@
 /* Converts n elements of type EPIC_F32, EPIC_BF16 or EPIC_F16 to float32. */
 void convert_to_float(float *out, const void *in, uint32_t type, int64_t n);
 
-/* Converts n float32 values to EPIC_F32, EPIC_BF16 or EPIC_F16, rounded to nearest even. */
+/* Converts n float32 values to EPIC_F32, EPIC_BF16 or EPIC_F16. Rounds to nearest even. */
 void convert_from_float(void *out, uint32_t type, const float *in, int64_t n);
 
-/* Returns the size in bytes of an element of type F32, BF16, F16 or F64, otherwise 0. */
+/* Returns the size in bytes of an element of type F32, BF16, F16 or F64; others: 0. */
 int64_t convert_bytes(uint32_t type);
 
 /* Returns the name of a type for error texts, such as "F32". */

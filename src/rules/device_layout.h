@@ -171,7 +171,7 @@ static inline int64_t device_plan_bytes(int64_t num_ranks, int64_t max_tokens,
     return device_plan_layout_of(num_ranks, max_tokens, num_experts, top_k).bytes;
 }
 
-/* Returns the size in bytes of a plan, or 0 for sizes that CUDA contexts do not support. */
+/* Returns the size in bytes of a plan of any layer, or 0 if CUDA contexts do not support it. */
 static inline int64_t device_layer_bytes(int64_t num_ranks, int64_t max_tokens,
                                          const epic_layer *layer)
 {

@@ -26,14 +26,12 @@ typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
 
-/* The members before `bytes` are offsets of arrays in bytes. Their comments describe the
- * arrays. */
+/* The members before `bytes` are byte offsets of arrays, which the comments describe. */
 typedef struct experts_layout {
     int64_t num_tiles; /* one int32: number of tiles */
     int64_t tiles;     /* slab_tile [most_tiles]: list of all tiles */
     int64_t slabs;     /* slab_range [num_local_experts]: list of all slabs */
-    /* [num_slots, inner]; E4M3 elements in forward with E4M3 weights, row_type in all other
-     * cases */
+    /* [num_slots, inner]; E4M3 in forward with E4M3 weights, row_type in all other cases */
     int64_t activations;
     /* E4M3 weights: float32 [num_slots, blocks of a row], the scales of the quantized rows */
     int64_t scales;

@@ -45,8 +45,7 @@ SCALAR float exp_f32(float x, float low)
     const float t = x < LOWEST_F32 ? LOWEST_F32 : x;
     const float sum = t * 0x1.715476p0f + near;
     const float n = sum - near;
-    /* log 2 in two parts, of which the first has so few bits that its product with n is
-     * exact */
+    /* log 2 in two parts; the first has so few bits that its product with n is exact */
     const float r =
         ((t - n * 0x1.62ep-1f) - n * 0x1.0bfbe8p-15f) + (x < LOWEST_F32 ? 0.0f : low);
     float p = 1.0f / 5040;

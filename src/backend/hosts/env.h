@@ -21,12 +21,10 @@ typedef struct hosts_env {
      * relay), which forwards it to the other ranks of that host */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
-    /* value of EPIC_NET_WINDOW: how many tokens a kernel sends before it receives the first
-     * one */
+    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first */
     int32_t window;
-    /* value of EPIC_NET_THREADS: number of threads that the net may start in addition to the
-     * proxy thread. -1: not set, hosts_env_threads() computes the number from the number of
-     * cores */
+    /* EPIC_NET_THREADS: number of threads that the net may start in addition to the proxy
+     * thread. -1: not set, hosts_env_threads() computes the number from the number of cores */
     int32_t threads;
 } hosts_env;
 

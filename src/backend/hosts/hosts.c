@@ -20,8 +20,7 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
-/* maximum number of ranks per host with relays: kernels use one bit of a 32-bit word per
- * rank */
+/* maximum number of ranks per host with relays: each has a bit of a 32-bit word */
 #define MAX_RELAYS 31
 
 /* Data that each rank sends to all ranks through the bootstrap while it joins the group. */
@@ -33,8 +32,7 @@ typedef struct peer_info {
     /* value of EPIC_NET_MEMORY on this rank (a hosts_memory): the memory that it requests */
     uint32_t requested_memory;
     uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
-    /* error text of this rank; if it has no error, the reason why its boxes are not in GPU
-     * memory */
+    /* error text of this rank; without an error: why its boxes are not in GPU memory */
     char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
@@ -75,8 +73,6 @@ static bool can_join(const epic_peer *peers, int num_ranks, const epic_config *c
     const net_engine *engine = hosts_env_engine(why);
     return engine && engine->is_available(why);
 }
-
-/* --------------------------------------------------------- memory and net of this rank ---- */
 
 static epic_result alloc_host(uint8_t **out, int64_t bytes)
 {
@@ -169,8 +165,7 @@ static void free_boxes(hosts_part *h)
     free_memory(&h->outbox, h->on_gpu);
 }
 
-/* Allocates the ring in pinned host memory through which kernels post puts to the proxy
- * thread. */
+/* Allocates the ring through which kernels post puts to the proxy (pinned host memory). */
 static epic_result make_proxy_ring(epic_group *g, hosts_part *h)
 {
     uint8_t *memory = NULL;
@@ -240,8 +235,7 @@ static epic_result move_to_host(epic_group *g, hosts_part *h, peer_info *mine)
     return open_boxes(g, h, mine, false);
 }
 
-/* Adds to the error text that EPIC_NET_MEMORY=gpu forbids the fallback to host memory. Returns
- * `result`. */
+/* Adds to the error text that EPIC_NET_MEMORY=gpu forbids host memory. Returns `result`. */
 static epic_result fail_on_gpu(epic_result result)
 {
     char why[160];
@@ -294,8 +288,6 @@ static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
     TRY(open_own_boxes(g, h, mine));
     return listen_for_liveness(g, h, mine);
 }
-
-/* ---------------------------------------------------------------- connections to peers ---- */
 
 /* Passes the net handles of all ranks to the engine, which connects to them. */
 static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *infos)
@@ -467,8 +459,6 @@ static epic_result connect_peers(epic_group *g, hosts_part *h, const peer_info *
     TRY(connect_liveness(g, h, infos));
     return start_proxy(g, h);
 }
-
-/* ---------------------------------------------------------------------- join and leave ---- */
 
 static void free_group(epic_group *g)
 {

@@ -30,8 +30,7 @@
 #define MAX_OPEN_EPOCHS 4
 /* maximum number of ring entries that the thread reads before it posts puts */
 #define MAX_ENTRIES 256
-/* A batch that is not full is posted only while fewer than this many puts to its host are in
- * flight. */
+/* A batch that is not full is posted only if fewer puts to its host are in flight. */
 #define FEW_IN_FLIGHT 4
 /* Limits for the puts in flight to one host. At MAX_URGENT_IN_FLIGHT, new urgent pieces wait
  * and are joined into larger puts. MAX_BYTES_IN_FLIGHT limits the bytes of row puts, because
@@ -45,11 +44,9 @@
 #define URGENT_QUIET_US 5
 /* number of cache lines ahead of the current ring entry that the thread prefetches */
 #define PREFETCH_LINES 4
-/* number of calls of proxy_progress() without progress after which the thread begins to
- * sleep */
+/* calls of proxy_progress() without progress after which the thread begins to sleep */
 #define IDLE_ROUNDS 64
-/* time in us that the thread polls before its first sleep, if it may use at least SPARE_CORES
- * cores */
+/* polling time in us before the first sleep, if there are at least SPARE_CORES cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* duration of the first sleep; each later one is twice as long */
@@ -76,7 +73,7 @@ typedef struct message {
     int state;
 } message;
 
-/* The state of the proxy thread. Members shared with other threads are accessed atomically. */
+/* The state of the proxy thread. Members that other threads use too are atomic. */
 struct hosts_proxy {
     hosts_proxy_setup setup;
     pthread_t thread;
@@ -98,8 +95,7 @@ struct hosts_proxy {
     uint64_t num_read; /* ring entries read so far */
     /* number of these entries that are pieces; the others mark the end of an epoch */
     uint64_t pieces;
-    /* number of bytes and of puts that were posted for pieces, without state words and
-     * messages */
+    /* number of bytes and of puts posted for pieces, without state words and messages */
     uint64_t bytes, puts;
     uint64_t max_puts_in_flight; /* maximum number of row puts in flight to one host */
     /* number of puts posted to each host, including state words and messages */
@@ -378,8 +374,7 @@ static int64_t longer_nap(int64_t us)
 }
 
 /* The main function of the proxy thread: calls proxy_progress() until the proxy is closed.
- * While nothing happens, the thread first yields the core, then sleeps for longer and longer
- * times. */
+ * While nothing happens, the thread first yields the core, then sleeps longer and longer. */
 static void *proxy_run(void *self)
 {
     hosts_proxy *p = self;
@@ -452,8 +447,7 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* each host has its own message, so a host that does not receive does not delay the
-     * others */
+    /* one message per host, so a host that does not receive does not delay others */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

@@ -142,8 +142,7 @@ bool put_batcher_is_empty(const put_batcher *all)
 }
 
 /* Takes a free batch for a block and a host, appends it to the waiting list, and returns its
- * index. Takes the batch that was freed last, because its memory is probably still in the
- * cache. */
+ * index. Takes the batch that was freed last, which is probably still in the cache. */
 static int open_batch(put_batcher *all, int host, uint32_t block)
 {
     const int i = all->free.last;
@@ -185,8 +184,7 @@ static void join_spans(put_batch *p)
     p->num_spans = last + 1;
 }
 
-/* Adds a range of words to a batch. Extends the last span if the range begins where that span
- * ends. */
+/* Adds a range of words to a batch. Extends the last span if the range follows it. */
 static void add_span(put_batch *p, uint32_t first, uint32_t words)
 {
     span *last = p->num_spans ? &p->spans[p->num_spans - 1] : NULL;
@@ -198,8 +196,7 @@ static void add_span(put_batch *p, uint32_t first, uint32_t words)
 }
 
 /* Moves the oldest waiting batch of rows to the ready list if it is stale. Without this, the
- * batch could wait until the end of the operation, although its receiver may already wait for
- * the rows. */
+ * batch could wait until the end of the operation, while its receiver already waits. */
 static void release_stale(put_batcher *all)
 {
     const int i = all->waiting[0].first;

@@ -54,9 +54,8 @@ bool put_batcher_is_empty(const put_batcher *all);
 
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece for a host: `words` words of the heap, starting at word `word`.
- * put_batcher_has_room() must have returned true. The waiting pieces for one host must not
- * overlap. */
+/* Adds a piece for a host: `words` words of the heap, starting at word `word`. Only after
+ * put_batcher_has_room(). Waiting pieces for one host must not overlap. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Writes the next put to *out. Considers only batches for which may() returns true: first

@@ -234,7 +234,7 @@ static epic_result poll_round(gather_round *r, const bootstrap *m, int *left)
     return EPIC_OK;
 }
 
-/* Runs one gather: posts all messages, then polls until they are finished or time is up. */
+/* Runs one gather: posts all messages, and polls until they are done or the time is over. */
 static epic_result run_round(gather_round *r, const bootstrap *m)
 {
     deadline end = deadline_begin_ms(m->timeout_ms);

@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
  * receives from any source are always posted, and progress.c polls them. Control messages are
- * small, so MPI completes a send at once, and the sender does not wait for the peer to poll
- * MPI. */
+ * small, so MPI completes a send at once, even if the peer does not poll MPI. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -24,8 +23,7 @@ static int control_message_bytes(uint32_t kind)
     }
 }
 
-/* Sends a control message without waiting. *message must not change until *request is
- * complete. */
+/* Sends a control message without waiting. Keep *message until *request is complete. */
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request)
 {

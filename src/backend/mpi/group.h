@@ -67,8 +67,7 @@ typedef struct status_report {
     uint64_t waits_for[RANK_WORDS];
 } status_report;
 
-/* A control message, sent on MPI tag 0. Only the members that the message kind needs are
- * sent. */
+/* A control message, sent on MPI tag 0. Contains only the members that its kind needs. */
 typedef struct control_message {
     uint32_t kind;
     /* In MESSAGE_HEADER: index of an op slot of the sender. In MESSAGE_STATUS_*: index of an op
@@ -99,8 +98,7 @@ typedef struct early_header {
 
 /* The last known state of one peer. */
 typedef struct peer {
-    /* true: the peer's close message has arrived, but earlier messages of the peer may still
-     * arrive */
+    /* true: the peer's close message has arrived, but earlier messages may still arrive */
     bool is_closing;
     bool closed;
     uint32_t num_early;
@@ -166,8 +164,7 @@ typedef struct op_slot {
     /* num_events: number of changes so far that can end a call of wait(). num_seen_events:
      * value of num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
-    /* number of calls of room(), entry() or op_header() without a result since the last poll of
-     * MPI */
+    /* calls of room(), entry() or op_header() without a result since the last poll of MPI */
     int num_misses;
     unsigned num_looks;  /* number of polls of MPI by wait() during the current wait for rows */
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */

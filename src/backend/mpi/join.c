@@ -14,8 +14,7 @@
 #define SETTLE_NS 100000000
 #define FLUSH_NAP_NS 100000
 
-/* Returns the number of ranks that mpirun has started, or 0 if mpirun did not start this
- * process. */
+/* Returns the number of ranks that mpirun started, or 0 if it did not start this process. */
 static int launched_ranks(void)
 {
     const char *const names[] = {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"};

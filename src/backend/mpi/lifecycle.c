@@ -15,7 +15,7 @@
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
-    /* true: EPIC started MPI, in the process `pid`; a forked child must not end MPI */
+    /* true: EPIC started MPI, in the process `pid`. A forked child must not end MPI. */
     bool ours;
     bool watched; /* true: before_finalize() is attached to MPI */
     bool any_broken;
@@ -81,8 +81,7 @@ void lifecycle_mark_broken(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* Takes ownership of a group that this rank has left, and frees the groups that all peers have
- * left. */
+/* Takes ownership of a group that this rank has left. Frees groups that all peers have left. */
 void lifecycle_retire(epic_group *group)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -145,7 +144,7 @@ static epic_result start_locked(void)
     return EPIC_OK;
 }
 
-/* Calls start_locked(), and frees the groups that all peers have left. */
+/* Starts MPI if necessary, attaches before_finalize() once, and frees left groups. */
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

@@ -45,8 +45,7 @@ void liveness_check(epic_group *group, int64_t now)
 }
 
 /* Returns whether the peer has closed its context or its process has exited. Earlier messages
- * of the peer may not be handled yet, so src/exchange checks twice before it reports the
- * peer. */
+ * of the peer may not be handled yet, so src/exchange checks a peer twice. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

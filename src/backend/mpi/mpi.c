@@ -7,13 +7,11 @@
 
 #define RECENT_NS 1000000
 
-/* Implements epic_transport.claim: reserves a free op slot for an operation. Returns its index,
- * or -1. */
+/* Implements epic_transport.claim: reserves a free op slot. Returns its index, or -1. */
 static int claim_slot(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);
-    /* first free the op slots of finished exchanges, because their memory is still in the
-     * cache */
+    /* first free the slots of finished exchanges, whose memory is still in the cache */
     if (!is_broken(group)) progress_drain(group);
     op_slot *slot = op_slots_find_free(group);
     if (slot) slot->state = SLOT_CLAIMED;

@@ -50,8 +50,7 @@ static void store_early_header(epic_group *group, const control_message *message
     control_break(group, &failure, true);
 }
 
-/* Stores an op header of a peer in the op slot of its exchange, or in the peer's list of early
- * headers. */
+/* Stores a peer's op header in the op slot of its exchange or in the list of early headers. */
 void op_slots_add_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];

@@ -112,8 +112,7 @@ epic_result tables_check(const epic_config *config, int num_ranks)
                      config->max_in_flight);
 }
 
-/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. The rest of the memory is
- * zero already. */
+/* Sets all requests to MPI_REQUEST_NULL and all descriptors to -1. The rest is zero already. */
 static void clear_tables(epic_group *group)
 {
     const int per_slot = group->num_ranks * NUM_REQUESTS;
@@ -193,8 +192,7 @@ void tables_free(epic_group *group)
     free(group);
 }
 
-/* Implements epic_backend.memory: computes how much memory a context will use, before it is
- * opened. */
+/* Implements epic_backend.memory: computes the memory of a context before it is opened. */
 void mpi_memory(const epic_config *config, epic_memory_info *out)
 {
     epic_group group = {0};

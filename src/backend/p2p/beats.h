@@ -19,8 +19,7 @@ typedef struct p2p_beats {
     /* number of beats that were so late that the process must have been suspended */
     uint32_t stops;
     int64_t next_ns; /* time at which the next beat is due; 0: no beat yet */
-    /* Page of the flight recorder to which each beat copies the waiting times in p2p_status, or
-     * NULL. */
+    /* page of the flight recorder to which each beat copies the waiting times, or NULL. */
     struct recorder_page *page;
 } p2p_beats;
 

@@ -10,8 +10,7 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* A context uses P2P_SMALL_SMS only if all ranks together send at most this many bytes of rows
- * to one rank. */
+/* P2P_SMALL_SMS is used only if all ranks send at most this many bytes to one rank. */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -58,9 +57,8 @@ static epic_result budget_take(epic_group *g, int sms, int device_sms)
 }
 
 /* Returns the number of SMs that an operation uses if the config does not set max_sms. A small
- * group uses P2P_SMALL_SMS, because more would not make its operations faster. A group is small
- * if each rank has at most SMALL_TOKENS tokens, and at most SMALL_BYTES bytes of rows go to one
- * rank. */
+ * group uses P2P_SMALL_SMS, because more would not be faster. A group is small if each rank has
+ * at most SMALL_TOKENS tokens, and at most SMALL_BYTES bytes of rows go to one rank. */
 static int default_sms(const epic_group *g)
 {
     const epic_config *config = &g->config;

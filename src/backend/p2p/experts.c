@@ -94,8 +94,7 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds the bias g->bias to g->out, because the caller's own gemm (experts.gemm) does not add
- * it. */
+/* Adds g->bias to g->out, because the caller's own gemm (experts.gemm) does not. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,

@@ -8,7 +8,7 @@
 #include "base/error.h"
 #include "rules/sentences.h"
 
-/* Returns the name of an epic_operation, which may come from a peer and be invalid. */
+/* Returns the name of an epic_operation. A peer's value may be invalid. */
 static const char *operation_name(uint32_t operation)
 {
     static const char *const names[] = {
@@ -134,8 +134,7 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     }
 }
 
-/* Writes the error text of a timeout: which rank waited, for which ranks, and in which
- * phase. */
+/* Writes the error text of a timeout: which rank waited, for which ranks, in which phase. */
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
     char culprits[RANK_NAMES_BYTES];
@@ -149,8 +148,7 @@ static void write_timeout(const p2p_status *s, char *to, size_t size)
 
 /* If a kernel has reported in the same operation that this rank's plan is invalid, appends the
  * reason to the error text `to`. The invalid plan can be the cause of the mismatch, because a
- * rank with an invalid plan announces another signature (hash of its arguments) than its
- * peers. */
+ * rank with an invalid plan announces another signature (hash of its arguments). */
 static void add_cause(const epic_group *g, char *to, size_t size)
 {
     const p2p_status *s = g->status;

@@ -218,8 +218,7 @@ static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args 
     return launch_product(product, gate->stream);
 }
 
-/* Launches the kernel that divides the tokens, which are one slab, into tiles for all GEMMs of
- * the gate. */
+/* Launches the kernel that divides the tokens (one slab) into tiles for the gate's GEMMs. */
 static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
 {
     TRY(p2p_check_group(g));
@@ -228,8 +227,7 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
-/* Returns whether the forward GEMM reads the list of tiles. The kernel for few rows does
- * not. */
+/* Returns whether the forward GEMM reads the list of tiles (with few rows it does not). */
 static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
@@ -265,8 +263,6 @@ static epic_result bias_gradient(const epic_gate_args *gate)
     return p2p_cuda(p2p_launch_bias(&job, (cudaStream_t)gate->stream),
                     "launching the gate's bias's gradient");
 }
-
-/* ------------------------------------------------------ gradients of several blocks ---- */
 
 static slab_range *ranges_at(const epic_gate_args *gate, int64_t at)
 {

@@ -240,8 +240,7 @@ void p2p_release(epic_group *g, void *memory)
     (void)cudaFree(memory);
 }
 
-/* Writes the description of a GPU for epic-info. Returns its length, or 0 if the GPU cannot be
- * queried. */
+/* Writes the description of a GPU for epic-info. Returns its length, or 0 on an error. */
 static int describe_gpu(char *to, size_t size, int device)
 {
     struct cudaDeviceProp gpu;

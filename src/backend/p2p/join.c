@@ -184,8 +184,7 @@ static void p2p_leave(epic_group *g)
     if (device >= 0) (void)cudaSetDevice(device);
 }
 
-/* Implements epic_backend.memory: computes how much memory a context will use, before it is
- * opened. */
+/* Implements epic_backend.memory: computes the memory of a context before it is opened. */
 static void p2p_memory(const epic_config *config, epic_memory_info *out)
 {
     const p2p_heap at = p2p_heap_for(config);

@@ -14,8 +14,7 @@ void p2p_sign_layer(signature *a, const epic_layer *layer)
     if (layer->priority != EPIC_BY_TOKEN) signature_mix(a, ~(uint64_t)layer->priority);
 }
 
-/* Returns a hash of a layer with all defaults filled in. It is never 0, which means "any
- * layer". */
+/* Returns a hash of a layer with all defaults filled in. Never 0, which means "any layer". */
 static uint32_t hash_layer(const epic_layer *layer)
 {
     signature a = {0};

@@ -221,7 +221,7 @@ static epic_result check_chunks(const nccl_bootstrap *b)
     return EPIC_OK;
 }
 
-/* Runs one gather. Sends at least one chunk, so that 0 bytes also wait for all ranks. */
+/* Runs one gather. Sends at least one chunk, so that also a gather of 0 bytes waits. */
 static epic_result run_gather(nccl_bootstrap *b, const uint8_t *mine, uint8_t *all,
                               int64_t bytes)
 {

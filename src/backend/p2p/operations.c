@@ -173,9 +173,8 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
 }
 
 /* Returns whether a dispatch with the arguments *job needs the kernel for EPIC_FLAT. Returns
- * false for some existing EPIC_FLAT plans, because the usual kernel can send their rows: where
- * other plans store the slot of a choice, an EPIC_FLAT plan stores the slot of the token's
- * row. */
+ * false for some existing EPIC_FLAT plans, which the usual kernel can send: where other plans
+ * store the slot of a choice, an EPIC_FLAT plan stores the slot of the token's row. */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
@@ -183,8 +182,7 @@ static bool is_flat(const p2p_dispatch_job *job)
 }
 
 /* Returns the maximum number of tokens per rank for which a low-latency dispatch kernel may be
- * used, or -1 if no such kernel supports the arguments *job. The result is equal on all
- * ranks. */
+ * used, or -1 if no such kernel supports the arguments *job. Equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* the backend `hosts` has no low-latency kernel for rows with scales */

@@ -31,8 +31,7 @@ typedef struct p2p_gpu { /* facts about a rank's GPU, which each rank sends to a
 /* Functions that differ between the backends `p2p` and `hosts`. */
 typedef struct p2p_hooks {
     /* Writes `count` bytes at offset `at` of a rank's heap, or of its inbox in the backend
-     * `hosts`. `peer` may be this rank. Returns when the bytes have arrived or can never
-     * arrive. */
+     * `hosts`. `peer` may be this rank. Returns when they have arrived or never can. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
     /* Called before an operation is launched. The backend `hosts` wakes its proxy thread. */
@@ -78,7 +77,7 @@ epic_result p2p_cuda(cudaError_t error, const char *what);
 /* Launches every kernel once, so that no operation loads one (load.c). */
 epic_result p2p_load(epic_group *group);
 
-/* Returns whether this process can use a CUDA device. If not, writes why (256 bytes). */
+/* Returns whether this process can use a CUDA device. If not, writes the reason to why[256]. */
 bool p2p_any_device(char *why);
 
 /* Returns whether two ids of hosts or processes are equal. */
@@ -98,8 +97,7 @@ bool p2p_gpu_fits(const p2p_gpu *gpu);
 
 /* Returns the offsets of the arrays in a heap of a context with this config. */
 p2p_heap p2p_heap_for(const epic_config *config);
-/* Returns the size in bytes of the staging memory, the part of a heap into which peers send
- * rows. */
+/* Returns the size in bytes of a heap's staging memory, into which peers send rows. */
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
 /* Returns the allocation size of a heap in bytes. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
@@ -146,8 +144,7 @@ static inline bool p2p_is_dead(const epic_group *group, int peer)
     return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
 }
 
-/* Sets the peer's bit in status->dead, which running kernels read: the process of this peer has
- * died. */
+/* Sets the bit of a peer that has died in status->dead, which running kernels read. */
 static inline void p2p_mark_dead(p2p_status *status, int peer)
 {
     __atomic_fetch_or(&status->dead[peer / 32], 1u << peer % 32, __ATOMIC_RELEASE);

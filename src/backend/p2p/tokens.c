@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The parts of a layer that are computed per token: zero-experts (whose output is their input),
- * the shared expert's gate, and the sum of the output. Also checks that a plan fits the
- * layer. */
+ * the shared expert's gate, and the sum of the output. Also checks plans. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"

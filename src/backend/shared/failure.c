@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The failure of a group: the first failure that any rank reports is stored in the segment
- * (shared memory), and all ranks return it. This file also determines whether a peer is
- * gone. */
+ * (shared memory), and all ranks return it. Also determines whether a peer is gone. */
 #include <time.h>
 
 #include "backend/shared/shared.h"

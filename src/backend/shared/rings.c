@@ -126,8 +126,7 @@ static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
         if (r != g->rank && x->links[r].slot) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* Implements epic_transport.send: stores the new number of sent entries, then wakes the
- * readers. */
+/* epic_transport.send: stores the new number of sent entries, then wakes the readers. */
 void shared_send(epic_group *g, int index, int to, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -145,8 +144,7 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
 }
 
 /* Implements epic_transport.entry. A load of the peer's counter may fetch a cache line from
- * another core, so loads the counter only if its last known value does not include the
- * entry. */
+ * another core, so loads it only if its last known value does not include the entry. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -168,8 +166,7 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* no comparison with the number of sent entries: a reader may drop entries before they are
-     * sent */
+    /* not compared with the sent entries: a reader may drop entries before they are sent */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);

@@ -23,8 +23,7 @@
 #define SPIN_NS 50000
 #define SPINS 1000 /* polls between two readings of the clock */
 
-/* Sleeps until the thread is woken, for at most `ns` nanoseconds. Returns at once if *word is
- * not `seen`. */
+/* Sleeps until woken, for at most `ns` nanoseconds. Returns at once if *word is not `seen`. */
 static void futex_sleep(const epic_group *g, _Atomic uint32_t *word, uint32_t seen, int64_t ns)
 {
     const struct timespec limit = {.tv_sec = (time_t)(ns / 1000000000),

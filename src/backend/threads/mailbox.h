@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Messages between ranks that are threads of a process. All generations share a mailbox. */
+/* Messages between threads of one process. All generations of a group share one mailbox. */
 #ifndef EPIC_THREADS_MAILBOX_H
 #define EPIC_THREADS_MAILBOX_H
 
@@ -9,11 +9,9 @@
 
 typedef struct mailbox mailbox;
 
-/* Creates a mailbox for num_seats seats with a reference count of 1. Returns NULL if out of
- * memory. */
+/* Creates a mailbox with a reference count of 1. Returns NULL if out of memory. */
 mailbox *mailbox_new(int num_seats);
-/* mailbox_retain() adds a reference, mailbox_release() removes one. The last release frees the
- * mailbox. */
+/* Add and remove a reference. The last release frees the mailbox. */
 void mailbox_retain(mailbox *m);
 void mailbox_release(mailbox *m);
 

@@ -179,8 +179,7 @@ static epic_result check_all_joined(const thread_group *h)
 }
 
 /* Returns whether the rank on a seat has closed its context, in any generation. The mailbox has
- * this flag, because a rank that never enters a generation cannot mark itself as closed
- * there. */
+ * this flag, because a rank that never enters a generation cannot mark itself there. */
 static bool threads_is_gone(epic_group *group, int seat)
 {
     const thread_seat *own = group->backend_data;

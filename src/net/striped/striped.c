@@ -99,8 +99,7 @@ _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
 
 /* ----------------------------------------------------------------- driver of a stripe ---- */
 
-/* Passes one put to the net of the stripe. Returns false if that net accepts no more puts
- * now. */
+/* Passes one put to the stripe's net. Returns false if the net accepts no more now. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -108,8 +107,7 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes to the caller the number of completed puts of the stripe to a host, and whether the
- * host is gone. */
+/* Publishes how many puts of the stripe to a host have completed, and if the host is gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -319,8 +317,7 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects the stripes that all peers have, and starts the threads of all but the first
- * stripe. */
+/* Connects the stripes that all peers have. Starts the threads of all but the first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;

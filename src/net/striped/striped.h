@@ -13,12 +13,11 @@
 /* An engine (code that drives a network library) whose nets can be stripes. */
 typedef struct stripe_engine {
     const net_engine *engine; /* opens, connects and closes one stripe */
-    /* Returns true if a striped net with more stripes like the open net `stripe` would be
-     * faster. */
+    /* Returns whether more stripes like the open net `stripe` would be faster. */
     bool (*can_gain)(const net *stripe);
 } stripe_engine;
 
-/* The engine of the stripes, which each library with striped nets defines (ucx.c). */
+/* The engine of the stripes, which each library that uses striped nets defines (ucx.c). */
 extern const stripe_engine striped_over;
 
 /* These functions implement the members of net_engine (net.h). striped_open() opens up to 1 +

@@ -58,8 +58,7 @@ bool ucx_can_reach_gpus(ucp_context_h context)
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 
-/* Returns the name of UCX's setting for the segment size, before version 1.17 without
- * "TCP_". */
+/* Returns UCX's name of the segment size, which has no prefix "TCP_" before version 1.17. */
 static const char *segment_name(void)
 {
     unsigned major, minor, release;

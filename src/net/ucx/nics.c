@@ -25,8 +25,7 @@ static void read_line(char *out, size_t size, const char *path)
     fclose(file);
 }
 
-/* Reads the integer (in C notation) in a file of a folder. Returns `otherwise` if the file has
- * none. */
+/* Reads the integer (C notation) in a file of a folder. Returns `otherwise` without one. */
 static long read_number(const char *folder, const char *file, long otherwise)
 {
     char path[PATH_MAX + 64], text[64], *end;
@@ -178,8 +177,7 @@ static uint64_t find_usable_ports(const nics_host *host)
     return usable;
 }
 
-/* Returns a bit mask of the best ports for the GPU: among the nearest ones, those with the
- * highest speed. */
+/* Returns a bit mask of the best ports for the GPU: the fastest of the nearest ones. */
 static uint64_t find_best_ports(const nics_host *host, uint64_t usable, const nics_device *gpu)
 {
     uint64_t best = 0;

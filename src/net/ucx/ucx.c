@@ -82,8 +82,7 @@ static epic_result fail_with_status(char *why, const char *what, ucs_status_t st
     return status == UCS_ERR_NO_MEMORY ? EPIC_ENOMEM : EPIC_EDEVICE;
 }
 
-/* Evaluates `call`, a call of UCX. If it fails, returns the error from the enclosing
- * function. */
+/* Evaluates `call`, a call of UCX. If it fails, the enclosing function returns the error. */
 #define TRY_UCX(call, what)                                                       \
     do {                                                                          \
         const ucs_status_t ucx_status = (call);                                   \
@@ -242,15 +241,14 @@ static epic_result ucx_open(net **out, const net_setup *setup, void *bytes, char
 
 /* ------------------------------------------------------------------------- connecting ---- */
 
-/* UCX calls this function when the connection to a peer has failed. It marks the peer as
- * gone. */
+/* Called by UCX when the connection to a peer has failed. Marks the peer as gone. */
 static void on_peer_error(void *self, ucp_ep_h endpoint, ucs_status_t status)
 {
     (void)endpoint, (void)status;
     ((peer *)self)->gone = true;
 }
 
-/* Opens the endpoint to the peer on a host; decides between remote writes and messages. */
+/* Opens the endpoint to a peer. Decides whether its puts are remote writes or messages. */
 static epic_result connect_to_host(net *n, int host, const handle *c, char *why)
 {
     peer *p = &n->peers[host];
@@ -302,7 +300,7 @@ static epic_result ucx_connect(net *n, const void *handles, char *why)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* UCX calls this function when a remote write or message was sent. `self`: its send_op. */
+/* Called by UCX when a remote write or message has been sent. `self` is its send_op. */
 static void on_completed(void *request, ucs_status_t status, void *self)
 {
     (void)status; /* on_peer_error() records that the peer is gone */
@@ -353,8 +351,7 @@ static bool ucx_put_word(net *n, int host, uint64_t to, uint64_t value)
     return post_send(&n->peers[host], to, NULL, 0, value);
 }
 
-/* Implements net_engine.progress: lets UCX send and receive, then updates peer.finished of all
- * peers. */
+/* Implements net_engine.progress: lets UCX send and receive, then updates peer.finished. */
 static int ucx_progress(net *n)
 {
     unsigned moved = 0, more = 1;
@@ -380,8 +377,7 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
-/* Implements net_engine.describe. Lists the networks of several peers only once if they are
- * equal. */
+/* Implements net_engine.describe. Lists networks of several peers only once. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
