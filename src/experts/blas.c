@@ -122,10 +122,10 @@ static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 }
 
 /* Loads the first OpenBLAS that it finds, in this order:
- * - 1. The library of the system, so that all programs on a machine compute the same bits.
- * - 2. A library that the process has already loaded, for example through numpy.
- * - 3. The library of the scipy package, if the loader finds it.
- * - 4. The library that was found when EPIC was built. */
+ * 1. The library of the system, so that all programs on a machine compute the same bits.
+ * 2. A library that the process has already loaded, for example through numpy.
+ * 3. The library of the scipy package, if the loader finds it.
+ * 4. The library that was found when EPIC was built. */
 static void find_library(void)
 {
     char loaded[4096] = "";

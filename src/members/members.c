@@ -42,7 +42,7 @@ static void send_to(members *m, int to, const members_message *message, int64_t 
         m->send(m->self, to, message);
 }
 
-/* Sends a message to all seats of the set, to itself last: its own reply may end the phase. */
+/* Sends a message to all seats of the set, to this seat last, as its reply may end the phase. */
 static void send_to_all(members *m, const seat_set *to, const members_message *message,
                         int64_t now)
 {

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Runs epic_moe_backward on the host: the stages of forward in reverse order.
  *
- * - 1. Combine backward sends d_out to the slots.
- * - 2. The experts' backward computes weight gradients, and the gradient of each slot's row.
- * - 3. Dispatch backward sums the gradients of the rows into d_x.
- * - 4. For each block of tokens, the gradients of the router, the losses, the shared expert and
+ * 1. Combine backward sends d_out to the slots.
+ * 2. The experts' backward computes weight gradients, and the gradient of each slot's row.
+ * 3. Dispatch backward sums the gradients of the rows into d_x.
+ * 4. For each block of tokens, the gradients of the router, the losses, the shared expert and
  *   the gate are added.
- * - 5. The gradients of the gate and the shared expert are summed over the blocks in a binary
+ * 5. The gradients of the gate and the shared expert are summed over the blocks in a binary
  *   tree and, with EPIC_SUM_DENSE, over the ranks. */
 #include <string.h>
 

@@ -3,11 +3,11 @@
  *
  * The stages of forward:
  *
- * - 1. The gate computes logits, and the router chooses experts and weights.
- * - 2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
- * - 3. The experts run, and combine returns and sums their results.
- * - 4. The outputs of the shared expert and the zero-experts are added.
- * - 5. The losses are computed.
+ * 1. The gate computes logits, and the router chooses experts and weights.
+ * 2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
+ * 3. The experts run, and combine returns and sums their results.
+ * 4. The outputs of the shared expert and the zero-experts are added.
+ * 5. The losses are computed.
  *
  * Only this rank returns an error of stage 1, because it has sent nothing yet. Invalid expert
  * ids or token ids are no error of stage 1: the plan reports them, and every rank returns that

@@ -8,13 +8,13 @@
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
  *
- * - 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old
+ * 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old
  *   or the new value, never a mixture.
- * - 2. Words arrive in any order, even the words of one put. Each word arrives once.
- * - 3. A put that put() has accepted arrives, or is_gone() returns true for the peer.
- * - 4. An engine may read the source of a put several times, until is_done() returns true for
+ * 2. Words arrive in any order, even the words of one put. Each word arrives once.
+ * 3. A put that put() has accepted arrives, or is_gone() returns true for the peer.
+ * 4. An engine may read the source of a put several times, until is_done() returns true for
  *   the put.
- * - 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA,
+ * 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA,
  *   and no function except close() blocks.
  *
  * Therefore a reader recognizes a new word by its content, in one of two ways. Some words

@@ -3,11 +3,11 @@
  * pair (token, k). All ranks compute the same plan from the same ids, so no rank has to send
  * its result. The steps are:
  *
- * - 1. Replace each logical expert by one of its replicas, and drop choices of absent experts.
- * - 2. Count the choices of each expert.
- * - 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
- * - 4. Compute the first slot of each slab (the contiguous slots of one expert).
- * - 5. Assign the next slot of its expert to each kept choice, in the order (rank, token,
+ * 1. Replace each logical expert by one of its replicas, and drop choices of absent experts.
+ * 2. Count the choices of each expert.
+ * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
+ * 4. Compute the first slot of each slab (the contiguous slots of one expert).
+ * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token,
  * k). */
 #include <string.h>
 
@@ -53,10 +53,10 @@ static int32_t min_int32(int32_t a, int32_t b)
  *
  * With EPIC_BY_K there are two passes over the choices:
  *
- * - 1. judge_choices_by_k() visits the choices in the order of k and decides which choices are
+ * 1. judge_choices_by_k() visits the choices in the order of k and decides which choices are
  *   kept. It stores the reason of each drop in `ids`, in the bits above the expert id, which is
  *   less than MAX_EXPERTS.
- * - 2. The second pass visits the choices in the order of tokens. It assigns the next slot of
+ * 2. The second pass visits the choices in the order of tokens. It assigns the next slot of
  *   the expert to each kept choice.
  *
  * Without EPIC_BY_K, one pass in the order of tokens does both. */

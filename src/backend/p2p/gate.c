@@ -100,9 +100,9 @@ static epic_result launch_split(const p2p_components_job *job, epic_stream strea
 }
 
 /* Computes product->a times product->b with bfloat16 components, in three steps:
- * - 1. Split product->b into components: each of its columns becomes three columns.
- * - 2. Multiply product->a by all these columns on tensor cores.
- * - 3. Add the three columns of the result that belong to one column of product->b.
+ * 1. Split product->b into components: each of its columns becomes three columns.
+ * 2. Multiply product->a by all these columns on tensor cores.
+ * 3. Add the three columns of the result that belong to one column of product->b.
  *
  * With EPIC_INVARIANT, the forward pass uses split-K on tensor cores: step 2 computes all
  * slices of each sum in parallel, and step 3 also adds the slices. */

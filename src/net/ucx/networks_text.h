@@ -79,7 +79,7 @@ static inline bool networks_is_for_memory(const char *at)
  * must be RDMA, and at least one of them must be for remote access to memory.
  *
  * If no network is for remote access, UCX sends remote writes as messages, which the receiver
- * stores with memcpy, which may write a word twice or in parts. UCX prints the network EFA
+ * stores with memcpy. memcpy may write a word twice or in parts. UCX prints the network EFA
  * (srd) as one for remote access even if its devices can only read. So EFA also needs
  * no_emulation, with which the context refuses to send remote writes as messages. */
 static inline bool networks_keep_words(const char *text, bool no_emulation)
