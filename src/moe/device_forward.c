@@ -78,8 +78,8 @@ static void quantize_dispatch(const moe_job *j, epic_dispatch_args *dispatch)
         (epic_rows){j->work.recv_scales, j->capacity, experts_blocks(j->hidden) * 4};
 }
 
-/* Fills in the arguments of the plan. Zeroes expert_rows and expert_tokens if the plan may not
- * write all of their elements. */
+/* Fills in the arguments of the plan. Zeroes expert_rows and expert_tokens if the plan might
+ * leave some of their elements unwritten. */
 static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_args *plan)
 {
     const uint32_t local = j->experts.num_local_experts, ranks = (uint32_t)j->ctx->num_ranks;

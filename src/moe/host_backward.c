@@ -162,7 +162,7 @@ static void store_d_weights(const moe_job *j, const backward_call *c)
 }
 
 /* Zeroes all gradients, after an error that every rank returns. With EPIC_ACCUMULATE, zeroes
- * only d_x and the gradients of forced weights. */
+ * only d_x and the gradients of forced weights, because the others contain earlier sums. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;

@@ -23,8 +23,8 @@ typedef struct DEVICE_HEADER {
     /* with EPIC_TREE: id of this rank's first expert; its experts are contiguous */
     int32_t first_expert;
     uint32_t layout;
-    /* number of leaves that the layer sets; `leaves` is the number that combine uses:
-     * layer_leaves, or num_ranks if the plan is FLAT */
+    /* number of leaves in the layer's options. The field `leaves` is the number that combine
+     * uses: layer_leaves, or num_ranks if the plan is FLAT */
     uint32_t layer_leaves;
     uint32_t num_logical; /* 0: no replicas */
     uint32_t layer_hash;  /* hash of all fields of the layer */

@@ -61,7 +61,7 @@ SCALAR float exp_f32(float x, float low)
     return ((p + 1.0f) * power_of_two(half)) * power_of_two(whole - half);
 }
 
-/* Returns a / b, correctly rounded, for 0 <= a <= 1 <= b <= 2. b is 1 if a is below 2^-60. */
+/* Returns a / b, correctly rounded. Requires 0 <= a <= 1 <= b <= 2, and b = 1 if a < 2^-60. */
 SCALAR float part_of_f32(float a, float b)
 {
 #if defined(__CUDACC__)

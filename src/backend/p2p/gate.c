@@ -200,8 +200,9 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
     return launch_product(pairs, gate->stream);
 }
 
-/* Launches the GEMM of pass EPIC_GEMM_INPUT. Uses bfloat16 components if they are faster, which
- * depends on deciding_tokens() and not on the number of ranks, or if is_invariant is set. */
+/* Launches the GEMM of pass EPIC_GEMM_INPUT. Splits float32 values into bfloat16 components if
+ * is_invariant is set, or if that is faster. deciding_tokens() decides what is faster, so the
+ * choice does not depend on the number of ranks. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);

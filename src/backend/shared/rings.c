@@ -158,8 +158,8 @@ const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
     return end->ring + entry % x->depth * x->stride;
 }
 
-/* Implements epic_transport.drop: stores the new number of dropped entries, then wakes the
- * peer, which may wait for room. */
+/* Implements epic_transport.drop: stores the new number of entries that this rank no longer
+ * needs, then wakes the peer, which may wait for space. */
 void shared_drop(epic_group *g, int index, int from, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
