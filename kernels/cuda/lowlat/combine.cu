@@ -13,9 +13,10 @@
  *            poison back
  *
  * A worker first sends its partial sums for the peers' tokens. Then it adds the partial sums
- * that arrive for this rank's tokens. A worker that sends does not wait for anything, so ranks
- * cannot wait for each other in a circle. One warp of the last CTA announces the operation, and
- * the control warp (last warp) of that CTA ends it.
+ * that arrive for this rank's tokens. A worker waits for nothing until it has sent all its
+ * partial sums, so ranks cannot wait for each other in a circle. One warp of the last CTA (the
+ * CTA with the highest blockIdx) announces the operation, and the control warp (last warp) of
+ * that CTA ends it.
  *
  * lowlat/sum.cuh has the units of work for aligned rows whose partial sums are added in the
  * order of ranks. For unaligned rows and for sums in tree order, this kernel uses the units of
@@ -30,15 +31,15 @@
 #include "cuda/common/launch.cuh"
 #include "cuda/lowlat/sum.cuh"
 
-/* Divides the units among the workers. A unit is one piece of a token's row: the worker sends
- * this rank's partial sum for a peer's token, or adds the partial sums of all ranks for a token
- * of this rank ("own"). To balance the work, the first units of peers' tokens go to the first
- * workers, and the first own units to the last workers. */
+/* Divides the units among the workers. A unit is one piece of a token's row. If the token is a
+ * peer's, the worker sends this rank's partial sum. If the token is this rank's ("own"), the
+ * worker adds the partial sums of all ranks. To balance the work, the first units of peers'
+ * tokens go to the first workers, and the first own units go to the last workers. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
-    /* index of this worker; from a shuffle, to show the compiler that it is equal in all
-     * lanes */
+    /* Index of this worker. It is computed with a shuffle, so that the compiler sees that it is
+     * equal in all lanes. */
     const int worker;
 
     __device__ __forceinline__ explicit CombineUnits(const CombineState &combine)
@@ -46,6 +47,7 @@ struct CombineUnits {
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
+    /* Returns unit u without its slots. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
@@ -53,7 +55,7 @@ struct CombineUnits {
         return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
     }
     /* Returns the index of this worker's first unit. The last worker of each CTA also checks
-     * the plan, so the last workers are the last to get an own unit. */
+     * the plan, so these workers are the last ones that get an own unit. */
     __device__ __forceinline__ int first_index(bool own) const
     {
         const int back = all_ctas.num_workers() - 1 - worker;
@@ -61,9 +63,9 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit u with its slots: each lane gets one slot of the token on this rank and, in
-     * an own unit, the rank of its choice. Returns an empty unit if u >= end, the number of
-     * units. */
+    /* Returns unit u with its slots. Each lane gets one slot of the token on this rank. In an
+     * own unit, each lane also gets the rank of its choice (one of the token's top_k experts).
+     * Returns an empty unit if u >= end; `end` is the number of units. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};
@@ -73,9 +75,10 @@ struct CombineUnits {
         if (own) unit.ranks = rank_of_choice(c, unit.token, 0);
         return unit;
     }
-    /* Returns this worker's first unit before the plan's header has been checked, so that the
-     * peers' token counts are not known yet. is_likely: the unit probably exists, because this
-     * rank has a token with the same index, and ranks usually have equally many. */
+    /* Returns this worker's first unit. This is called before the plan's header has been
+     * checked, so the peers' numbers of tokens are not known yet. is_likely becomes true if
+     * this rank has a token with the same index: the unit then probably exists, because ranks
+     * usually have equally many tokens. */
     __device__ __forceinline__ Unit read_first(bool own, bool &is_likely) const
     {
         const p2p_combine_job &job = c.job;
@@ -92,9 +95,9 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for each unit of this worker, until it returns false. If
-     * `is_loaded` is true, the caller has loaded the first unit, first_unit, for which is_first
-     * is true. */
+    /* Calls do_unit(unit, is_first) for each unit of this worker, until do_unit() returns
+     * false. If `is_loaded` is true, the caller has already read the first unit into
+     * first_unit, and is_first is true in the call for this unit. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const
@@ -115,14 +118,15 @@ struct CombineUnits {
     }
 };
 
-/* which unit's rows are loaded: none, those of Worker::sent or those of Worker::own */
+/* the unit whose rows Worker::rows contains: none, Worker::sent or Worker::own */
 enum { NOTHING_LOADED, SENT_LOADED, OWN_LOADED };
 
-/* The work of one worker. Sums (QuickSums or PlainSums) loads and adds rows. To save time, the
- * worker loads its first units, and the rows of one of them, before the plan's header has been
- * checked. It sends and stores nothing before that. */
+/* The work of one worker. The template argument Sums (QuickSums or PlainSums) loads and adds
+ * rows. To save time, the worker loads its first units, and the rows of one of them, before the
+ * plan's header has been checked. It sends and stores nothing before that check. */
 template <class Sums> struct Worker {
-    /* this worker's first unit of a peer's token (to send), and its first own unit */
+    /* sent: this worker's first unit of a peer's token, which it sends. own: its first own
+     * unit. */
     Unit sent = {}, own = {};
     SlotRows rows;
     int loaded = NOTHING_LOADED;
@@ -139,8 +143,8 @@ template <class Sums> struct Worker {
         if (Sums::PLAIN || !(sends || adds)) return;
         Unit unit = sends ? sent : own;
         unit.slot = clamp_slot(units.c, unit.slot);
-        /* in a valid plan, slots are in the lowest lanes; others must not be used as
-         * addresses */
+        /* In a valid plan, a token's slots are in the lowest lanes. If they are not, the plan
+         * is invalid, and its slots must not be used as addresses. */
         if (!has_slots_in_low_lanes(unit)) return;
         loaded = sends ? SENT_LOADED : OWN_LOADED;
         Sums::load_rows(units.c, rows, unit);
@@ -162,7 +166,7 @@ template <class Sums> struct Worker {
     }
 };
 
-/* Loads and adds aligned rows, with the partial sums in the order of ranks. EXACT: a row
+/* Loads and adds aligned rows. Adds the partial sums in the order of ranks. EXACT: a row
  * consists of whole pieces. AT_ONCE: number of partial sums that a warp polls together. */
 template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     typedef ROW_ ROW;
@@ -186,7 +190,8 @@ template <class ROW_, bool EXACT, int AT_ONCE> struct QuickSums {
     }
 };
 
-/* Adds rows that are not aligned, or partial sums in tree order. Loads no rows in advance. */
+/* Adds rows that are not aligned, or adds partial sums in tree order. Loads no rows in
+ * advance. */
 template <class ROW_> struct PlainSums {
     typedef ROW_ ROW;
     static constexpr int V = 2;
@@ -233,7 +238,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     __shared__ OpState op;
     __shared__ PlanView plan;
     __shared__ Stride unused; /* required by CombineState, but not used by this kernel */
-    /* false if the receive buffer of any rank has fewer rows than the plan has slots there */
+    /* false if a rank's receive buffer has fewer rows than the plan has slots on that rank */
     __shared__ bool enough;
     const p2p_self &self = job.self;
     prefetch_params(job);
@@ -277,7 +282,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
 
     const device_plan_header &h = plan.header;
     const bool moves = plan.is_valid && h.result == EPIC_OK;
-    /* a copy of top_k that stays in a register; job.top_k would be loaded again in each unit */
+    /* This copy of top_k stays in a register. job.top_k would be loaded again in each unit. */
     c.top_k = (int)h.top_k;
     if (is_control_warp()) {
         const bool good = !moves || have_all_rows(self, op, h);
@@ -295,7 +300,8 @@ typedef void (*Kernel)(p2p_combine_job);
 
 /* Properties of a job, which decide which instance of the kernel template is launched. */
 struct Kind {
-    /* plain: needs PlainSums. exact: a row consists of whole pieces. two_ranks: at most two. */
+    /* plain: PlainSums is needed. exact: a row consists of whole pieces. two_ranks: the group
+     * has at most two ranks. */
     bool plain, exact, two_ranks;
 };
 

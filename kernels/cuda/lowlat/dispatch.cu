@@ -17,8 +17,9 @@
 #include "cuda/plan/store_records.cuh"
 
 /* Only in backend `hosts`: posts one put of a token's row to each rank of `peers` (bit mask) on
- * another host. Each warp that stores pieces of the row to the outbox calls this after each
- * piece; only the call for the last piece posts. */
+ * another host. A row has several pieces, which different warps may store to the outbox. Each
+ * of these warps calls this function after each piece. Only the call after the last missing
+ * piece posts the puts. */
 __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token,
                                               uint32_t peers)
 {
@@ -38,11 +39,11 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
  *   describe_rows       sets the members of PackedMove
  *   own_pieces          returns the number of pieces of a row of this rank
  *   load_piece          loads a piece of a token of this rank
- *   send_to_peers       stores the piece to the staging of `peers`
+ *   send_to_peers       stores the piece to the staging of each rank in `peers`
  *   receive_from_peer   waits for a piece of a peer's token; on entry, q has the words that had
- *                       already arrived, and poison for the others
+ *                       already arrived, and poison in place of the others
  *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot)
- *   pad_slot            writes zeros to a piece of a slot
+ *   pad_slot            writes zeros to a piece of a padding slot
  *   clear_rows          zeroes all slots from `first` on, and their weights; each of `threads`
  *                       threads calls it with its own index `thread` */
 template <bool WHOLE> struct PlainRows {
@@ -118,8 +119,9 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
     return launch_lowlat(exact ? whole : ragged, *job, num_sms, stream);
 }
 
-/* Copies the plan from the tables to the caller's memory: control warps the header and the
- * slabs, workers the records. Called by all warps of the CTAs that made the plan. */
+/* Copies the plan from the tables to the caller's memory. Control warps copy the header and the
+ * tables of slabs (the slots of one expert); workers copy the records. Called by all warps of
+ * the CTAs that made the plan. */
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
@@ -152,9 +154,9 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
                          });
 }
 
-/* The kernel of the operation "plan" for few tokens. Every CTA computes the whole plan. If
- * there are several, the last one instead announces and ends the operation and, in backend
- * `hosts`, polls the net inbox. */
+/* The kernel of the operation "plan" for few tokens. Each planning CTA computes the whole plan.
+ * If the grid has several CTAs, the last one is not a planning CTA: it announces and ends the
+ * operation and, in backend `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

@@ -10,18 +10,19 @@
  * (lowlat/dispatch.cu) or PackedRows (lowlat/dispatch_packed.cu).
  *
  * Workers first send the pieces of this rank's tokens to the peers that need them. Then they
- * receive pieces and store them to slots: first the pieces of this rank's own tokens, then
- * those of the peers' tokens. In addition, for each token one worker receives its "words": its
- * weights and its record (list of slots). To balance the work, the first pieces go to the first
- * workers, and the first words to the last workers.
+ * receive pieces and store them to slots: first the pieces of this rank's own tokens, then the
+ * pieces of the peers' tokens. In addition, one worker per token receives the token's "words":
+ * its weights and its record (list of slots). To balance the work, the first pieces go to the
+ * first workers, and the first words go to the last workers.
  *
  *   worker 0   send piece 0 | receive piece 0 of own tokens | of peers' tokens
  *   worker 1   send piece 1 | receive piece 1 of own tokens | of peers' tokens
  *   ...                     | (WITH_PLAN: every CTA computes the plan in between)
  *   control    send ids, weights | announce the operation | wait for announcements | end it
  *
- * A warp that sends waits for nothing, and each row goes directly to its destination, so ranks
- * cannot wait for each other in a circle. lowlat/lowlat.cuh explains the memory order.
+ * A warp sends everything before it waits for anything, and each row goes directly to its
+ * destination, so ranks cannot wait for each other in a circle. lowlat/lowlat.cuh explains the
+ * memory order.
  *
  * The planner of lowlat/plan.cuh supports only few tokens per rank. If another rank has more
  * tokens, this kernel makes a *mixed plan*: it uses the general planner (plan/planner.cuh)
@@ -73,8 +74,8 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
 /* Only for mixed plans: waits for the record (list of slots) of a token of `rank`, and sets
- * `slot` to this lane's slot or -1. With `keep`, also stores the record in the plan. Returns
- * false if the group has failed. */
+ * `slot` to this lane's slot or to -1. If `keep` is true, also stores the record in the plan.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -124,8 +125,9 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
 }
 
 /* Makes a mixed plan with the general planner, then receives all rows and weights. Called by
- * all threads of the receiving CTAs. Not inlined, and m by value: with a reference, the
- * compiler would keep m in memory on all paths of the kernel. */
+ * all threads of the receiving CTAs. The function is not inlined, and m is passed by value. If
+ * m were passed by reference, the compiler would keep m in memory on all paths of the
+ * kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -152,9 +154,9 @@ static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &o
 }
 
 /* Computes the plan in the tables of this CTA. Sets m.is_mixed if another rank has too many
- * tokens for the tables: the caller must then make a mixed plan. Sets m.discards if the plan
- * has an error: received rows must then not be stored. Called by all threads of the receiving
- * CTAs. Returns false if the group has failed. */
+ * tokens for the tables; the caller must then make a mixed plan. Sets m.discards if the plan
+ * has an error or a receive buffer has too few rows; received rows must then not be stored.
+ * Called by all threads of the receiving CTAs. Returns false if the group has failed. */
 static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 {
     const p2p_plan_job &job = m.job.plan;
@@ -179,16 +181,18 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
 /* static shared memory of a CTA; the arrays of `tables` are in dynamic shared memory */
 struct LowlatShared {
     OpState op;
-    /* the plan that the kernel reads; WITH_PLAN: only alignment and tables to write are set */
+    /* Without WITH_PLAN: the plan that the kernel reads. With WITH_PLAN: only the alignment and
+     * the pointers to tables that the kernel writes are set. */
     PlanView plan;
     LowlatPlan tables; /* with WITH_PLAN: the plan that the kernel makes */
     Stride unused;     /* required by the base class RowMove, but never read by these kernels */
-    /* false if the receive buffer of any rank has fewer rows than the plan has slots there */
+    /* false if a rank's receive buffer has fewer rows than the plan has slots on that rank */
     bool has_all_rows;
 };
 
-/* The words that a warp loads first. A control warp loads `start`, the state of the group.
- * Without WITH_PLAN, the last worker warp of each CTA loads `header`, the plan's header. */
+/* The words that a warp loads first. `start`, the state of the group, is loaded by control
+ * warps. `header`, the plan's header, is loaded by the last worker of each CTA, without
+ * WITH_PLAN. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
     uint32_t header[HEADER_LANE_WORDS];
@@ -207,8 +211,8 @@ template <bool WITH_PLAN> struct Opening {
     }
 };
 
-/* The first piece and the first words (weights and record) that a worker receives, loaded early
- * so that the first wait is short. */
+/* The first piece and the first words (weights and record) that a worker receives. They are
+ * loaded early so that the first wait is short. */
 struct FirstUnits {
     PendingPiece piece;
     PendingWords words;
@@ -221,15 +225,17 @@ __device__ __forceinline__ bool is_receiving_worker(const LowlatMove &m)
 }
 
 /* Returns whether this warp may still send data after phase 2 (see lowlat_dispatch_kernel()
- * below): with a new plan, control warps call end_header(), which can report a wrong expert id
- * to all ranks. Such a warp calls count_posted_warp() after phase 3, because that must follow
- * its last put. All other warps call it after phase 2. */
+ * below). With a new plan, this is true for the control warps of receiving CTAs: they call
+ * end_header(), which can send a wrong expert id to all ranks. Such a warp calls
+ * count_posted_warp() after phase 3, because that call must follow its last put. All other
+ * warps call it at the end of phase 2. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool reports_data_errors(const LowlatMove &m)
 {
     return WITH_PLAN && m.receivers.contains_this_cta() && is_control_warp();
 }
 
+/* Returns the arguments that all functions of the kernel share. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
                                                     LowlatShared &s)
@@ -251,9 +257,9 @@ __device__ __forceinline__ LowlatMove describe_move(const p2p_dispatch_job &job,
 }
 
 /* Phase 1 of a control warp: initializes op, the state of the operation. With WITH_PLAN, also
- * sends the warp's share of the expert ids, and this rank's sizes. Returns false if the group
- * has failed, for example because the net has not read the outbox in time: this rank must then
- * not send. */
+ * sends the warp's share of the expert ids, and this rank's sizes. Returns false if this rank
+ * must not send because the group has failed, for example because the net has not read the
+ * outbox in time. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared &s,
                                                const StartState &start, IdSender &ids,
@@ -273,8 +279,8 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: loads its first piece from the caller's memory, if the piece belongs to
- * a token of this rank. */
+/* Phase 1 of a worker: if its first piece to receive belongs to a token of this rank, loads
+ * this piece from the caller's memory. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {
@@ -287,9 +293,9 @@ __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &
         first.piece.record_word = read_record_ahead(m, m.job.plan.self.rank, first.piece.token);
 }
 
-/* Phase 1: sets up empty tables for a new plan (WITH_PLAN), or checks the header of the plan
- * that the kernel reads. Sets the operation's signature, which is a part of the
- * announcement. */
+/* Phase 1: with WITH_PLAN, sets up empty tables for the new plan; otherwise checks the header
+ * of the plan that the kernel reads. Also sets the operation's signature, which is a part of
+ * the announcement. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
                                           const Opening<WITH_PLAN> &opening)
@@ -310,8 +316,8 @@ __device__ __forceinline__ void open_plan(const LowlatMove &m, LowlatShared &s,
 }
 
 /* End of phase 1: after a barrier of the CTA, one warp of the last CTA (is_announcer())
- * announces the operation to all ranks. Returns false if may_send is false in any thread; the
- * CTA must then end. */
+ * announces the operation to all ranks. Returns false if may_send is false in any thread of the
+ * CTA; the CTA must then exit. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatShared &s,
                                                    bool may_send)
@@ -328,8 +334,8 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
     return true;
 }
 
-/* Phase 2: workers send this rank's rows, control warps its weights. Waits for no other rank.
- * is_valid: false if the kernel reads an invalid plan. */
+/* Phase 2: workers send this rank's rows, and control warps send its weights. This phase waits
+ * for no other rank. is_valid: false if the kernel reads an invalid plan. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -343,8 +349,8 @@ __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &wei
     if (!reports_data_errors<WITH_PLAN>(m)) count_posted_warp(m.job.plan.self);
 }
 
-/* End of phase 2: starts to load the first words and, unless phase 1 has loaded it, the first
- * piece that the worker receives. */
+/* End of phase 2: starts to load the first words and the first piece that the worker receives.
+ * If phase 1 has already loaded this piece, loads only the words. */
 template <class Rows>
 __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits &first)
 {
@@ -356,8 +362,8 @@ __device__ __forceinline__ void load_first_units(const LowlatMove &m, FirstUnits
 }
 
 /* Phase 3, only with WITH_PLAN: every receiving CTA makes the whole plan in shared memory. In
- * backend `hosts`, the last CTA polls the net inbox for them. Returns false if the group has
- * failed. */
+ * backend `hosts`, the last CTA instead polls the net inbox for the other CTAs. Returns false
+ * if the group has failed. */
 __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 {
     bool ok = true;
@@ -369,7 +375,7 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 }
 
 /* Phase 4: receives rows and weights into the caller's buffers, zeroes the padding, and ends
- * the operation. `ok`: false if the group has failed. */
+ * the operation. `ok`: false if the group has already failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,
@@ -398,8 +404,8 @@ __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &
     Rows::clear_rows(m, 0, threadIdx.x, LOWLAT_BLOCK);
 }
 
-/* Phase 4 with a mixed plan: the control warp of the last CTA ends the operation, and the
- * receiving CTAs make the plan with the general planner and receive all rows. */
+/* Phase 4 with a mixed plan: the control warp of the last CTA ends the operation. The receiving
+ * CTAs make the plan with the general planner and receive all rows. */
 template <class Rows>
 __device__ __forceinline__ void receive_mixed_and_end(const LowlatMove &m, LowlatShared &s,
                                                       const StartState &start)
@@ -453,8 +459,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     receive_rows<Rows, WITH_PLAN>(m, s, opening.start, first, is_valid, ok);
 }
 
-/* Returns how many CTAs only send. With many tokens, separate CTAs send and receive, because
- * stores to peers delay all other memory accesses of the same SM. */
+/* Returns the number of CTAs that only send. If a rank has many tokens, separate CTAs send and
+ * receive, because stores to peers delay all other memory accesses of the same SM. */
 static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
 {
     const int many = job->plan.is_lowlat ? num_sms * 10 / 64 : num_sms * 15 / 64;
@@ -462,7 +468,8 @@ static int32_t num_send_only_ctas_of(const p2p_dispatch_job *job, int num_sms)
     return job->plan.is_lowlat && job->num_tokens >= 32 ? num_sms / 8 : 0;
 }
 
-/* Launches kernels[1], which makes a plan and moves rows, or kernels[0], which reads a plan. */
+/* Launches kernels[1], which makes a plan and moves rows, or kernels[0], which moves rows with
+ * an existing plan. */
 template <class Kernel>
 static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job job, int num_sms,
                                  cudaStream_t stream)
@@ -473,7 +480,8 @@ static cudaError_t launch_lowlat(const Kernel (&kernels)[2], p2p_dispatch_job jo
     return launch_kernel(kernels[has_new_plan], num_sms, LOWLAT_BLOCK, bytes, stream, job);
 }
 
-/* Loads both kernels, and permits as much dynamic shared memory as the largest plan needs. */
+/* Loads both kernels, and sets the maximum of their dynamic shared memory to the size that the
+ * largest plan needs. */
 template <class Kernel> static cudaError_t load_lowlat(const Kernel (&kernels)[2])
 {
     for (const Kernel &kernel : kernels) {

@@ -9,9 +9,9 @@
  * lowlat/dispatch.cuh describes which warp does what. */
 #include "cuda/lowlat/dispatch.cuh"
 
-/* Moves packed rows for lowlat_dispatch_kernel(). PlainRows (lowlat/dispatch.cu) explains each
- * function. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
- * QuantizedPiece quantizes rows. */
+/* Moves packed rows for lowlat_dispatch_kernel(). The comment of PlainRows (lowlat/dispatch.cu)
+ * explains each function. The template argument OwnPiece packs the rows of this rank:
+ * JoinedPiece copies rows and scales, and QuantizedPiece quantizes rows. */
 template <class OwnPiece> struct PackedRows {
     static constexpr bool EXACT = false;
 
@@ -51,7 +51,7 @@ template <class OwnPiece> struct PackedRows {
                                                          int32_t token, int piece, int32_t slot,
                                                          const uint4 (&q)[V])
     {
-        /* a peer's piece arrives packed; this rank's piece must be packed first */
+        /* a piece from a peer is already packed; a piece of this rank must be packed first */
         if (!own) {
             for_each_slot(m, slot, [&](int32_t to) { store_packed(m, to, piece, q); });
             return;

@@ -9,14 +9,16 @@
  *
  * A piece is 2 KB of a token's row. A CTA has one control warp, its last warp; the others are
  * workers. A worker loads what it needs for its next piece before it waits for the current one.
+ * A *choice* is a token and one of its top_k experts.
  *
  * A rank numbers the other ranks by distance: its source 0 is the next higher rank, source 1
  * the one after it, and so on, modulo num_ranks. In the heap of a rank, the array for weights
  * has one part for each source.
  *
- * In staging, a word of a piece or a weight is poison (the mark of a word that has not arrived)
- * until its sender has stored it. The receiving warp polls the word until it is not poison, and
- * then stores poison back. So each word is its own flag, and no memory order is needed. */
+ * Staging is the part of a rank's heap into which peers store rows. A word of a piece or a
+ * weight there is poison (the mark of a word that has not arrived) until its sender has stored
+ * it. The receiving warp polls the word until it is not poison, and then stores poison back. So
+ * each word is its own flag, and no memory order is needed. */
 #ifndef EPIC_LOWLAT_DISPATCH_UNITS_CUH
 #define EPIC_LOWLAT_DISPATCH_UNITS_CUH
 
@@ -28,21 +30,25 @@
 #include "cuda/dispatch/packed.cuh"
 #include "cuda/lowlat/plan.cuh"
 
-/* Arguments that all functions of this kernel share. With has_new_plan, the kernel makes the
- * plan and finds slots in tables in shared memory. Otherwise it reads a plan in memory. */
+/* Arguments that all functions of this kernel share. has_new_plan (in a base class) is true if
+ * the kernel itself makes the plan. It then finds slots in tables in shared memory; otherwise
+ * it reads a plan in memory. */
 struct LowlatMove : PackedMove {
-    const LowlatPlan *tables; /* if the kernel makes the plan: its tables, in shared memory */
+    const LowlatPlan *tables; /* with has_new_plan: the tables of the plan, in shared memory */
     /* with has_new_plan: the plan's epic_result */
     uint32_t result;
-    const int32_t *fates; /* if the kernel reads a plan: for each choice of this rank, its
-                           * slot or a negative fate */
-    /* true: received rows are not stored (plan has an error, or a buffer has too few rows) */
+    /* without has_new_plan: for each choice of this rank, its slot or a negative fate */
+    const int32_t *fates;
+    /* true: received rows must not be stored, because the plan has an error or a rank's buffer
+     * has too few rows */
     bool discards;
-    /* true: the plan is mixed (lowlat/plan.cuh): slots come from the records that ranks send */
+    /* true: the plan is mixed (lowlat/plan.cuh), so slots come from the records that ranks
+     * send */
     bool is_mixed;
-    /* The CTAs that send rows, and the CTAs that receive rows. They may overlap. */
+    /* The CTAs that send rows, and the CTAs that receive rows. A CTA may be in both ranges. */
     CtaRange senders, receivers;
 
+    /* Returns how many tokens `rank` has. */
     __device__ __forceinline__ int32_t tokens_in(int rank) const
     {
         return has_new_plan ? tables->tokens[rank] : plan.header.tokens_of[rank];
@@ -50,34 +56,35 @@ struct LowlatMove : PackedMove {
 };
 
 /* A piece of a token of `rank` that a warp is receiving. The warp first loads all vectors of
- * the piece. Then it waits for the words that had not arrived. */
+ * the piece. Later it waits for those words that had not arrived when they were loaded. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
-    /* in each lane, a word of the token's record (a slot or -1); only without has_new_plan */
+    /* this lane's word of the token's record (a slot or -1); used only without has_new_plan */
     uint64_t record_word;
-    /* in each lane, V vectors of the piece; words that have not arrived are poison */
+    /* this lane's V vectors of the piece; words that have not arrived are poison */
     uint4 q[V];
 };
 
-/* The weights and the record (list of slots) of a token of `rank` that a warp is receiving. In
- * this file they are called the token's *words*. */
+/* The weights and the record (list of slots on this rank) of a token of `rank` that a warp is
+ * receiving. In this file, the weights and the record of a token are called its *words*. */
 struct PendingWords {
     int32_t token;
     int rank;
-    /* in each lane, a word of the token's record (a slot or -1); only without has_new_plan */
+    /* this lane's word of the token's record (a slot or -1); used only without has_new_plan */
     uint64_t record_word;
-    /* slot of this lane's choice, if the token is this rank's, the choice goes to this rank,
-     * and the kernel reads a plan; otherwise -1 */
+    /* The slot of this lane's choice, or -1. Set only if the token and the choice's expert are
+     * on this rank and the kernel reads a plan. */
     int32_t own_slot;
-    /* for a token of this rank: the weight of this lane's choice; for a peer's token: in lane
-     * n, the weight of the token's n-th slot here, or poison if it has not arrived */
+    /* For a token of this rank: the weight of this lane's choice. For a token of a peer: lane n
+     * has the weight of the token's n-th slot on this rank, or poison if it has not arrived. */
     uint32_t weight;
 };
 
-/* Loads where choice k of a token of this rank goes: the caller's expert id (has_new_plan), or
- * the rank in the plan's table rank_of. The plan's header has not been checked yet: if the plan
- * is invalid, the result must not be used. */
+/* Loads the value that shows where choice k of a token of this rank goes. With has_new_plan,
+ * this is the caller's expert id; otherwise it is the rank in the plan's table rank_of. The
+ * plan's header has not been checked yet, so if the plan turns out to be invalid, the caller
+ * must not use the value. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -89,14 +96,18 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
 
 /* ----------------------------------------------------------------------------- sending ---- */
 
-/* Sends one worker's share of the pieces of this rank's tokens. Unit token * own_pieces + piece
- * is one piece. Before the first barrier of the CTA, while the control warp initializes the
- * operation, the sender only loads its first piece and finds the peers that need it. */
+/* Sends one worker's share of the pieces of this rank's tokens. A unit of work is one piece;
+ * unit token * own_pieces + piece is piece `piece` of token `token`. Before the first barrier
+ * of the CTA, while the control warp initializes the operation, the sender only loads its first
+ * piece and finds the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
+    /* unit: the unit that is loaded, or the next one. end: the number of units. */
     int unit, end;
     int32_t token, piece;
+    /* where this lane's choice of the token goes (read_choice_ahead()) */
     uint64_t word;
+    /* bit mask of the peers that need the loaded piece */
     uint32_t peers;
     uint4 q[V];
 
@@ -150,14 +161,15 @@ template <class Rows> struct PieceSender {
 };
 
 /* Sends the weights of this rank's tokens. Each control warp of the receiving CTAs handles some
- * tokens, several at a time, with one choice per lane. read_ahead() loads the first weights,
- * and send_weights() sends all. */
+ * of the tokens, several at a time, with one choice per lane. read_ahead() loads the first
+ * weights. send_weights() sends all weights. */
 struct WeightSender {
     const LowlatMove &m;
-    /* choice_bits: log2 of the number of lanes per token. first_token: first token that the
-     * warp handles now. */
+    /* top_k: choices per token. choice_bits: log2 of the number of lanes per token.
+     * first_token: the lowest token that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
-    uint64_t word; /* where this lane's choice goes (read_choice_ahead()) */
+    uint64_t word; /* shows where this lane's choice goes (read_choice_ahead()) */
+    /* weight of this lane's choice */
     uint32_t weight;
 
     /* Creates a sender without tokens (first_token is past the last one). */
@@ -199,8 +211,8 @@ struct WeightSender {
         const float *weights = m.job.weights + (int64_t)lane_token() * top_k;
         weight = __float_as_uint(__ldg(weights + lane_choice()));
     }
-    /* Sends the weights of the current tokens. Each peer gets the weights of those choices that
-     * go to it, by ascending k and without gaps. */
+    /* Sends the weights of the current tokens. Each peer gets only the weights of the choices
+     * that go to it, in ascending order of k and without gaps. */
     __device__ __forceinline__ void send_current() const
     {
         const p2p_self &self = m.job.plan.self;
@@ -213,7 +225,7 @@ struct WeightSender {
             const uint32_t sent_choices = __ballot_sync(ALL_LANES, goes) & token_lanes;
             /* in backend `hosts`, all lanes must reach the barrier in post_put_weights() */
             if (!HOSTS && !goes) continue;
-            /* this rank, as the peer numbers its sources (see above) */
+            /* index of this rank among the peer's sources (see the top of this file) */
             const int source = self.num_ranks - 1 - distance;
             uint32_t *floats = floats_base(self, m.op, self.heap[rank], source) +
                                (int64_t)lane_token() * float_stride(top_k);
@@ -223,10 +235,10 @@ struct WeightSender {
             post_put_weights(rank, floats, __popc(sent_choices));
         }
     }
-    /* Only in backend `hosts`: posts one put per token that sends the token's weights to
-     * `rank`. `floats`: address of the weights in the outbox. `count`: how many of them go to
-     * `rank`; if it is odd, poison is appended, because a put copies words of 8 bytes. Called
-     * by all lanes of the warp; the lane of the token's first choice posts the put. */
+    /* Only in backend `hosts`: posts one put per token, which sends the token's weights to
+     * `rank`. `floats`: address of these weights in the outbox. `count`: number of weights that
+     * go to `rank`. If it is odd, poison is appended, because a put copies words of 8 bytes.
+     * Called by all lanes of the warp; the lane of the token's first choice posts the put. */
     __device__ __forceinline__ void post_put_weights(int rank, uint32_t *floats,
                                                      int count) const
     {
@@ -251,9 +263,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece for received unit u, which is one piece. The units of this
- * rank's tokens come first, then those of token 0 of each peer, token 1 of each peer, and so
- * on. */
+/* Sets p.rank, p.token and p.piece for received unit u. A received unit is one piece. The order
+ * of units: all pieces of this rank's tokens, then token 0 of each peer, then token 1 of each
+ * peer, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -269,24 +281,24 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns how many units this rank receives. Counts the tokens of all ranks, because it is not
- * yet known which of them have slots here. */
+/* Returns the number of units that this rank receives. This includes all tokens of all ranks,
+ * because it is not yet known which tokens have slots on this rank. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
     return m.job.num_tokens * Rows::own_pieces(m) + m.most_tokens * peers * m.shape.pieces;
 }
 
-/* Returns which source of this rank (see the top of this file) `rank` is. */
+/* Returns the index of `rank` among this rank's sources (see the top of this file). */
 __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
 {
     const p2p_self &self = m.job.plan.self;
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* Loads this lane's word of the record of a token of `rank` (its slots here) from the plan in
- * memory. The plan's header has not been checked yet: if the plan is invalid, the result must
- * not be used. */
+/* Loads this lane's word of the record of a token of `rank` (the token's slots on this rank)
+ * from the plan in memory. The plan's header has not been checked yet, so if the plan turns out
+ * to be invalid, the caller must not use the value. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {
@@ -297,9 +309,10 @@ __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int r
                            lane_id());
 }
 
-/* Loads a piece of a peer's token from staging; words that have not arrived are poison. If this
- * rank has no token with this index, the peer probably has none either, because ranks usually
- * have equally many tokens. The vectors then become poison without a load. */
+/* Loads a piece of a peer's token from staging; words that have not arrived are poison.
+ * Exception: if this rank itself has no token with this index, all vectors become poison
+ * without a load. Ranks usually have equally many tokens, so the peer's token probably does not
+ * exist, and the load would be wasted. */
 template <class Rows>
 __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p)
 {
@@ -314,8 +327,8 @@ __device__ __forceinline__ void load_staged(const LowlatMove &m, PendingPiece &p
     }
 }
 
-/* Sets p to received unit u, and loads its piece: from the caller's rows if the token is this
- * rank's, otherwise from staging. Does nothing if there is no such unit. */
+/* Sets p to received unit u, and loads its piece. If the token is this rank's, loads from the
+ * caller's rows, otherwise from staging. Does nothing if there is no unit u. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -327,8 +340,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of unit u's token. Does nothing without such a unit or
- * with has_new_plan. */
+/* Loads this lane's word of the record of unit u's token. Does nothing if there is no unit u or
+ * if has_new_plan is true. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -336,8 +349,8 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and record) of token u: first this rank's tokens, then token 0 of
- * each peer, token 1 of each peer, and so on. */
+/* Loads the words (weights and record) of the u-th token. The order of tokens: all tokens of
+ * this rank, then token 0 of each peer, then token 1 of each peer, and so on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -365,10 +378,10 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Waits for the weights of a token, and stores them to slot_weights of its slots here. For a
- * peer's token, stores poison to staging afterwards. `slot`: this lane's slot, or -1. `n`: how
- * many slots the token has here before `slot`, which is also the index of the weight in
- * staging. Returns false if the group has failed. */
+/* Waits for the weights of a token, and stores them to the elements of slot_weights of the
+ * token's slots. If the token is a peer's, then stores poison to staging. `slot`: this lane's
+ * slot, or -1. `n`: number of slots of this token on this rank in lower lanes, which is also
+ * the index of this lane's weight in staging. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -391,7 +404,8 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
 }
 
 /* Returns this lane's slot for a token of `rank`, or -1. With has_new_plan, lane k looks up
- * choice k in the tables. Otherwise the slot is `word`, loaded from the token's record. */
+ * choice k in the tables. Otherwise the slot is `word`, which the caller has loaded from the
+ * token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -399,8 +413,8 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
-/* Waits for a piece, if the token has a slot here, and stores it to the token's slots. Returns
- * false if the group has failed. */
+/* If the token has a slot on this rank, waits for the piece and stores it to all slots of the
+ * token on this rank. Returns false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -415,8 +429,8 @@ __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiec
     return true;
 }
 
-/* Receives all pieces of this worker. The caller has loaded the first one. Loads the next piece
- * while it waits for the current one. Returns false if the group has failed. */
+/* Receives all pieces of this worker. The caller has loaded the first piece. While the worker
+ * waits for one piece, it loads the next one. Returns false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &first)
 {
@@ -431,22 +445,22 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the first token whose words this worker receives. The last worker gets the first
- * token, because the first workers have more pieces to receive. */
+/* Returns the first token (as an index for load_words()) whose words this worker receives. The
+ * last worker gets the first token, because the first workers have more pieces to receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();
 }
 
-/* Returns for how many tokens, of all ranks, this rank receives words. */
+/* Returns the number of tokens, of all ranks, whose words this rank receives. */
 __device__ __forceinline__ int num_words(const LowlatMove &m)
 {
     return m.job.num_tokens + m.most_tokens * (m.job.plan.self.num_ranks - 1);
 }
 
 /* Receives the words of this worker's tokens: stores their weights and, with has_new_plan,
- * their records. The caller has loaded the words `w` of the first token. Returns false if the
- * group has failed. */
+ * their records. The caller has loaded the words of the first token into `w`. Returns false if
+ * the group has failed. */
 __device__ __forceinline__ bool receive_words(const LowlatMove &m, PendingWords &w)
 {
     for (int u = first_words(m); u < num_words(m); u += m.receivers.num_workers()) {

@@ -40,9 +40,9 @@ __device__ __forceinline__ bool is_control_warp()
     return threadIdx.x >= LOWLAT_WORKERS * WARP;
 }
 
-/* A range of CTAs, [first, first + ctas), that share numbered units of work: worker u %
- * num_workers() does unit u. Workers with consecutive indices are in different CTAs, so that
- * few units are spread over many SMs. */
+/* A range of CTAs, [first, first + ctas), whose workers share numbered units of work: worker u
+ * % num_workers() processes unit u. Workers with consecutive indices are in different CTAs. So
+ * if there are few units, they are spread over many SMs. */
 struct CtaRange {
     int first, ctas;
 
@@ -85,6 +85,7 @@ template <class Job> __device__ __forceinline__ void prefetch_params(const Job &
     keep_in_registers(word);
 }
 
+/* Returns the number of bits that an index below n needs. Requires n >= 1. */
 __device__ __forceinline__ int bits_of(int n)
 {
     return 32 - __clz(n - 1);
@@ -93,22 +94,24 @@ __device__ __forceinline__ int bits_of(int n)
 /* The words that the control warp loads first when a kernel starts. */
 struct StartState {
     uint32_t epoch; /* epoch of the last operation that this rank has finished */
-    /* in lane 0: 1 if another operation of this rank still runs, an error (mark_running()) */
+    /* In lane 0: 1 if another operation of this rank still runs, which is an error
+     * (mark_running()). */
     uint32_t overlaps;
-    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, a copy in device
-     * memory of the word in the net inbox, set by a kernel of this rank that has read that
-     * word. */
+    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, this is read from a
+     * copy in device memory. A kernel of this rank that finds a failure in the net inbox
+     * (net/net.cuh) sets the copy. */
     uint64_t broken;
-    /* Only in backend `hosts`. epochs: how many operations this rank has finished. freed: for
-     * how many of them the net no longer reads the outbox, so that its half may be written
-     * again. */
+    /* Only in backend `hosts`. epochs: number of operations that this rank has finished. freed:
+     * number of these operations whose data in the outbox the net has read completely. Their
+     * half of the outbox may be overwritten. */
     uint64_t epochs, freed;
-    /* Only in the last CTA of backend `hosts`: the word in the net inbox. If it is set,
+    /* Only in the last CTA of backend `hosts`: the failure word of the net inbox. If it is set,
      * finish_lowlat() does not count the operation as done. */
     uint64_t net_broken;
 };
 
-/* Reads StartState at the start of a kernel. Only control warps read; others get zeros. */
+/* Reads StartState at the start of a kernel. Only control warps read it; other warps get
+ * zeros. */
 __device__ __forceinline__ StartState read_start_state(const p2p_self &self)
 {
     StartState start = {};
@@ -134,10 +137,10 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
     return __all_sync(ALL_LANES, is_free || lane_id() || wait_outbox_free(op)) != 0;
 }
 
-/* Sends this rank's sizes, a part of its announcement, to every rank: its tokens, the slots
- * (`capacity`; 0: no limit) and the rows of its receive buffer. Called by all warps; the
- * control warp of the last CTA sends. Does nothing in backend `hosts`, where announce_start()
- * sends the whole announcement with one put. */
+/* Sends the sizes, a part of the announcement, to every rank: this rank's number of tokens, its
+ * capacity in slots (0: no limit), and the number of rows of its receive buffer. Called by all
+ * warps, but only the control warp of the last CTA sends. Does nothing in backend `hosts`,
+ * where announce_start() sends the whole announcement with one put. */
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
@@ -148,10 +151,10 @@ __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpSta
     store_relaxed(to + P2P_ANNOUNCED_ROWS, stamp_word(op, (uint32_t)rows));
 }
 
-/* Returns whether this warp announces the operation: worker 0 of the last CTA or, in backend
- * `hosts` if the kernel makes a plan (`plans`), the control warp of that CTA. The announcing
- * warp must execute a system fence before announce_start(). It does this at the start of the
- * kernel, because a fence takes long. */
+/* Returns whether this warp announces the operation. This is worker 0 of the last CTA.
+ * Exception: in backend `hosts`, if the kernel makes a plan (`plans`), it is the control warp
+ * of that CTA. The announcing warp must execute a system fence before announce_start(). It does
+ * this at the start of the kernel, because a fence takes long. */
 __device__ __forceinline__ bool is_announcer(bool plans)
 {
     return is_last_cta() && (HOSTS && plans ? is_control_warp() : threadIdx.x < WARP);
@@ -223,11 +226,11 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
     return ok;
 }
 
-/* Counts this CTA as started: the last CTA may advance the epoch only after all CTAs have read
- * it. (In backend `hosts`, count_posted_warp() counts warps instead.) Also reports an error if
- * another operation of this rank is still running. Called by all threads after the first
- * barrier; a thread of the control warp does the work, because the workers have rows to
- * send. */
+/* Counts this CTA as started. The last CTA advances the epoch only after all CTAs have started,
+ * because each of them must read the old epoch. (In backend `hosts`, count_posted_warp() counts
+ * warps instead.) Also reports an error if another operation of this rank is still running.
+ * Called by all threads after the first barrier. One thread of the control warp does the work,
+ * because the workers have rows to send. */
 __device__ __forceinline__ void count_started_cta(const p2p_self &self, const OpState &op)
 {
     if (threadIdx.x != LOWLAT_WORKERS * WARP) return;
@@ -236,8 +239,8 @@ __device__ __forceinline__ void count_started_cta(const p2p_self &self, const Op
     report_overlap(op);
 }
 
-/* Only in backend `hosts`: counts this warp after its last put. finish_lowlat() waits until all
- * warps have been counted. */
+/* Only in backend `hosts`: counts this warp. Must be called after the last put of the warp,
+ * because finish_lowlat() ends the operation after all warps have been counted. */
 __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
 {
     if (!HOSTS || lane_id() != 0) return;
@@ -249,12 +252,13 @@ __device__ __forceinline__ void count_posted_warp(const p2p_self &self)
  * control warp of the last CTA. Before that, it does the following:
  *
  *   p2p    waits until all peers have announced the operation, and until all CTAs of this rank
- *          have started; otherwise a CTA that starts late would read the new epoch
+ *          have started, because a CTA that starts later would read the new epoch
  *   hosts  waits until all warps of this rank have posted their puts, reports to the proxy
  *          thread that the epoch has no more puts, and waits until all peers have announced
  *          the operation
  *
- * are_copied: poll_inbox() has copied the peers' announcements to the heap. */
+ * are_copied: true if poll_inbox() has copied the peers' announcements from the net inbox to
+ * the heap. */
 __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
                                               const StartState &start, bool are_copied)
 {
@@ -278,9 +282,9 @@ __device__ __forceinline__ void finish_lowlat(const p2p_self &self, OpState &op,
     if (lane_id() == 0) complete_operation(control, op);
 }
 
-/* Returns whether the receive buffer of every rank has a row for each of its slots in the plan.
- * Also returns true if the group has failed; the caller's other waits report that. Called by
- * the control warp. */
+/* Returns whether every rank's receive buffer has at least as many rows as the plan has slots
+ * on that rank. Also returns true if the group has failed, because the caller's other waits
+ * report that. Called by the control warp. */
 __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpState &op,
                                               const device_plan_header &h)
 {
@@ -290,8 +294,8 @@ __device__ __forceinline__ bool have_all_rows(const p2p_self &self, const OpStat
            __all_sync(ALL_LANES, q >= num_ranks || h.slots_of[q] <= rows) != 0;
 }
 
-/* Returns true in the CTA that calls it last, which may then overwrite the stores of the other
- * CTAs. Called by all threads of `ctas` CTAs, after their last store. */
+/* Called by all threads of `ctas` CTAs, after their last store. Returns true only in the CTA
+ * that calls it last. This CTA may then overwrite what the other CTAs have stored. */
 static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
 {
     if (threadIdx.x == 0) {
@@ -303,8 +307,8 @@ static __device__ bool is_last_cta_to_end(OpState &op, int ctas)
     return op.last != 0;
 }
 
-/* Called by all threads of all CTAs if a receive buffer has too few rows. Returns true in the
- * CTA that calls it last, which also reports the rank to the host. */
+/* Called by all threads of all CTAs if a rank's receive buffer has too few rows. Returns true
+ * only in the CTA that calls it last. This CTA also reports the rank to the host. */
 static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_to_end(op, (int)gridDim.x))
@@ -312,7 +316,7 @@ static __device__ bool is_last_cta_of_overflow(OpState &op, const device_plan_he
     return op.last != 0;
 }
 
-/* If a wait in this CTA was given up, reports the cause to the host. Called by all threads at
+/* If a wait in this CTA was aborted, reports the cause to the host. Called by all threads at
  * the end of the kernel. */
 __device__ __forceinline__ void end_lowlat(OpState &op)
 {

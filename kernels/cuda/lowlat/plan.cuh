@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the plan for few tokens. Every rank sends the expert ids of all its choices to every
- * other rank. Then each CTA computes the whole plan by itself, in shared memory
- * (lowlat/plan_tables.cuh). All ranks compute with the same ids, so they all get the same plan.
+/* Makes the plan for few tokens. A *choice* is a token and one of its top_k experts. Every rank
+ * sends the expert ids of all its choices to every other rank. Then each CTA computes the whole
+ * plan by itself, in shared memory (lowlat/plan_tables.cuh). All CTAs of all ranks use the same
+ * ids, so they all compute the same plan.
  *
  *   writer                  stores                               reader that waits
  *   control warps           ids of this rank's tokens, to        workers of every CTA
@@ -16,20 +17,22 @@
  * must wait twice: first for counts, then for slots.
  *
  * A rank uses this planner if it has at most max_lowlat_tokens tokens. A rank with more tokens
- * uses plan/planner.cuh, which waits for counts from all ranks. If there is such a rank, the
+ * uses plan/planner.cuh, which waits for counts from all ranks. So if there is such a rank, the
  * ranks with few tokens discard their tables, and also make the plan with plan/planner.cuh. On
  * these ranks the plan is called *mixed*.
  *
- * A CTA has three barriers for the plan. The first comes after all ids have arrived. The second
- * comes after the CTA's warps have counted the choices of the experts. The third comes after
- * they have computed the first slot of each slab. Some work needs only one warp per grid: the
- * control warp of one CTA writes the header, and that of another CTA writes the slabs. */
+ * A CTA has three barriers for the plan: after all ids have arrived, after the warps of the CTA
+ * have counted the choices of each expert, and after the warps have computed the first slot of
+ * each slab (the slots of one expert). Some work needs only one warp per grid: the control warp
+ * of one CTA writes the header, and the control warp of another CTA writes the tables of
+ * slabs. */
 #ifndef EPIC_LOWLAT_PLAN_CUH
 #define EPIC_LOWLAT_PLAN_CUH
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* An expert id as loaded from the caller's array. encode_id() later waits for the load. */
+/* One expert id as loaded from the caller's array, not yet encoded. So the load may still be in
+ * flight; encode_id() is the first use. */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
@@ -65,8 +68,8 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
 }
 
 /* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * `hosts`, the words of consecutive tokens are adjacent, so that one put sends several
- * tokens. */
+ * `hosts`, there is no gap between the words of consecutive tokens, so that one put sends the
+ * ids of several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -78,12 +81,13 @@ __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpS
 }
 
 /* Sends the expert ids of this rank's tokens to all peers. Each control warp handles some
- * tokens, several at a time, with one word (two ids) per lane. The constructor starts to load
- * the first ids when the kernel starts. make_words() encodes them. send_ids() sends all ids,
- * after op has been initialized. */
+ * tokens, several at a time. Each lane sends one word, which contains two ids. The constructor
+ * starts to load the first ids when the kernel starts. make_words() encodes them. send_ids()
+ * sends all ids; it must be called after op has been initialized. */
 struct IdSender {
     const p2p_plan_job &job;
-    /* number of words per token, and number of bits of the index of a word in its token */
+    /* token_words: number of words per token. word_bits: number of bits of the index of a word
+     * within its token. */
     const int token_words, word_bits;
     int32_t token; /* the token whose word this lane sends next */
     const int32_t token_step;
@@ -91,8 +95,8 @@ struct IdSender {
     /* the word that this lane sends: two encoded ids */
     uint32_t id_pair;
 
-    /* Loads the first ids. planning_ctas: the CTAs whose control warps send ids. sends: false
-     * if the kernel makes no plan. */
+    /* Starts to load the first ids. planning_ctas: the CTAs whose control warps send ids.
+     * sends: false if the kernel makes no plan, so that there are no ids to send. */
     __device__ __forceinline__ IdSender(const p2p_plan_job &plan, const CtaRange &planning_ctas,
                                         bool sends)
         : job(plan), token_words(2 * id_lanes_of(plan.layer)), word_bits(bits_of(token_words)),
@@ -120,7 +124,7 @@ struct IdSender {
         if (token < job.num_tokens) id_pair = pack_ids(job, low, high);
     }
     /* Only in backend `hosts`: sends the ids of this warp's tokens to all peers by puts. All
-     * lanes stay together in the loop, because one put sends the words of all lanes. */
+     * lanes run the same number of iterations, because one put sends the words of all lanes. */
     __device__ __forceinline__ void put_ids(const OpState &op)
     {
         const p2p_self &self = job.self;
@@ -156,9 +160,10 @@ struct IdSender {
     }
 };
 
-/* Marks choice k of a token of `rank`, with the encoded expert id e, in the tables. If e is
- * invalid, bad_choice becomes the index of the choice, unless an earlier choice was invalid.
- * Returns true if another choice of the token has the same expert. */
+/* Sets the bit of choice k of a token of `rank` in the mask of its expert (plan_tables.cuh).
+ * `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, bad_choice of the rank becomes the
+ * lowest index of an invalid choice. Returns true if the bit was already set, because another
+ * choice of the token has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -173,8 +178,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
             bit) != 0;
 }
 
-/* Stores four choices of a token of `rank` in the tables, from choice 4 * id_lane on. `ids`:
- * their encoded expert ids, two per word. */
+/* Stores P2P_LOWLAT_LANE_IDS (4) choices of a token of `rank` in the tables, starting with
+ * choice 4 * id_lane. `ids`: their encoded expert ids, two per word. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
 {
@@ -188,10 +193,10 @@ __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, 
     if (has_repeats) tables.has_repeats = true;
 }
 
-/* Waits for the expert ids of all ranks, and stores them in the tables. A lane handles tokens
- * of one rank, four ids of a token at a time. Called by the workers of the CTA; the last warps
- * get the first tokens, because the first warps may still be sending rows. Returns false if the
- * group has failed. */
+/* Waits for the expert ids of all ranks, and stores them in the tables. Each lane handles
+ * tokens of one rank, and four ids of a token at a time. Called by the workers of the CTA. The
+ * last warps get the first tokens, because the first warps may still be sending rows. Returns
+ * false if the group has failed. */
 static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op)
 {
@@ -204,7 +209,7 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     const bool own = rank == self.rank, is_used = id_lane < id_lanes && rank < self.num_ranks;
     const int32_t token_step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     int32_t token = first >> (id_lane_bits + rank_bits);
-    /* -1 until the announcement of `rank` has arrived */
+    /* number of tokens of `rank`; -1 until its announcement has arrived */
     int32_t num_tokens = own ? job.num_tokens : is_used ? -1 : 0;
     const uint64_t *announced =
         announcement_words(self, op, self.heap[self.rank], is_used ? rank : 0) +
@@ -301,7 +306,8 @@ static __device__ void compute_slabs(LowlatPlan &tables, const p2p_plan_job &job
     __syncthreads();
 }
 
-/* Returns how many slots of its receive buffer rank q needs; 0 if there is no rank q. */
+/* Returns the number of slots that rank q needs in its receive buffer, or 0 if there is no rank
+ * q. */
 __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p_plan_job &job,
                                              int q)
 {
@@ -310,6 +316,7 @@ __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p
                : 0;
 }
 
+/* needed_by() for this rank. */
 __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
                                                const p2p_plan_job &job)
 {
@@ -318,8 +325,9 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
 }
 
 /* Checks whether the plan can be used: all expert ids must be valid, and no rank may need more
- * slots than its capacity or, if the operation also moves rows (`moves`), than its receive
- * buffer has rows. The result is equal on all ranks. Called by one warp. */
+ * slots than its capacity. If the operation also moves rows (`moves`), no rank may need more
+ * slots than its receive buffer has rows. The result is equal on all ranks. Called by one
+ * warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        bool moves)
 {
@@ -338,9 +346,10 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
             !any_bad && !any_over};
 }
 
-/* Finds duplicates (choices whose expert the token has already chosen), an error with
- * EPIC_DISTINCT. bad_choice of each rank becomes the index of its first duplicate, by
- * atomicMin, so that the order of threads does not matter. Called by all threads of the CTA. */
+/* Finds duplicates, which are choices whose expert the token has already chosen. With
+ * EPIC_DISTINCT, a duplicate is an error. bad_choice of each rank becomes the lowest index of
+ * its duplicates. It is computed by atomicMin, so it does not depend on the order of threads.
+ * Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * P2P_LOWLAT_LANE_IDS;
@@ -357,9 +366,10 @@ static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int rank
 /* Copies the announcements of ranks on other hosts from the net inbox to the heap. Called by
  * one warp. Returns false if the group has failed.
  *
- * The net inbox may be in host memory, where the polls of many warps are served one after the
- * other. So only a few warps, the *inbox pollers*, poll it, and copy the words that have
- * arrived to the same offsets of the heap. All other warps poll the heap. */
+ * The net inbox may be in host memory, where polls of many warps are slow, because they are
+ * served one after the other. So only a few warps, the *inbox pollers*, poll the net inbox.
+ * They copy the words that have arrived to the same offsets of the heap. All other warps poll
+ * the heap. */
 static __device__ bool copy_announcements(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id() < self.num_ranks ? lane_id() : self.rank;
@@ -380,9 +390,9 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 }
 
 /* Copies the expert ids of ranks on other hosts from the net inbox to the heap, as they arrive.
- * A lane copies two words at a time, and waits only for tokens that the rank has announced.
- * `warp`: index of the calling warp among the `warps` warps that share the work. Returns false
- * if the group has failed. */
+ * Each lane copies two words at a time. It stops to wait for a word if the rank has announced
+ * so few tokens that the word does not exist. `warps`: number of warps that share the work.
+ * `warp`: index of the calling warp among them. Returns false if the group has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -418,10 +428,10 @@ static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int 
     return true;
 }
 
-/* Only in backend `hosts`: copies the announcements and ids that arrive from the net inbox to
- * the heap. Called by all threads of the last CTA, which receives no rows. If it is the only
- * CTA, only its control warp polls, because the workers have rows to move. Returns false if the
- * group has failed. */
+/* Only in backend `hosts`: copies the announcements and ids that arrive from other hosts from
+ * the net inbox to the heap. Called by all threads of the last CTA, which receives no rows. If
+ * the grid has only one CTA, only its control warp polls, because its workers have rows to
+ * move. Returns false if the group has failed. */
 static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
 {
     if (!HOSTS) return true;
@@ -431,6 +441,7 @@ static __device__ bool poll_inbox(const p2p_plan_job &job, const OpState &op)
     return copy_announcements(job.self, op) && (!alone || copy_ids(job, op, 0, 1));
 }
 
+/* The result of make_lowlat_plan(). */
 enum LowlatPlanState {
     LOWLAT_PLAN_BROKEN, /* the group has failed */
     LOWLAT_PLAN_MADE,   /* the tables contain the plan */
@@ -454,9 +465,9 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
     return LOWLAT_PLAN_MADE;
 }
 
-/* Makes a mixed plan with the general planner, because another rank has more tokens than fit in
- * the tables. The first job.planners CTAs run make_plan(). Called by all threads of every CTA
- * that has called make_lowlat_plan(). Returns false if the group has failed. */
+/* Makes a mixed plan with the general planner, because another rank has more tokens than the
+ * tables can hold. The first job.planners CTAs run make_plan(). Called by all threads of every
+ * CTA that has called make_lowlat_plan(). Returns false if the group has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -464,8 +475,8 @@ static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2
     return __syncthreads_and(ok) != 0;
 }
 
-/* Fills in the fields of the plan's header that do not depend on the ids. Called by one control
- * warp of the grid, before the ids have arrived. */
+/* Fills in those fields of the plan's header that do not depend on the ids. Called by one
+ * control warp of the grid, before the ids have arrived. */
 static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
                                     const OpState &op)
 {
@@ -477,8 +488,9 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Fills in the other fields, writes the header and the caller's outputs, and reports invalid
- * ids and overflows. Called by the same control warp, after the ids have arrived. */
+/* Fills in the fields of the header that begin_header() has not set. Then writes the header and
+ * the caller's outputs, and reports invalid ids and overflows. Called by the same control warp
+ * as begin_header(), after the ids have arrived. */
 static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
                                   const OpState &op, uint32_t result)
 {
@@ -501,8 +513,9 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
         report_overflow(tables.p, job, op);
 }
 
-/* Writes each local expert's first slot and padding to the plan, and its numbers of tokens and
- * rows to the caller's arrays. Called by one control warp of the grid. */
+/* For each local expert, writes the first slot and the padding of its slab (its slots) to the
+ * plan, and its number of tokens and of rows to the caller's arrays. Called by one control warp
+ * of the grid. */
 static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job &job,
                                    uint32_t result)
 {
@@ -523,9 +536,9 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
     }
 }
 
-/* Writes the header and the tables of slabs of the plan. Called by all control warps: the one
- * of the first planning CTA writes the header, and that of the second (or only) one the
- * tables. */
+/* Writes the header and the tables of slabs of the plan. Called by all control warps of the
+ * planning CTAs. The control warp of the first CTA writes the header. The control warp of the
+ * second CTA writes the tables; if there is only one CTA, its control warp writes both. */
 static __device__ void write_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas,
                                          uint32_t result)

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The tables from which a plan for few tokens is computed. Each CTA has its own copy in shared
- * memory, which lowlat/plan.cuh fills in. A *token block* is 32 consecutive tokens of one rank.
+ * memory, which lowlat/plan.cuh fills in. A *choice* is a token and one of its top_k experts. A
+ * *slab* is the sequence of slots of one expert. A *token block* is 32 consecutive tokens of
+ * one rank.
  *
  *   ids               expert ids of all choices of all ranks
  *   mask              for each token block and expert: one bit per token of the block, which is
  *                     1 if the token chose the expert
- *   earlier_choices   for each token block and expert: how many choices of the expert are in
+ *   earlier_choices   for each token block and expert: the number of choices of this expert in
  *                     earlier blocks of the same rank and in all blocks of lower ranks
- *   group_slab_start  for each expert: first slot of its slab. Slots are numbered over all
+ *   group_slab_start  for each expert: the first slot of its slab. Slots are numbered over all
  *                     ranks: the first slot of rank 1 follows the last slot of rank 0
  *
- * The slot of a choice, numbered over all ranks, is the sum of three numbers: group_slab_start,
+ * The slot of a choice, numbered over all ranks, is the sum of three values: group_slab_start,
  * earlier_choices, and the number of 1 bits of the mask below the token's bit. A mask has one
  * bit per token, so it cannot express that a token chooses an expert twice. If any token does
  * so, the slots are computed by comparing all ids one by one, which is slow. */
@@ -23,46 +25,51 @@
 /* encoded id of a choice without an expert (the caller's id is negative) */
 #define LOWLAT_NO_ID 0xffffu
 #define LOWLAT_INVALID_ID 0xfffeu /* encoded id of a choice whose id is too large */
-/* Upper bound of lowlat_plan_bytes(). Ids have 2 bytes. */
+/* Upper bound of the result of lowlat_plan_bytes(). An id takes 2 bytes. */
 #define LOWLAT_PLAN_MAX_BYTES \
     (P2P_LOWLAT_MASKS * 6 + LOWLAT_WORKERS * WARP * 8 + P2P_LOWLAT_IDS * 2 + 16)
 
+/* The result of check_plan(). */
 struct PlanCheck {
     uint32_t result; /* an epic_result */
     /* the plan is valid, but a receive buffer has too few rows for it */
     bool short_of_rows;
 };
 
-/* The tables of a plan (see above). The struct is in static shared memory, its arrays in
+/* The tables of a plan (see above). The struct is in static shared memory. Its arrays are in
  * dynamic shared memory. */
 struct LowlatPlan {
-    /* The state of the general planner, of which only load, group_slab_start, capacity, demand,
-     * needed_slots, bad_ranks and header are used here. */
+    /* The state of the general planner. Here only its members load, group_slab_start, capacity,
+     * demand, needed_slots, bad_ranks and header are used. */
     Planner p;
     /* mask, earlier_choices: [token blocks of all ranks][num_experts] */
     uint32_t *mask;
     uint16_t *earlier_choices;
-    /* [num_ranks][max_tokens][id_lanes * P2P_LOWLAT_LANE_IDS]: encoded expert ids of all choices */
+    /* encoded expert ids of all choices: [num_ranks][max_tokens][id_lanes *
+     * P2P_LOWLAT_LANE_IDS] */
     uint16_t *ids;
+    /* number of tokens of each rank */
     int32_t tokens[DEVICE_MAX_RANKS];
     int32_t recv_rows[DEVICE_MAX_RANKS]; /* number of rows of each rank's receive buffer */
-    /* For each rank, the first choice (token * top_k + k) that is wrong, or NO_INDEX. A choice
-     * is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already chosen the
-     * expert. */
+    /* For each rank, the lowest index (token * top_k + k) of a wrong choice, or NO_INDEX. A
+     * choice is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already
+     * chosen the expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* for each warp, how many slots its experts in compute_slabs() have together */
+    /* for each warp of compute_slabs(): the number of slots of all experts that it handles */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* number of slots of all ranks together */
-    /* number of tokens per rank for which the tables have space, and token blocks per rank */
+    /* max_tokens: the maximum number of tokens per rank for which the tables have space.
+     * num_groups: the number of token blocks per rank for this many tokens. */
     int32_t max_tokens, num_groups;
-    /* num_experts, top_k: as in the layer. id_lanes: how many lanes handle the ids of one
-     * token, P2P_LOWLAT_LANE_IDS ids each. */
+    /* num_experts, top_k: as in the layer. id_lanes: the number of lanes that handle the ids of
+     * one token; each lane handles P2P_LOWLAT_LANE_IDS ids. */
     int32_t num_experts, top_k, id_lanes;
     /* true: a token chose an expert twice, so slots cannot be computed from the masks */
     bool has_repeats;
     /* true: a rank has more than max_tokens tokens, so the tables cannot be used */
     bool has_large_rank;
 
+    /* Returns the index in `ids` of the first id of a token of `rank`. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * max_tokens + token) * id_lanes * P2P_LOWLAT_LANE_IDS;
@@ -82,8 +89,8 @@ struct LowlatPlan {
                count_before(rank, token * id_lanes * P2P_LOWLAT_LANE_IDS + k, (uint16_t)e);
     }
     /* Returns how often `expert` occurs among all choices of the ranks below `rank` and the
-     * first `choices` choices of `rank`. Compares all ids, which is slow: only if a token chose
-     * an expert twice. */
+     * first `choices` choices of `rank`. It compares all ids, which is slow, so it is called
+     * only if a token chose an expert twice. */
     __device__ __noinline__ int count_before(int rank, int choices, uint16_t expert) const
     {
         int count = 0;
@@ -108,16 +115,17 @@ struct LowlatPlan {
         const bool here = e - (uint32_t)first < (uint32_t)job.block;
         return here ? slot_of(rank, token, k, (int)e, first) : -1;
     }
+    /* Returns the number of slots of all ranks below rank q. */
     __device__ __forceinline__ int32_t slots_before(const p2p_plan_job &job, int q) const
     {
         const int e = q * job.block;
         return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
-    /* Writes the record of a token of `rank` (its slots on this rank) to the plan. For this
-     * rank's own token, also writes the fate (slot, or reason why there is none) and the rank
-     * of each choice. `slot`: in lane k, slot_here() for choice k. `here`: bit mask of the
-     * lanes that have a slot. `result`: if it is an error, no slot is written. Called by one
-     * warp. */
+    /* Writes the record of a token of `rank` (its slots on this rank) to the plan. If `rank` is
+     * this rank, also writes the fate (the slot, or the reason why there is none) and the rank
+     * of each choice. `slot`: in lane k, the result of slot_here() for choice k. `here`: bit
+     * mask of the lanes that have a slot. `result`: an epic_result; if it is an error, no slot
+     * is written. Called by one warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const
@@ -141,15 +149,16 @@ struct LowlatPlan {
     }
 };
 
-/* Returns how many lanes handle the ids of one token, P2P_LOWLAT_LANE_IDS ids each. */
+/* Returns the number of lanes that handle the ids of one token, P2P_LOWLAT_LANE_IDS ids per
+ * lane. */
 __host__ __device__ __forceinline__ int id_lanes_of(const epic_layer &layer)
 {
     return ((int)layer.top_k + P2P_LOWLAT_LANE_IDS - 1) / P2P_LOWLAT_LANE_IDS;
 }
 
 /* Returns the size in bytes of the dynamic shared memory for the tables. If a rank can have too
- * many tokens for them, plan/planner.cuh may use the memory instead, so the result suffices for
- * both. */
+ * many tokens for the tables, the general planner (plan/planner.cuh) may use the memory
+ * instead, so the result is then the larger of the two sizes. */
 static inline int lowlat_plan_bytes(const p2p_plan_job &job)
 {
     const int64_t ranks = job.self.num_ranks, experts = job.layer.num_experts;
@@ -169,7 +178,7 @@ static __device__ void open_tables(LowlatPlan &tables, const p2p_plan_job &job, 
     const int groups = (job.max_lowlat_tokens + WARP - 1) / WARP;
     const int masks = ranks * groups * experts;
     uint32_t *mask = (uint32_t *)memory;
-    /* may also clear the begin of tables.p.load, which is not set yet */
+    /* this may also clear the first elements of tables.p.load, which have no values yet */
     if (!is_control_warp())
         for (int i = (int)threadIdx.x; i < (masks + 3) / 4; i += LOWLAT_WORKERS * WARP)
             ((uint4 *)memory)[i] = make_uint4(0, 0, 0, 0);

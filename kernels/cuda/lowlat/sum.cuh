@@ -5,7 +5,7 @@
  * (512 bytes in all). There are two types of units:
  *
  *   send_sum      for a token of a peer: adds the token's rows on this rank, and stores this
- *                 partial sum to the peer's staging
+ *                 partial sum to the peer's staging (the memory into which peers store rows)
  *   receive_sum   for a token of this rank: adds the token's rows on this rank, polls the
  *                 peers' partial sums, adds all in the order of ranks, stores the sum to out
  *
@@ -20,12 +20,14 @@
 /* maximum number of rows of a token that a warp loads together, so that the loads overlap */
 #define LOWLAT_LOADED_ROWS 8
 
-/* rows that the warp has loaded to add them: this lane's 16-byte vector of each row */
+/* Rows that the warp has loaded and will add. */
 struct SlotRows {
+    /* this lane's 16-byte vector of each row */
     uint4 q[LOWLAT_LOADED_ROWS];
-    float weight; /* the weight of one slot: lane n has the weight of row n */
+    float weight; /* lane n has the weight of row n of the token */
 };
 
+/* Returns the index in the row of this lane's vector. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
@@ -38,8 +40,9 @@ __device__ __forceinline__ bool in_row(const CombineState &c, const Unit &u)
     return EXACT || vector_of(u) < c.shape.vectors;
 }
 
-/* Loads up to LOWLAT_LOADED_ROWS of the token's `count` rows on this rank, from row `from` on.
- * Lane n has the slot of row n in u.slot. Each lane loads its own vector of each row. */
+/* Loads up to LOWLAT_LOADED_ROWS rows of the unit's token, from row `from` on. `count`: number
+ * of rows that the token has on this rank. Lane n has the slot of row n in u.slot. Each lane
+ * loads its own vector of each row. */
 template <bool EXACT>
 __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &rows,
                                                const Unit &u, int count, int from)
@@ -55,7 +58,7 @@ __device__ __forceinline__ void load_slot_rows(const CombineState &c, SlotRows &
 }
 
 /* Adds weight * row to acc for each loaded row. `from`: index of the first loaded row. `count`:
- * number of rows of the token here, loaded or not. */
+ * number of rows that the token has on this rank, loaded or not. */
 template <class ROW>
 __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1][ROW::N],
                                            int count, int from)
@@ -72,7 +75,7 @@ __device__ __forceinline__ void add_loaded(const SlotRows &rows, float (&acc)[1]
 }
 
 /* Returns whether the slots of the unit's token are in the lowest lanes, as in every valid
- * plan. An unchecked plan may contain anything. */
+ * plan. In an invalid plan they might be anywhere. */
 __device__ __forceinline__ bool has_slots_in_low_lanes(const Unit &u)
 {
     const uint32_t lanes = __ballot_sync(ALL_LANES, u.slot >= 0);
@@ -94,8 +97,8 @@ __device__ __forceinline__ void load_unit_rows(const CombineState &c, SlotRows &
     load_slot_rows<EXACT>(c, rows, u, num_slots_of(u), 0);
 }
 
-/* Returns this rank's partial sum for the unit: weight * row, added over its `count` slots by
- * ascending k. The caller has loaded the first LOWLAT_LOADED_ROWS rows. */
+/* Returns this rank's partial sum for the unit: the sum of weight * row over its `count` slots,
+ * in ascending order of k. The caller has loaded the first LOWLAT_LOADED_ROWS rows. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &rows,
                                             const Unit &u, int count)
@@ -124,7 +127,7 @@ __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, 
     if (in_row<EXACT>(c, u))
         store_relaxed(staged_row(c.op.outbox[rank], u.token, c.shape.vectors) + vector_of(u),
                       node);
-    /* this rank, as the peer numbers its sources (lowlat/dispatch_units.cuh) */
+    /* index of this rank among the peer's sources (lowlat/dispatch_units.cuh) */
     const int source = self.num_ranks - 2 - u.role;
     if (u.piece == 0 && c.job.slot_floats)
         send_floats(c, rank, u.token, floats_base(self, c.op, self.heap[rank], source));
@@ -139,8 +142,9 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 }
 
 /* Adds the partial sums of all ranks in the bit mask `ranks` to total, in the order of ranks.
- * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers together until they have
- * arrived, then stores poison to their staging. Returns false if the group has failed. */
+ * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers together. When they have
+ * arrived, stores poison (the mark of a word that has not arrived) to their staging. Returns
+ * false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
