@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Counts choices: the first part of making a plan. plan/planner.cuh has the second part.
+/* Counts choices: the first part of making a plan. plan/planner.cuh has the second part. A
+ * *choice* is a token and one of its top_k experts.
  *
  * The slot of a choice depends on its position among all choices of the same expert, in the
  * order rank, token, k. A position is the sum of four counts of earlier choices of that expert:
@@ -10,12 +11,12 @@
  * called warp_position.
  *
  * With layout FLAT, a token has one row on each rank that owns one of its experts, and the
- * planner counts these rows, too. Then each choice also has a count called warp_row: how many
- * rows on the rank of the choice's expert the warp had counted before this choice. If an
- * earlier choice of the same token goes to the same rank, warp_row is -1.
+ * planner counts these rows, too. Then each choice also has a count called warp_row. It is the
+ * number of rows on the rank of the choice's expert that the warp had counted before this
+ * choice. If an earlier choice of the same token goes to the same rank, warp_row is -1.
  *
- * The counts of a choice are stored in the plan's arrays `fate` and `rank_of`, until the slot
- * of the choice is known and replaces them:
+ * The counts of a choice are temporarily stored in the plan's arrays `fate` and `rank_of`.
+ * Later, when the slot of the choice is known, its fate and rank replace the counts:
  *
  *   layer                     fate[choice]     rank_of[choice]
  *   EXPERT_MAJOR              warp_position    not used yet
@@ -33,17 +34,18 @@
  *   planner CTA 0   `counts`: counts of the rank, in every       all planner CTAs of all
  *                   rank's heap                                  ranks
  *
- * `tallies` and `counts` consist of stamped words, which are valid only in the running epoch.
- * So each word is its own flag, and no fence is needed. */
+ * `tallies` and `counts` consist of stamped words. A stamped word contains the epoch (the
+ * number of the operation), and is valid only in this epoch. So each word is its own flag, and
+ * no fence is needed. */
 #ifndef EPIC_COUNTS_CUH
 #define EPIC_COUNTS_CUH
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts one choice per lane in `tally` (this warp's counters). Returns warp_position: how many
- * choices of the same expert the warp had counted before, in lower lanes or earlier calls.
- * same_id: bit mask of the lanes with the same expert. Called by all lanes; without a choice
- * with expert -1. */
+/* Counts one choice per lane in `tally` (this warp's counters). Returns warp_position: the
+ * number of choices of the same expert that the warp had counted before, in lower lanes or in
+ * earlier calls. same_id becomes the bit mask of the lanes with the same expert. All lanes must
+ * call it; a lane that has no choice passes expert = -1. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -62,12 +64,12 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
     return count_group(tally, expert, same_id);
 }
 
-/* Layout FLAT: counts the rows that some tokens need on each rank, one on each rank that owns
- * one of the token's experts. If this lane's choice is its token's first one on its rank,
- * returns warp_row: how many rows on that rank the warp had counted before. Otherwise returns
- * -1. `tally`: this warp's counters of ranks. `owner`: the rank of this lane's choice, or -1. A
- * token with more than 32 choices needs two calls, with chunk 0 and 1; the first one passes the
- * ranks of its choices to the second one in `seen`. */
+/* Layout FLAT: counts the rows that the tokens of this warp's lanes need on each rank. A token
+ * needs one row on each rank that owns one of its experts. Returns warp_row (see the top of
+ * this file) if this lane's choice is the first choice of its token on that rank, otherwise -1.
+ * `tally`: this warp's counters of ranks. `owner`: the rank of this lane's choice, or -1. A
+ * token with more than 32 choices needs two calls, with chunk 0 and 1. In `seen`, the first
+ * call passes the ranks of the token's choices to the second call. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, RankMask &seen)
 {
@@ -81,7 +83,8 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
 
 /* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
  * the lanes that have this id in this call. `first_id`: in the second call for a token with
- * more than 32 choices, the id that this lane passed in the first call; otherwise -1. */
+ * more than 32 choices, the id that this lane passed in the first call. In all other calls
+ * -1. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -92,12 +95,13 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* If a warp has at most this many groups of tokens (TokenLanes), each lane keeps its choices in
- * registers, so that it need not load them again to compute their slots. */
+/* A warp handles its tokens in groups (TokenLanes). If it has at most this many groups, each
+ * lane keeps its choices in registers, so that it need not load them again to compute their
+ * slots. */
 #define COUNTED_BATCHES 4
 
-/* The choices that this lane has counted, one per group of tokens: id and warp_position. Used
- * only if choices_fit_registers() is true. */
+/* The choices that this lane has counted: id and warp_position of one choice per group of
+ * tokens. Used only if choices_fit_registers() is true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
@@ -152,8 +156,9 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Returns the id of a choice, or -1 if it is negative (no expert) or too large. If it is too
- * large, p.bad_choice becomes the index of the choice, unless an earlier choice was wrong. */
+/* Returns `id` if it is valid, or -1 if it is negative (no expert) or too large. If it is too
+ * large, the choice is wrong, and p.bad_choice becomes the lowest index of all wrong
+ * choices. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
@@ -171,8 +176,9 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts a choice: that of the expert or, if replicas are
- * chosen only after counting, that of the logical expert. */
+/* Returns the id by which the planner counts a choice. This is the id of the expert. Exception:
+ * if the planner chooses replicas (copies of an expert) only after it has counted, it is the id
+ * of the logical expert, as in the caller's array. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -180,17 +186,17 @@ __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t c
     return read_id(job, choice);
 }
 
-/* Returns how many values planned_id() has for valid choices. */
+/* Returns the number of different values that planned_id() can have for valid choices. */
 template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p_plan_job &job)
 {
     return (int)(FEATURES & PLAN_DROPS_OR_REPLICAS && !job.resolves ? (uint32_t)num_ids(job)
                                                                     : job.layer.num_experts);
 }
 
-/* Counts the choices of this warp's tokens, and checks their ids. For each choice, stores its
- * warp_position or warp_row in `counts`, which reuses the memory of the plan's array `fate`
- * (table at the top of this file). If FEATURES is 0 and choices_fit_registers() is true, stores
- * these values only in `counted`, in registers. */
+/* Counts the choices of this warp's tokens, and checks their ids. Stores the warp_position or
+ * warp_row of each choice in `counts`, the memory of the plan's array `fate` (table at the top
+ * of this file). Exception: if FEATURES is 0 and choices_fit_registers() is true, stores these
+ * values only in `counted`, in registers. */
 template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -232,11 +238,11 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                     });
 }
 
-/* A word of the array `counts`, which a rank sends to all ranks: one tally, summed over all
- * warps of the sender, and the rank that owns the tally's expert according to the sender's
- * rank_of_expert, with which the receiver compares its own table. RECORD_LAST in the word of
- * tally 0 means that the sender's data is wrong; in all words, that its rank_of_expert is
- * invalid. */
+/* Macros for the words of the array `counts`, which a rank sends to all ranks, one word per
+ * tally. Bits 0 to COUNT_BITS - 1: the tally, summed over all warps of the sender. Higher bits:
+ * the rank that owns the tally's expert according to the sender's rank_of_expert; the receiver
+ * compares it with its own table. RECORD_LAST in the word of tally 0 means that the sender's
+ * data is wrong. RECORD_LAST in all words means that the sender's rank_of_expert is invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
@@ -247,8 +253,8 @@ __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
 }
 
-/* Makes the group fail with EPIC_EMISMATCH, because rank_of_expert or logical_of_expert of rank
- * q differs from this rank's table. */
+/* Makes the group fail with EPIC_EMISMATCH, because the table rank_of_expert or
+ * logical_of_expert of rank q differs from this rank's table. */
 static __device__ __noinline__ void report_table_mismatch(const OpState &op, int q)
 {
     const p2p_self &self = *op.self;
@@ -259,8 +265,8 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
 }
 
 /* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
- * rank. Replaces each warp's tally in p.tally by the sum over the lower warps. Called by all
- * threads of the CTA. */
+ * rank. Replaces each warp's tally in p.tally by the exclusive prefix sum over the warps (the
+ * sum over all lower warps). Called by all threads of the CTA. */
 template <int FEATURES>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -273,7 +279,7 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
                       stamp_word(op, p.bad_choice));
     const int warps = p.num_warps;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        /* first all loads, so that they overlap */
+        /* do all loads first, so that they overlap */
         int32_t counts[PLAN_MOST_WARPS], sum = 0;
 #pragma unroll
         for (int w = 0; w < PLAN_MOST_WARPS; w++)
@@ -289,8 +295,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns the address in `heap` of the fault words of `rank`, which describe the first wrong
- * value in the arrays of that rank's caller. */
+/* Returns the address in `heap` of the fault words of `rank`. They describe the first wrong
+ * value in the arrays that the caller passed on that rank. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {
@@ -299,9 +305,10 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
 }
 
 /* Returns the wrong value at `index` of an array of the caller. `kind` (a p2p_fault) selects
- * the array: P2P_FAULT_PLACEMENT rank_of_expert, P2P_FAULT_REPLICA logical_of_expert,
- * P2P_FAULT_EXPERT topk_idx. On return it is the exact fault, for example a duplicate id. If a
- * logical expert has no replica, `index` becomes its id. Called by one thread. */
+ * the array: P2P_FAULT_PLACEMENT selects rank_of_expert, P2P_FAULT_REPLICA logical_of_expert,
+ * and P2P_FAULT_EXPERT topk_idx. On return, `kind` is the exact fault, for example
+ * P2P_FAULT_DUPLICATE. If the fault is that a logical expert has no replica, `index` becomes
+ * the id of this logical expert. Called by one thread. */
 __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
                                                     uint32_t &index)
 {
@@ -319,8 +326,8 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uin
     return id;
 }
 
-/* Sends the first wrong value in this rank's data (kind of the fault, index and value) to all
- * ranks, so that every rank reports the same error. Called by one thread. */
+/* Sends the wrong value at `index` of this rank's data to all ranks (kind of the fault, index
+ * and value), so that every rank reports the same error. Called by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -336,10 +343,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value in this rank's data, and sends it to all ranks: the first wrong
- * entry of rank_of_expert or logical_of_expert or, if the tables are valid, the lowest wrong
- * choice that a planner CTA has found. Called by one thread of CTA 0. Returns false if the
- * group has failed. */
+/* Finds the first wrong value in this rank's data, and sends it to all ranks. If the tables
+ * rank_of_expert and logical_of_expert are valid, this is the lowest wrong choice that any
+ * planner CTA has found. Otherwise it is the first wrong entry of a table. Called by one thread
+ * of CTA 0. Returns false if the group has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -364,8 +371,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Only in backend `hosts`: CTA 0 copies the counts of ranks on other hosts from the net inbox,
- * where polls may be slow, to the heap, where the other CTAs wait for them. */
+/* Only in backend `hosts`: CTA 0 copies the counts that ranks on other hosts have sent from the
+ * net inbox to the heap. The other CTAs wait for them in the heap, because polls of the net
+ * inbox may be slow. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -376,8 +384,8 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
 }
 
 /* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word
- * of CTA c, or a word with count 0 without such a CTA. Returns false if the group has
- * failed. */
+ * of CTA c. If there is no CTA c, it becomes a word with count 0. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -394,10 +402,10 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
     });
 }
 
-/* Does steps 1 and 2 of exchange_counts() (below) for tally e: adds it over all planner CTAs of
- * this rank, and sets p.before_cta[e] to the sum over the lower ones. CTA 0 also sends the
- * total to every rank. `counts`: offset of the array `counts` in a heap, in 8-byte words.
- * Returns false if the group has failed. */
+/* Executes steps 1 and 2 of exchange_counts() (below) for tally e: adds the tallies of all
+ * planner CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
+ * also sends the total to every rank. `counts`: offset of the array `counts` in a heap, in
+ * 8-byte words. Returns false if the group has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {
@@ -424,10 +432,11 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to other hosts,
- * after all its threads have stored them. `counts`: as in publish_count(). `tallies`: number of
- * tallies. `ok`: false if this thread has found a failure. Called by all threads. Returns false
- * if a thread of CTA 0 has found that the group has failed. */
+/* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to other hosts. It
+ * first executes a barrier, so that all its threads have stored their counts. `counts`: as in
+ * publish_count(). `tallies`: number of tallies. `ok`: false if this thread has found a
+ * failure. Called by all threads. Returns false if a thread of CTA 0 has found that the group
+ * has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {
@@ -441,9 +450,9 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
 }
 
 /* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally.
- * `from`: address of rank 0's count in this rank's heap. words[i] becomes the word of rank
- * first + i, or a word with count 0 without such a rank. Returns false if the group has
- * failed. */
+ * `from`: address of the count of rank 0 in this rank's heap. words[i] becomes the word of rank
+ * first + i. If there is no such rank, it becomes a word with count 0. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -465,15 +474,17 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Does step 3 of exchange_counts() for tally e: adds the counts of all ranks to p.load and
- * p.before_cta. `counts`: as in publish_count(). Returns false if the group has failed. */
+/* Executes step 3 of exchange_counts() for tally e: adds the counts of all ranks to p.load and
+ * the counts of lower ranks to p.before_cta. `counts`: as in publish_count(). Returns false if
+ * the group has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
-    /* counts of all ranks, and of lower ranks; ranks with an error in their own data; ranks
-     * with another rank_of_expert */
+    /* load: sum of the counts of all ranks. low: sum of the counts of lower ranks. */
     uint32_t load = 0, low = 0;
+    /* bad: ranks that have found wrong data of their own. others: ranks whose rank_of_expert
+     * differs from this rank's table. */
     RankMask bad = no_ranks(), others = no_ranks();
     bool ok = true;
 #pragma unroll 1
@@ -510,8 +521,9 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
  *   3. waits for the sums of all ranks, checks that the tally has the same owner on all ranks,
  *      and sets p.before_cta and p.load
  *
- * Returns false if the group has failed. Not inlined: it uses so many registers that the loop
- * that moves rows, in the same kernel, would spill registers to memory. */
+ * Returns false if the group has failed. The function is not inlined, because it uses many
+ * registers: if it were inlined into a kernel that also moves rows, the loop that moves rows
+ * would spill registers to memory. */
 template <int FEATURES>
 static __device__ __noinline__ bool exchange_counts(Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)

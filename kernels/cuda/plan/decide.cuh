@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each
  * expert begins, and whether the plan is valid. The functions of plan/planner.cuh call those of
- * this file after the counts have arrived. A choice is one of a token's top_k expert ids. A
- * slab is the range of slots of one expert.
+ * this file after the counts have arrived. A *choice* is a token and one of its top_k experts.
+ * A slab is the range of slots of one expert.
  *
  *   decide_plan          computes loads, kept choices and slabs
  *   wait_faults          waits until all ranks with wrong data have sent a description of it
@@ -14,19 +14,21 @@
 #include "cuda/plan/flat_place.cuh"
 #include "cuda/plan/resolve.cuh"
 
+/* The expert ids [begin, begin + count). */
 struct ExpertRange {
     int begin, count;
 };
 
-/* Returns a range of expert ids that contains all experts of `rank`: its block or, if the
- * caller passed rank_of_expert, all ids. */
+/* Returns a range of expert ids that contains all experts of `rank`. This is the rank's block
+ * of experts. If the caller passed rank_of_expert, it is the range of all ids. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
                               : ExpertRange{rank * job.block, job.block};
 }
 
-/* Returns how many slots the slab of an expert with `count` choices has (`alignment`). */
+/* Returns the number of slots in the slab of an expert with `count` choices: `count`, rounded
+ * up to a multiple of `alignment`. */
 __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignment)
 {
     const bool power = (alignment & (alignment - 1)) == 0;
@@ -35,8 +37,8 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(), the dynamic shared memory that only layers
- * with PLAN_DROPS_OR_REPLICAS need, in bytes. */
+/* Upper bound of replica_bytes() + by_k_bytes(). This is the size in bytes of the dynamic
+ * shared memory that only layers with PLAN_DROPS_OR_REPLICAS need. */
 #define PLAN_DROPS_OR_REPLICAS_BYTES \
     (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
@@ -46,7 +48,8 @@ static inline int planner_bytes_with(const p2p_plan_job &job)
     return planner_bytes_of(job) + replica_bytes(&job.layer) + by_k_bytes(&job);
 }
 
-/* Returns how many of its choices an expert keeps: all, unless the layer may drop choices. */
+/* Returns the number of choices that an expert keeps. If the layer cannot drop choices, this is
+ * the number of all its choices. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
@@ -54,8 +57,9 @@ __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_kept(p, job, expert) : p.load[expert];
 }
 
-/* Returns how many slots `rank` needs if each of its experts keeps at most `most` choices and,
- * if `capped`, at most expert_capacity. Called by one warp. */
+/* Returns the number of slots that `rank` needs if each of its experts keeps at most `most`
+ * choices. If `capped` is true, each expert also keeps at most expert_capacity choices. Called
+ * by one warp. */
 template <int FEATURES>
 static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int rank,
                                       int32_t most, bool capped)
@@ -70,8 +74,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
             count = min(count, capped ? min(most, expert_quota(p, job, e)) : most);
         sum += round_up_rows(count, job.layer.alignment);
     }
-    /* __reduce_add_sync() adds only 32-bit words, so the 64-bit sums are added 20 bits at a
-     * time, which cannot overflow. */
+    /* __reduce_add_sync() adds only 32-bit words. So the 64-bit sums are added in parts of 20
+     * bits: the sum of 32 such parts cannot overflow. */
     const uint32_t low_bits = (1u << 20) - 1;
     uint64_t total = __reduce_add_sync(ALL_LANES, (uint32_t)sum & low_bits);
     total += (uint64_t)__reduce_add_sync(ALL_LANES, (uint32_t)(sum >> 20) & low_bits) << 20;
@@ -104,16 +108,18 @@ __device__ __forceinline__ int32_t *logical_table(const p2p_plan_job &job)
     return (int32_t *)(job.plan + device_logical(&at, job.layer.layout));
 }
 
-/* Returns the plan's table `expert_of`: for each local expert of this rank, its id. Only plans
- * of layers with replicas have this table. In memory it follows the table `logical`. */
+/* Returns the plan's table `expert_of`: for each local expert of this rank, its id among all
+ * experts. Only plans of layers with replicas have this table. In memory it follows the table
+ * `logical`. */
 __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
 {
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
-/* Sets p.slab_start (with layout FLAT, which has no slabs, p.local_expert) for each expert of
- * `rank`. For this rank's own experts, CTA 0 also writes the tables slab_begin and padding of
- * the plan. Returns how many slots the rank needs. Called by one warp. */
+/* Sets p.slab_start for each expert of `rank`. With layout FLAT, which has no slabs, sets
+ * p.local_expert instead. For this rank's own experts, CTA 0 also writes the plan's tables
+ * slab_begin and padding, and the caller's expert_tokens and expert_rows. Returns the number of
+ * slots that the rank needs. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
 {
@@ -204,18 +210,19 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
         }
 }
 
-/* Returns true if no rank can need more than 2^31 - 1 slots, whatever the tokens choose. Then
- * place_slabs() can use 32-bit sums, and decide_plan() need not call count_slots() first. */
+/* Returns true if no rank can need more than 2^31 - 1 slots, whatever experts the tokens
+ * choose. Then place_slabs() can add slots in 32-bit integers without overflow, and
+ * decide_plan() need not call count_slots() first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {
     const int64_t choices = (int64_t)job.self.num_ranks * job.self.max_tokens * job.layer.top_k;
     return choices + (int64_t)job.layer.num_experts * job.layer.alignment <= 0x7fffffff;
 }
 
-/* Waits for the token counts and capacities that all ranks announce, and in CTA 0 fills in the
- * header. Called by all warps of the CTA: the last warp waits for token counts, the one before
- * it for capacities, and the one before that fills in the header. Returns false if the group
- * has failed. */
+/* Waits until all ranks have announced their numbers of tokens and their capacities. In CTA 0,
+ * also fills in the header. Called by all warps of the CTA, but only the last three work: the
+ * last warp waits for numbers of tokens, the one before it waits for capacities, and the one
+ * before that fills in the header. Returns false if the group has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -234,8 +241,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
- * (header.result). All planner CTAs of all ranks have the same counts, and so decide the same.
- * Called by all threads. Returns false if the group has failed. */
+ * (header.result). All planner CTAs of all ranks have the same counts, so all of them decide
+ * the same. Called by all threads. Returns false if the group has failed. */
 template <int FEATURES>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -283,9 +290,9 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     return ok;
 }
 
-/* Only in backend `hosts`: waits for the fault words of each rank with wrong data, because a
- * late word could overwrite a word of a later operation. Called by one thread of CTA 0. Returns
- * false if the group has failed. */
+/* Only in backend `hosts`: waits for the fault words of each rank with wrong data. If this rank
+ * did not wait, a fault word that arrives late could overwrite a word of a later operation.
+ * Called by one thread of CTA 0. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self &self,
                                                 const OpState &op)
 {
@@ -299,9 +306,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports the first wrong value of the lowest rank with wrong data to the host process. That
- * rank has sent the value to all ranks, so all report the same error. Called by one thread of
- * CTA 0. */
+/* Reports an error to the host process: the first wrong value of the lowest rank that has wrong
+ * data. That rank has sent the value to all ranks, so all ranks report the same error. Called
+ * by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -329,8 +336,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports to the host process the lowest rank with too few slots. Called by one thread of CTA
- * 0. */
+/* Reports an error to the host process: the lowest rank whose capacity is less than the number
+ * of slots that it needs. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {

@@ -5,7 +5,8 @@
  * of these choices.
  *
  * While the plan is made, each rank sends two things to every rank, for each of its tokens.
- * They consist of stamped words, which are valid only in this epoch:
+ * They consist of stamped words, which contain the epoch (the number of the operation) and are
+ * valid only in this epoch:
  *
  *   row word  the index of the token's row on that rank
  *   record    up to top_k words: the token's local experts on that rank. (With layout
@@ -15,8 +16,8 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address in `heap` of a token's row word. `source`: its rank, as
- * source_number(). */
+/* Returns the address in `heap` of a token's row word. `source`: source_number() of the token's
+ * rank. */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -24,7 +25,8 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
            ((int64_t)epoch_parity(op) * self.num_ranks + source) * self.max_tokens + token;
 }
 
-/* Returns where rank `source` stores the row word of its token in this rank's memory. */
+/* Returns the address in this rank's memory at which rank `source` stores the row word of its
+ * token. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {
@@ -32,15 +34,16 @@ __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const O
                             source_number(self, self.rank, source), token);
 }
 
-/* Returns true if `value` is the index of a row, not RECORD_ABSENT (the token has no row here)
- * or RECORD_DISCARD (the plan is invalid). */
+/* Returns true if `value` is the index of a row. The other values are RECORD_ABSENT (the token
+ * has no row here) and RECORD_DISCARD (the plan is invalid). */
 __device__ __forceinline__ bool is_valid_row(uint32_t value)
 {
     return value < RECORD_DISCARD;
 }
 
-/* Returns the local experts of each token on this rank, [num_ranks, max_tokens, top_k], in a
- * FLAT plan. record_index() gives the index of a token's first element. */
+/* Returns the table of a FLAT plan that contains the local experts of each token on this rank,
+ * [num_ranks, max_tokens, top_k]. record_index() returns the index of a token's first
+ * element. */
 __device__ __forceinline__ const int32_t *local_experts_of(const PlanView &plan,
                                                            const p2p_self &self)
 {

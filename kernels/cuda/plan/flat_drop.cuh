@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Decides which choices are dropped if a rank has too few slots. All experts of a rank get the
- * same *keep limit*: the number of choices that each of them may keep. It is the largest number
- * for which the rank's slots suffice.
+/* Decides which choices are dropped if a rank has too few slots. A *choice* is a token and one
+ * of its top_k experts. All experts of a rank get the same *keep limit*: the maximum number of
+ * choices that each of them may keep. It is the largest number for which the rank's slots
+ * suffice.
  *
- *   EXPERT_MAJOR   the slots that a rank needs depend only on the loads of its experts. Every
- *                  rank has all loads, so it computes all limits by itself (find_keep_limit)
+ *   EXPERT_MAJOR   the number of slots that a rank needs depends only on the loads of its
+ *                  experts. Every rank has all loads, so it computes all limits by itself
+ *                  (find_keep_limit)
  *   FLAT           a rank needs one row for each token of which its experts keep a choice. The
  *                  loads do not show how many such tokens there are. So each rank tries a
  *                  limit, counts the rows that its own tokens need with this limit, and
@@ -12,24 +14,26 @@
  *                  (find_flat_keep_limits)
  *
  * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
- * order. The ranks exchange the counts in stamped words, which also contain the index of the
- * repetition. In p2p, even and odd repetitions use different words. A rank sends the words of
- * repetition n + 2 after it has received the words of repetition n + 1 from all ranks. The
- * other ranks sent these after they had read the words of repetition n. So no rank overwrites a
- * word that another rank has not read. */
+ * order. The ranks exchange the counts in stamped words (valid only in the running epoch),
+ * which also contain the index of the repetition. In p2p, even and odd repetitions use
+ * different words. This is enough: a rank sends the words of repetition n + 2 after it has
+ * received the words of repetition n + 1 from all ranks, and each rank sends the latter after
+ * it has read the words of repetition n. So no rank overwrites a word that another rank has not
+ * read. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
 #include "cuda/plan/flat.cuh"
 #include "cuda/plan/keep_by_k.cuh"
 
+/* Returns whether the layer may drop choices. */
 __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
 {
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Returns how many choices an expert keeps: its load, but at most the keep limit of its rank
- * and its own quota (expert_capacity). */
+/* Returns the number of choices that an expert keeps. This is its load (number of choices), but
+ * at most the keep limit of its rank, and at most its own quota (expert_capacity). */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -37,6 +41,7 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
+/* `warp_position`: see plan/counts.cuh. */
 /* Returns 0 if the expert keeps choice k of a token, otherwise an EPIC_FATE_*. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
@@ -48,9 +53,9 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
                                                     : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows that this warp's tokens need on each rank if each expert keeps only
- * p.keep_limit choices. Reads `warp_positions` and writes `warp_rows`, which have an element
- * for each choice of this rank (plan/counts.cuh). */
+/* Counts the rows that this warp's tokens need on each rank if each expert keeps at most
+ * p.keep_limit choices. Both arrays have one element for each choice of this rank
+ * (plan/counts.cuh): the function reads `warp_positions` and writes `warp_rows`. */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -80,8 +85,9 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the words in `heap` that `rank` sends in repetition `search` of the bisection: for
- * each destination rank, how many rows its tokens need there. */
+/* Returns the address in `heap` of the words that `rank` sends in repetition `search` of the
+ * bisection: for each destination rank, the number of rows that the tokens of `rank` need
+ * there. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -91,15 +97,16 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
                p2p_search_words(self.num_ranks);
 }
 
-/* Number of bits of the row count in these words; the higher bits contain the index of the
- * repetition. A rank has at most 2^20 tokens (p2p_group_device()). */
+/* Number of bits of the row count in a word of search_words(). The higher bits contain the
+ * index of the repetition. 24 bits suffice because a rank has at most 2^20 tokens
+ * (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
-/* Counts the rows that this rank's tokens need on each rank with p.keep_limit, and exchanges
- * the counts with all ranks. Sets p.needed_rows (for the tokens of all ranks) and
- * p.rows_before_cta (for the tokens of lower ranks). `search`: index of this repetition. Called
- * by all threads of the CTA; thread d handles the rows of rank d. Returns false if the group
- * has failed. */
+/* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
+ * exchanges the counts with all ranks. Sets p.needed_rows (rows for the tokens of all ranks)
+ * and p.rows_before_cta (rows for the tokens of lower ranks). `search`: index of this
+ * repetition. Called by all threads of the CTA; thread d handles the rows of rank d. Returns
+ * false if the group has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {
@@ -144,11 +151,11 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* For each rank, finds by bisection the largest p.keep_limit with which its rows fit into its
- * capacity. All ranks bisect together, because each repetition needs the counts of all ranks.
- * The last repetition counts with the final limits, so that p.needed_rows and p.rows_before_cta
- * belong to them. Called by all threads of the CTA; thread d handles rank d. Returns false if
- * the group has failed. */
+/* For each rank, finds by bisection the largest p.keep_limit with which the rows that are
+ * needed on the rank fit into its capacity. All ranks bisect together, because each repetition
+ * needs the counts of all ranks. The last repetition counts once more with the final limits, so
+ * that p.needed_rows and p.rows_before_cta are correct for these limits. Called by all threads
+ * of the CTA; thread d handles rank d. Returns false if the group has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {

@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The last step of making a plan with layout FLAT, in which a token has one row on each rank
- * that owns any of its experts. This file computes these rows for the tokens of this rank.
+ * that owns any of its experts. This file computes these rows for the tokens of this rank. A
+ * *choice* is a token and one of its top_k experts.
  *
- * The rows of a rank are in the order (source rank, token). So the row of a token on rank q is
- * the sum of three counts of earlier rows on rank q:
+ * The rows of a rank are in the order (source rank, token). So the index of a token's row on
+ * rank q is the sum of three counts of earlier rows on rank q:
  *
- *   p.rows_before_cta[q]   for tokens of lower ranks, and of lower CTAs of this rank
- *   the warp's tally of q  for tokens of lower warps of this CTA
- *   warp_row               for earlier tokens of this warp; count_rows() has returned it for
- *                          the token's first choice on rank q
+ *   p.rows_before_cta[q]   rows of tokens of lower ranks, and of lower CTAs of this rank
+ *   the warp's tally of q  rows of tokens of lower warps of this CTA
+ *   warp_row               rows of earlier tokens of this warp; count_rows() has returned it
+ *                          for the token's first choice on rank q
  *
  * For each of its tokens, the warp then sends two things to every rank: a row word with the
  * index of the row, and a record with the token's local experts on that rank. The words contain
@@ -24,15 +25,17 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
     int32_t owner;
     int32_t local; /* index of the expert among the experts of that rank */
-    /* The index of the token's row on that rank. At first only the lane with the token's first
-     * choice there has it, and other lanes have -1. send_row_words() sets it in all of them. */
+    /* Index of the token's row on the rank `owner`. At first, only the lane with the token's
+     * first choice for this rank has the index; the token's other lanes have -1.
+     * send_row_words() sets it in all of them. */
     int32_t row;
     int32_t fate; /* if owner is -1: the reason (EPIC_FATE_*) */
 };
 
-/* Returns where a choice goes. in_fate and in_rank_of are its counts in the plan's arrays
- * `fate` and `rank_of` (table in plan/counts.cuh): warp_row in in_fate if the layer drops no
- * choices, otherwise warp_position in in_fate and warp_row in in_rank_of. */
+/* Returns where a choice goes. in_fate and in_rank_of: the elements of this choice in the
+ * plan's arrays `fate` and `rank_of`, which still contain counts at this time (table in
+ * plan/counts.cuh). If the layer drops no choices, in_fate is the choice's warp_row. Otherwise
+ * in_fate is its warp_position, and in_rank_of is its warp_row. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -55,10 +58,11 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 }
 
 /* Sends the row words and records of the tokens in this warp's lanes to every rank. `token`:
- * this lane's token, if `in` is true. The lanes of a token share its choices: c[0] is this
- * lane's choice, and c[1] its second one if tokens have more than 32. On return, each c has the
- * row of its choice. `bad`: the plan is invalid, so RECORD_DISCARD is sent instead of rows, and
- * receivers discard the rows. Called by one warp. */
+ * this lane's token; valid only if `in` is true. The lanes of a token share its choices: c[0]
+ * is this lane's choice. If tokens have more than 32 choices, c[1] is the lane's second choice.
+ * On return, each element of c has the row of its choice. `bad`: true if the plan is invalid.
+ * RECORD_DISCARD is then sent instead of the index of a row, so that receivers discard the
+ * rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])
@@ -107,8 +111,8 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Layout FLAT: stores the fate (the token's row) and the rank of each of this warp's choices in
- * the plan, and sends row words and records to all ranks. */
+/* Layout FLAT: for each choice of this warp's tokens, stores the fate (here: the index of the
+ * token's row) and the rank in the plan. Also sends row words and records to all ranks. */
 template <int FEATURES>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -126,8 +130,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
         int64_t choice[4], id[4];
         int32_t in_fate[4], in_rank_of[4];
 #pragma unroll
-        /* group of tokens: i / 2; chunk: i % 2, 0 for a token's first 32 choices, 1 for the
-         * others */
+        /* i / 2: index of the group of tokens. i % 2: chunk, 0 for a token's first 32 choices,
+         * 1 for its other choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* EPIC_BY_K: an expert that cannot keep all its choices first keeps those with k = 0, then
- * those with k = 1, and so on. The slots of the kept choices are still in the order of tokens.
+/* EPIC_BY_K: an expert that cannot keep all its choices first keeps the choices with k = 0,
+ * then the choices with k = 1, and so on. (A *choice* is a token and one of its top_k experts;
+ * k is its index among them.) The slots of the kept choices are still in the order of tokens.
  * So each choice has two positions:
  *
  *   keep position   its index in the order (k, rank, token) among the choices of its expert.
@@ -10,8 +11,8 @@
  *
  * To find keep positions, the ranks count the choices of each k separately. Tally (counter) k *
  * num_experts + e counts the choices of expert e with this k. The keep position of a choice is
- * lower_k_count plus its position among the expert's choices with the same k. Two arrays are
- * needed:
+ * lower_k_count plus the position of the choice among the expert's choices with the same k. Two
+ * arrays are needed:
  *
  *   lower_k_count   [top_k][num_experts]      choices of the expert with lower k, on all ranks
  *   kept_before     [num_warps][num_experts]  slot position of the next kept choice that the
@@ -21,17 +22,19 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the size in bytes of the shared memory that only EPIC_BY_K needs: kept_before, and
- * the load of each expert, summed over k. It follows the tables for replicas. */
+/* Returns the size in bytes of the shared memory that only EPIC_BY_K needs. It contains
+ * kept_before, and the load of each expert, summed over k. It follows the tables for
+ * replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
     const int warps = planner_warps(num_tallies(*job, job->layer.layout == EPIC_FLAT));
     return job->by_k ? (int)job->layer.num_experts * 4 * (1 + warps) : 0;
 }
 
-/* Points p.load at the loads of the experts, summed over k, and sets p.lower_k_count. On entry,
- * p.load has a count for each pair of k and expert, whose memory lower_k_count reuses. Called
- * by all threads of the CTA, after exchange_counts(). */
+/* Sets p.load to an array with the load of each expert (its number of choices, summed over k),
+ * and sets p.lower_k_count. On entry, p.load has a count for each pair of k and expert.
+ * lower_k_count then reuses the memory of these counts. Called by all threads of the CTA, after
+ * exchange_counts(). */
 static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts;
@@ -54,9 +57,9 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns the keep position of choice k of a token: without EPIC_BY_K its index in the order
- * (rank, token, k). `warp_position`: how many choices the warp had counted in this tally
- * before. `tallies`: tallies per warp. */
+/* Returns the keep position of choice k of a token. Without EPIC_BY_K, this is the index of the
+ * choice in the order (rank, token, k). `warp_position`: number of choices that the warp had
+ * counted in the same tally before. `tallies`: number of tallies per warp. */
 __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
                                                     int tallies, int expert, int k,
                                                     int32_t warp_position)
@@ -67,9 +70,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: how many choices of tokens before the warp's
- * first token the expert keeps. Counts each k separately, and adds the counts. keep(expert):
- * returns how many choices the expert keeps in all. Called by all threads of the CTA. */
+/* Sets p.kept_before for each warp and expert: the number of choices that the expert keeps of
+ * the tokens before the warp's first token. Counts each k separately, and adds the counts.
+ * keep(expert) returns the number of choices that the expert keeps in all. Called by all
+ * threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

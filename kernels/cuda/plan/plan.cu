@@ -4,14 +4,14 @@
  *   in    topk_idx  [num_tokens, top_k]
  *   out   plan      header and arrays (rules/device_layout.h)
  *
- * A record is what a rank sends to another rank about one of its tokens: the token's slots
- * there.
+ * A *choice* is a token and one of its top_k experts. A record is what a rank sends to another
+ * rank about one of its tokens: the token's slots on that other rank.
  *
  *   planner CTAs     count this rank's choices, compute their slots and send the records
  *                    (plan/planner.cuh)
  *   other CTAs       receive the records that all ranks send to this rank, and copy them into
  *                    the plan; a warp copies the records of several tokens at a time. With
- *                    layout FLAT, they also copy row numbers
+ *                    layout FLAT, they also copy the indices of rows
  *   last CTA         also announces the operation to the peers
  *
  *   writer           stores                           reader that waits
@@ -26,9 +26,9 @@
 #define BLOCK 512
 
 /* Layout FLAT: waits for the row words that rank `source` sends for some of its num_tokens
- * tokens, from first_token on, and stores them in the plan: the row becomes entry 0 of the
- * token's record, and the other entries become -1. Called by one warp, which handles as many
- * tokens as fit in its lanes. Returns false if the group has failed. */
+ * tokens, starting with first_token, and stores them in the plan. The index of the row becomes
+ * element 0 of the token's record, and the other elements become -1. Called by one warp, which
+ * handles as many tokens as fit in its lanes. Returns false if the group has failed. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     if ((int)blockIdx.x < job.planners) ok = make_plan<FEATURES>(planner, job, op, memory);
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
-    /* Planner CTAs take longer: they copy no records if at least half of all CTAs are
-     * others. */
+    /* Planner CTAs have more work. So they copy no records if at least half of all CTAs are not
+     * planner CTAs. */
     const int first_cta = (int)gridDim.x >= 2 * job.planners ? job.planners : 0;
     RankNumbers tokens_of = {};
     ok = ok && ((int)blockIdx.x < first_cta ||

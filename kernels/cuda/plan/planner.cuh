@@ -7,10 +7,10 @@
  *                                                                           |
  *          to all ranks <- records (slot of each choice) <- slots of own choices
  *
- * A choice is one of a token's top_k expert ids. A record is what a rank sends to another rank
- * about one of its tokens: the token's slots on that other rank. If the token has no slot
+ * A *choice* is a token and one of its top_k experts. A record is what a rank sends to another
+ * rank about one of its tokens: the token's slots on that other rank. If the token has no slot
  * there, the record is RECORD_ABSENT. A slab is the range of slots of one expert. A stamped
- * word contains the epoch, and is valid only in this epoch.
+ * word contains the epoch (the number of the operation), and is valid only in this epoch.
  *
  * Kernels call make_plan(), with all threads of the first job.planners CTAs (the planner CTAs):
  *
@@ -20,7 +20,7 @@
  *   planner CTA 0   header, tables and the caller's     other CTAs of this rank, if the kernel
  *                   outputs; then control.planned       also moves rows (release, acquire)
  *
- * All ranks compute with the same counts, so they get the same plan without further
+ * All ranks compute with the same counts, so they compute the same plan without further
  * communication. */
 #ifndef EPIC_PLANNER_CUH
 #define EPIC_PLANNER_CUH
@@ -29,15 +29,17 @@
 
 /* The destination of the choice that this lane handles. */
 struct PlacedChoice {
-    /* rank to which `slot` (or RECORD_DISCARD if the plan is invalid) is sent; -1: none */
+    /* The rank to which `slot` is sent; -1: nothing is sent. If the plan is invalid, `slot` is
+     * RECORD_DISCARD. */
     int32_t rank;
     uint32_t slot;
 };
 
-/* Returns the slot of choice k of a token, on the rank of its expert, or the reason why there
- * is none (EPIC_FATE_*). Sets e to the expert: for a logical expert `id`, the replica that gets
- * the choice. `warp_position`: how many choices with this id the warp counted before. Only for
- * valid plans. Called by all lanes; without a choice with id -1. */
+/* Returns the slot of choice k of a token on the rank of its expert, or the reason why there is
+ * none (EPIC_FATE_*). e becomes the expert. If `id` is the id of a logical expert, e becomes
+ * the replica that gets the choice. `warp_position`: number of choices with this id that the
+ * warp counted before. Requires a valid plan. All lanes must call it; a lane that has no choice
+ * passes id = -1. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -50,8 +52,8 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
         return p.slab_start[e] + p.before_cta[e] + p.tally[threadIdx.x / WARP * tallies + e] +
                warp_position;
     }
-    /* The keep position decides whether the expert keeps the choice, the slot position which
-     * slot it gets. They differ only with EPIC_BY_K (plan/keep_by_k.cuh). */
+    /* The keep position decides whether the expert keeps the choice. The slot position decides
+     * which slot the choice gets. They differ only with EPIC_BY_K (plan/keep_by_k.cuh). */
     int32_t keep_position = e < 0 ? 0 : keep_position_of(p, job, tallies, e, k, warp_position);
     if (e >= 0 && job.layer.num_logical && !job.resolves)
         e = choose_replica(p, e, keep_position);
@@ -67,9 +69,9 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores the slot (or the reason why there is none) and the rank of a choice in the plan.
- * Returns to which rank the slot must be sent. `id`: planned_id() of the choice. Called by all
- * lanes; without a choice with choice -1. */
+/* Stores the rank of a choice, and its slot (or the reason why there is none), in the plan.
+ * Returns the rank to which the slot must be sent, and the slot. `id`: planned_id() of the
+ * choice. All lanes must call it; a lane that has no choice passes choice = -1. */
 template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      int64_t choice, int64_t id, int k,
@@ -93,10 +95,11 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     return {owner, (uint32_t)slot_or_fate};
 }
 
-/* Sends the records of the tokens in this warp's lanes to every rank: the token's slots there
- * by ascending k, one stamped word per slot, or RECORD_ABSENT. `token`: this lane's token, if
- * `in` is true. The lanes of a token share its choices: c[0] is this lane's choice, and c[1]
- * its second one if tokens have more than 32. Called by one warp. */
+/* Sends the records of the tokens in this warp's lanes to every rank. The record for a rank
+ * contains the token's slots on that rank in ascending order of k, one stamped word per slot,
+ * or RECORD_ABSENT. `token`: this lane's token; valid only if `in` is true. The lanes of a
+ * token share its choices: c[0] is this lane's choice. If tokens have more than 32 choices,
+ * c[1] is the lane's second choice. Called by one warp. */
 __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_job &job,
                                              const TokenLanes &lanes, int32_t token, bool in,
                                              const PlacedChoice (&c)[2])
@@ -132,7 +135,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Places the choices of a warp that has kept all of them in registers (`counted`). */
+/* Calls place_choice() for the choices of a warp that has kept all of them in registers
+ * (`counted`), and sends the records. */
 template <int FEATURES>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -154,8 +158,8 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Computes the slots of this warp's choices, stores them in the plan, and sends them to the
- * ranks of the experts. The warp_position of each choice is in `counted` or, if
- * choices_fit_registers() is false, in the plan's array `fate`. */
+ * ranks of the experts. The warp_position of each choice is in `counted`. If
+ * choices_fit_registers() is false, it is in the plan's array `fate` instead. */
 template <int FEATURES>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -174,8 +178,8 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
         int64_t choice[4], id[4];
         int32_t warp_position[4];
 #pragma unroll
-        /* group of tokens: i / 2; chunk: i % 2, 0 for a token's first 32 choices, 1 for the
-         * others */
+        /* i / 2: index of the group of tokens. i % 2: chunk, 0 for a token's first 32 choices,
+         * 1 for its other choices. */
         for (int i = 0; i < 4; i++) {
             const int token = t + i / 2 * lanes.tokens_at_once + lanes.token;
             const int k = lanes.k + i % 2 * WARP;
@@ -202,9 +206,10 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Only in backend `hosts`: posts the puts that send this CTA's records and, with layout FLAT,
- * row words to other hosts. One large put per rank and array is faster than one put per token.
- * Called by all threads; thread q posts the puts for rank q. */
+/* Only in backend `hosts`: posts the puts that send this CTA's records to other hosts. With
+ * layout FLAT, also sends the row words. There is one large put per rank and array, because
+ * this is faster than one put per token. Called by all threads; thread q posts the puts for
+ * rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {

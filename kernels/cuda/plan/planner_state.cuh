@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The planner's state (struct Planner), and which warp and lane handles which choice.
  *
- * A choice is one of a token's top_k expert ids. A tally is a counter of a warp. Tally e counts
- * the choices of expert e. With EPIC_BY_K, tally k * num_experts + e counts the choices of
- * expert e with this k. With layout FLAT, one more tally follows for each rank of the group. It
- * counts the rows that the tokens need on that rank. The planner CTAs are the first
+ * A *choice* is a token and one of its top_k experts. A tally is a counter of a warp. Tally e
+ * counts the choices of expert e. With EPIC_BY_K, tally k * num_experts + e counts the choices
+ * of expert e with this k. With layout FLAT, one more tally follows for each rank of the group.
+ * It counts the rows that the tokens need on that rank. The planner CTAs are the first
  * job.planners CTAs of a kernel. They make the plan together.
  *
- * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA among its
- * warps. A warp handles several tokens at a time, one choice per lane:
+ * This rank's tokens are divided among the planner CTAs, and the tokens of a CTA are divided
+ * among its warps. A warp handles several tokens at a time, one choice per lane:
  *
- *   num_tallies, tallies_of     how many tallies a warp has
- *   planner_warps               how many warps of a CTA count
- *   planner_bytes               how much shared memory the arrays of Planner need
+ *   num_tallies, tallies_of     number of tallies of a warp
+ *   planner_warps               number of warps of a CTA that count
+ *   planner_bytes               size in bytes of the shared memory for the arrays of Planner
  *   TokenLanes                  which token and choice each lane handles
  *   split_tokens, TokenRange    which tokens each warp handles
- *   begin_planner               sets up the arrays, zeros the tallies, finds each expert's rank
+ *   begin_planner               sets up the arrays, zeroes the tallies, finds each expert's
+ *     rank
  *
  * The planner is compiled separately for each value of FEATURES (PLAN_FLAT,
- * PLAN_DROPS_OR_REPLICAS). So layers without replicas and without dropping do not pay for these
- * features. */
+ * PLAN_DROPS_OR_REPLICAS). So layers without replicas and without dropping do not execute the
+ * code for these features. */
 #ifndef EPIC_PLANNER_STATE_CUH
 #define EPIC_PLANNER_STATE_CUH
 
@@ -27,7 +28,7 @@
 
 /* value of bad_choice, bad_owner and bad_replica if nothing is wrong */
 #define NO_INDEX 0xffffffffu
-/* how many ranks' counts a thread loads together, so that the loads overlap */
+/* number of ranks whose counts a thread loads together, so that the loads overlap */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* maximum number of warps per CTA that count choices */
 /* maximum number of tallies of all warps of a CTA together, 4 bytes each in shared memory */
@@ -43,51 +44,54 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
  * in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: each tally for all tokens before those of this CTA: on lower ranks, and in
-     * lower CTAs of this rank. Until choices are counted, resolve_replicas() uses this
-     * memory. */
+    /* [num_tallies]: each tally, summed over all tokens before the tokens of this CTA (the
+     * tokens of lower ranks, and of lower CTAs of this rank). Before choices are counted,
+     * resolve_replicas() uses this memory for other counts. */
     int32_t *before_cta;
     /* [num_tallies]: each tally, summed over all warps of all ranks. With EPIC_BY_K,
-     * prepare_by_k() later points it to the choices of each expert [num_experts], summed over
-     * k. */
+     * prepare_by_k() later replaces the pointer: the new array contains the number of choices
+     * of each expert, summed over k [num_experts]. */
     int32_t *load;
     /* Only with FLAT: the last num_ranks elements of before_cta and of load: the rows on each
      * rank for the tokens before those of this CTA, and for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
-    union { /* [num_experts]: the planner and the layout decide which member is used */
+    union { /* [num_experts]: the type of planner and the layout decide which member is used */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: index of the expert among the experts of its rank */
         int32_t *local_expert;
-        /* plans of lowlat/plan.cuh: like slab_start, with slots numbered over all ranks: the
+        /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks: the
          * first slot of rank 1 follows the last slot of rank 0 */
         int32_t *group_slab_start;
     };
-    /* [num_warps][num_tallies]: the tallies of each warp; after publish_tallies(), their
-     * exclusive prefix sums over the warps of this CTA */
+    /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces them by
+     * their exclusive prefix sums over the warps of this CTA. */
     int32_t *tally;
     /* [num_tallies]: the owner of the tally's expert, or the rank whose rows it counts */
     uint8_t *owner;
     /* memory after these arrays; only layers with PLAN_DROPS_OR_REPLICAS use it */
     uint8_t *extra_memory;
-    /* for each rank, how many choices each of its experts may keep; 2^31 - 1: no limit */
+    /* for each rank, the maximum number of choices that each of its experts may keep; 2^31 - 1:
+     * no limit */
     int32_t keep_limit[DEVICE_MAX_RANKS];
-    /* for each rank, the slots that it would need if no choice were dropped */
+    /* for each rank, the number of slots that it would need if no choice were dropped */
     int32_t demand[DEVICE_MAX_RANKS];
-    /* for each rank, the slots of its receive buffer; 0: no limit */
+    /* for each rank, the number of slots that it may use in its receive buffer; 0: no limit */
     int32_t capacity[DEVICE_MAX_RANKS];
-    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With the
-     * limit limit_fits[q], the rows of rank q fit into its capacity. With limit_fails[q], they
-     * do not. */
+    /* Only FLAT layers that drop choices: bounds of the bisection for keep_limit. With a keep
+     * limit of limit_fits[q], the rows of rank q fit into its capacity. With a keep limit of
+     * limit_fails[q], they do not fit. */
     int32_t limit_fits[DEVICE_MAX_RANKS], limit_fails[DEVICE_MAX_RANKS];
-    /* for each rank, the slots that it needs after expert_capacity has dropped choices */
+    /* for each rank, the number of slots that it needs after expert_capacity has dropped
+     * choices */
     int64_t needed_slots[DEVICE_MAX_RANKS];
-    /* Index (token * top_k + k) of the first wrong choice that this CTA has found, or NO_INDEX.
-     * The id of a wrong choice is too large or, with EPIC_DISTINCT, equal to that of an earlier
-     * choice of its token. */
+    /* Lowest index (token * top_k + k) of the wrong choices that this CTA has found, or
+     * NO_INDEX. A choice is wrong if its id is too large or, with EPIC_DISTINCT, if an earlier
+     * choice of the same token has the same id. */
     uint32_t bad_choice;
-    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, all
-     * entries of a block of num_experts / num_ranks experts must be equal. */
+    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, an
+     * entry is also invalid if it differs from the first entry of its block of num_experts /
+     * num_ranks experts. */
     uint32_t bad_owner;
     /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
     int32_t *lower_k_count, *kept_before;
@@ -96,28 +100,31 @@ struct Planner {
     uint16_t *logical_of, *replica_index, *first_replica, *replicas;
     /* layers with replicas: hash of the caller's table logical_of_expert */
     uint32_t table_hash;
-    /* Layers with replicas: the lowest expert with an invalid entry in logical_of_expert or, if
-     * there is none, num_experts plus the lowest logical expert without a replica, or
-     * NO_INDEX. */
+    /* Only layers with replicas: the lowest expert with an invalid entry in logical_of_expert.
+     * If there is none: num_experts plus the lowest logical expert without a replica. If there
+     * is none of these either: NO_INDEX. */
     uint32_t bad_replica;
     RankMask bad_ranks; /* the ranks whose choices or tables are wrong */
-    /* warps of a CTA that count choices; tokens of this rank per planner CTA and per warp */
+    /* num_warps: number of warps of a CTA that count choices. tokens_per_cta, tokens_per_warp:
+     * number of this rank's tokens for each planner CTA, and for each of these warps. */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
-/* Returns how many tallies of choices a warp has: one per expert (EPIC_BY_K: and k). */
+/* Returns how many tallies of choices a warp has: one per expert or, with EPIC_BY_K, one per
+ * pair of expert and k. */
 __host__ __device__ inline int num_choice_tallies(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_experts * (job.by_k ? job.layer.top_k : 1));
 }
 
-/* Returns how many tallies a warp has in all. */
+/* Returns how many tallies a warp has in all. `flat`: true with layout FLAT, which adds one
+ * tally per rank. */
 __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
 {
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but tests job.by_k only if FEATURES allows EPIC_BY_K. */
+/* Like num_choice_tallies(), but tests job.by_k only if FEATURES permits EPIC_BY_K. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
@@ -130,16 +137,16 @@ template <int FEATURES> __device__ __forceinline__ int tallies_of(const p2p_plan
     return choice_tallies<FEATURES>(job) + (FEATURES & PLAN_FLAT ? job.self.num_ranks : 0);
 }
 
-/* Returns how many warps of a CTA count choices if each has `tallies` tallies: fewer with many
- * tallies, because all must fit in shared memory. */
+/* Returns how many warps of a CTA count choices if each warp has `tallies` tallies. With many
+ * tallies, fewer warps count, because the tallies of all warps must fit in shared memory. */
 __host__ __device__ inline int planner_warps(int tallies)
 {
     const int most = PLAN_TALLY_WORDS / tallies;
     return most < 3 ? 1
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
-               /* never 2: with twice as many tallies per warp, Planner would need too much
-                * memory */
+               /* The result is never 2. If each of two warps had the maximum number of tallies,
+                * Planner would need too much shared memory. */
                : most;
 }
 
@@ -149,8 +156,9 @@ __host__ __device__ inline int planner_bytes(int tallies)
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the maximum of planner_bytes() for all layers, which the host allows the kernels.
- * Tries every count of tallies, because planner_bytes() may be smaller with more tallies. */
+/* Returns the maximum of planner_bytes() for all layers. The host sets the maximum size of the
+ * kernels' dynamic shared memory to it. The function tries every number of tallies, because
+ * planner_bytes() may be smaller with more tallies. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -159,7 +167,7 @@ static inline int planner_most_bytes(void)
     return most;
 }
 
-/* Returns the size in bytes of the dynamic shared memory for this job, except the arrays that
+/* Returns the size in bytes of the dynamic shared memory for this job, without the arrays that
  * only layers with PLAN_DROPS_OR_REPLICAS have. */
 static inline int planner_bytes_of(const p2p_plan_job &job)
 {
@@ -171,11 +179,13 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * of token 1. With more than 32 choices, the warp handles one token at a time, in two *chunks*:
  * choices 0 to 31 (chunk 0), then choices 32 and up (chunk 1). */
 struct TokenLanes {
-    /* number of tokens in a group, and of chunks (2 if tokens have more than 32 choices) */
+    /* tokens_at_once: number of tokens in a group. num_chunks: number of chunks, which is 2 if
+     * tokens have more than 32 choices. */
     int tokens_at_once, num_chunks;
-    /* index of this lane's token in the group, and k of its choice (in chunk 1: 32 + k) */
+    /* token: index of this lane's token in its group. k: index of its choice among the top_k
+     * choices of the token (in chunk 1: k + 32). */
     int token, k;
-    /* false: this lane has no choice, because 32 is not a multiple of top_k */
+    /* false: this lane has no choice, because it is one of the last 32 % top_k lanes */
     bool has_choice;
     /* bit mask of the lanes that handle choices of the same token as this lane */
     uint32_t token_lanes;
@@ -183,8 +193,8 @@ struct TokenLanes {
     __device__ explicit TokenLanes(int top_k)
     {
         const int lane = lane_id();
-        /* reciprocal_approx() is inexact, but the quotients below are exact after truncation,
-         * because all values are at most 32. */
+        /* reciprocal_approx() is not exact. The quotients below are still exact after
+         * truncation, because all values are at most 32. */
         const float inverse = reciprocal_approx((float)top_k);
         tokens_at_once = top_k <= WARP ? (int)((WARP + 0.5f) * inverse) : 1;
         num_chunks = top_k <= WARP ? 1 : 2;
@@ -199,11 +209,12 @@ struct TokenLanes {
  * has just stored for rank q, so that they can be sent.
  *
  * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
- * whole CTA, with all top_k words of each record, and the receiver waits for all of them. So
- * the words after the first `count` become RECORD_ABSENT. With more choices, this function
- * posts one put per record, with `count` words.
+ * whole CTA. It sends all top_k words of each record, and the receiver waits for all of them.
+ * So this function sets the words after the first `count` to RECORD_ABSENT. If tokens have more
+ * choices, it posts one put per record instead, with `count` words.
  *
- * `record`: address of the record of this lane's token, if `in` is true. Called by one warp. */
+ * `record`: address of the record of this lane's token; valid only if `in` is true. Called by
+ * one warp. */
 __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes &lanes, int q,
                                              uint64_t *record, bool in, int count)
 {
@@ -215,8 +226,8 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* Returns how many ids are valid in the caller's topk_idx: the number of logical experts if the
- * layer has replicas, else the number of experts. */
+/* Returns the number of valid ids in the caller's topk_idx: the number of logical experts if
+ * the layer has replicas, otherwise the number of experts. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
@@ -233,15 +244,16 @@ struct TokenRange { /* The tokens [begin, end) of this rank whose choices a warp
     int32_t begin, end;
 };
 
-/* Sets how many tokens each planner CTA, and each of its `warps` counting warps, handles.
- * Called by one thread. */
+/* Sets the number of tokens that each planner CTA handles, and the number that each of its
+ * counting warps handles. `warps`: number of counting warps. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;
     p.tokens_per_warp = (p.tokens_per_cta + warps - 1) / warps;
 }
 
-/* Returns the tokens that this warp handles; none if the warp does not count choices. */
+/* Returns the tokens that this warp handles. The range is empty if the warp does not count
+ * choices. */
 __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_plan_job &job)
 {
     const int warp = threadIdx.x / WARP;
@@ -253,8 +265,8 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
     return range;
 }
 
-/* Sets up the planner: points the pointers at arrays in `memory` (planner_bytes_of() bytes of
- * shared memory), zeros the tallies, and stores the owner of every expert. Called by all
+/* Sets up the planner: sets its pointers to arrays in `memory` (planner_bytes_of() bytes of
+ * shared memory), zeroes the tallies, and stores the owner of every expert. Called by all
  * threads of the CTA. */
 template <int FEATURES>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)

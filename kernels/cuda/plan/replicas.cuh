@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses replicas while a plan is made. Some experts are copies (replicas) of the same logical
- * expert, and the caller's ids name logical experts. If a logical expert has r replicas, its
- * n-th choice (from 0), in the order of all ranks' tokens, goes to replica n % r.
+ * expert, and the caller's ids are ids of logical experts. A *choice* is a token and one of its
+ * top_k ids. If a logical expert has r replicas, its n-th choice (from 0), in the order of all
+ * ranks' tokens, goes to replica n % r.
  *
  * So the ranks count the choices of each logical expert. From n, the planner computes the
- * replica of a choice (n % r) and the position of the choice among the choices of that replica
- * (n / r). From the load of the logical expert, it computes the load of each replica.
+ * replica of a choice (n % r), and the index of the choice among the choices of that replica (n
+ * / r). From the load (number of choices) of the logical expert, it computes the load of each
+ * replica.
  *
  * Tables of the planner, in shared memory:
  *
@@ -22,7 +24,8 @@
 
 #include "cuda/plan/counts.cuh"
 
-/* Returns the size in bytes of these tables, which follow the arrays that every planner has. */
+/* Returns the size in bytes of these tables. In shared memory they follow the arrays that every
+ * planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -33,8 +36,9 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Computes p.first_replica: the prefix sums of the replica counts, which are in p.logical_load
- * until choices are counted. Called by one warp. */
+/* Sets p.first_replica to the exclusive prefix sums of the numbers of replicas. Until choices
+ * are counted, p.logical_load contains the number of replicas of each logical expert. Called by
+ * one warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -51,8 +55,9 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first_replica[num_logical] = (uint16_t)before;
 }
 
-/* Reads and checks the caller's table logical_of_expert, and fills in the tables above. Until
- * choices are counted, logical_load contains how many replicas each logical expert has.
+/* Reads and checks the caller's table logical_of_expert, and fills in the tables at the top of
+ * this file. Until choices are counted, logical_load contains the number of replicas of each
+ * logical expert.
  *
  * p.bad_replica becomes the index of the first invalid entry of the caller's table. The planner
  * uses 0 in place of invalid entries. Called by all threads of the CTA, after
@@ -95,16 +100,17 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns a hash of logical_of_expert, or 0 if the table is invalid, for compare_tables(). */
+/* Returns the hash of logical_of_expert that compare_tables() sends, or 0 if the table is
+ * invalid. */
 __device__ __forceinline__ uint32_t table_hash_word(const Planner &p)
 {
     return p.bad_replica == NO_INDEX ? p.table_hash | 1 : 0;
 }
 
-/* Checks that all ranks have the same table logical_of_expert; otherwise makes the group fail.
- * CTA 0 sends a hash of the table to all ranks, in words that follow the counts in the heap,
- * and each planner CTA compares the hashes with its own. Called by one thread of each planner
- * CTA. Returns false if the group has failed. */
+/* Checks that all ranks have the same table logical_of_expert. If not, makes the group fail.
+ * CTA 0 sends a hash of the table to all ranks, in words that follow the counts in the heap.
+ * Each planner CTA compares the hashes of all ranks with its own hash. Called by one thread of
+ * each planner CTA. Returns false if the group has failed. */
 static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                                       const OpState &op)
 {
@@ -135,8 +141,9 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* Replaces p.load, the choices of each logical expert, by the choices of each expert (replica).
- * Called by all threads of the CTA, after exchange_counts(). */
+/* On entry, p.load contains the number of choices of each logical expert. Replaces it by the
+ * number of choices of each expert (replica). Called by all threads of the CTA, after
+ * exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
@@ -149,8 +156,9 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns how many choices an expert may keep within expert_capacity, which the replicas of a
- * logical expert share; 2^31 - 1: no limit. */
+/* Returns the maximum number of choices that an expert may keep according to expert_capacity,
+ * or 2^31 - 1 if there is no limit. The replicas of a logical expert share its
+ * expert_capacity. */
 __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan_job &job,
                                                 int expert)
 {
@@ -162,8 +170,9 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.replica_index[expert]) / replicas);
 }
 
-/* Returns the replica that gets the nth choice of a logical expert, counted over all ranks. nth
- * becomes the index of the choice among the choices of that replica. */
+/* Returns the replica that gets the nth choice of a logical expert, where nth is the index over
+ * all ranks, from 0. On return, nth is the index of the choice among the choices of that
+ * replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds the replica of each choice before the planner counts choices. The caller's ids name
- * logical experts, each of which has one or more copies (replicas).
+/* Finds the replica of each choice before the planner counts choices. The caller's ids are ids
+ * of logical experts, each of which has one or more copies (replicas). A *choice* is a token
+ * and one of its top_k ids.
  *
  * Only layers with layout FLAT or with EPIC_BY_K need this. For them the planner must know the
  * replica while it counts, because FLAT counts rows together with choices, and EPIC_BY_K counts
@@ -13,8 +14,8 @@
  *   3. writes the expert (replica) of each choice to the array resolved_experts(), where the
  *      planner reads it instead of the caller's id
  *
- * Between steps 1 and 3 this array contains, for each choice, how many choices of the same
- * logical expert its warp had counted before it.
+ * Between steps 1 and 3, this array contains for each choice the number of choices of the same
+ * logical expert that its warp had counted before.
  *
  * Only one CTA per rank does this, because the replica of a choice depends on the order of all
  * choices of the rank. */
@@ -23,7 +24,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns where in `heap` `rank` stores how many choices of each logical expert it has. */
+/* Returns the address in `heap` at which `rank` stores its number of choices of each logical
+ * expert. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -31,9 +33,9 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends `own`, this rank's count of choices of one logical expert, to all ranks, and waits for
- * their counts. Sets p.before_cta[logical] to the sum over the lower ranks, and
- * p.logical_load[logical] to that over all ranks. Called by one thread. Returns false if the
+/* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
+ * for the numbers of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
+ * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
  * group has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
@@ -61,7 +63,7 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Does the three steps at the top of this file. Called by all threads of the CTA, after
+/* Executes the three steps at the top of this file. Called by all threads of the CTA, after
  * read_replicas(). Returns false if the group has failed. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Copies the records that ranks send about their tokens into the plan. A record has a token's
- * slots on this rank or, with layout FLAT, its local experts on this rank. Its words arrive in
- * this rank's heap. A word is valid if its stamp is the running epoch, so each word is its own
- * flag and no other memory order is needed. */
+/* Copies the records that ranks send about their tokens into the plan. A record contains the
+ * slots of a token on this rank or, with layout FLAT, the token's local experts on this rank.
+ * Its words arrive in this rank's heap. A word is valid if its stamp is the running epoch, so
+ * each word is its own flag, and no other memory order is needed. */
 #ifndef EPIC_STORE_RECORDS_CUH
 #define EPIC_STORE_RECORDS_CUH
 
 #include "cuda/plan/planner.cuh"
 
-/* Waits for the records of some of the num_tokens tokens of rank `source`, from first_token on,
- * and copies them to `records` in the plan, one word per lane. Called by one warp, which
- * handles as many tokens as fit in its lanes. Returns false if the group has failed. */
+/* Waits for the records of some of the num_tokens tokens of rank `source`, starting with
+ * first_token, and copies them to `records` in the plan, one word per lane. Called by one warp,
+ * which handles as many tokens as fit in its lanes. Returns false if the group has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -37,9 +37,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool is_whole = lanes.num_chunks == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* otherwise no words follow the one with RECORD_LAST */
+            /* In all other cases, no words follow the word with RECORD_LAST. So a lane needs
+             * its word only if no lower lane has this flag. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* the word with RECORD_LAST (the end of the record) has not arrived */
+            /* true: the word with RECORD_LAST (the end of the record) has not arrived yet */
             const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -55,10 +56,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first, tokens) for each group of tokens that this warp handles, to copy
- * their records. source: rank of the tokens. first: first token of the group. tokens: number of
- * tokens of the rank. `warp`: index of the calling warp among the `warps` warps that share the
- * work. If keep() returns false, stops and returns false. */
+/* Calls keep(source, first, tokens) for each group of tokens that this warp handles. keep()
+ * copies the records of the group. source: rank of the tokens. first: first token of the group.
+ * tokens: number of tokens of that rank. `warps`: number of warps that share the work. `warp`:
+ * index of the calling warp among them. If keep() returns false, stops and returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
                                                      const RankNumbers &tokens_of, int warp,

@@ -1,19 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads plans on the device, and receives records while a plan is made.
  *
- * PlanView has the checked header of a plan in device memory, and pointers to its arrays
+ * PlanView has the checked header of a plan in device memory, and pointers to the plan's arrays
  * (rules/device_layout.h). A record is the list that a rank sends to another rank about one of
- * its tokens: the token's slots there by ascending k or, with layout FLAT, its local experts
- * there (plan/flat.cuh). It has at most top_k stamped words, which are valid only in the
- * running epoch. Its last word has the flag RECORD_LAST. The planner of the token's rank stores
- * the record, and a warp of the receiving rank polls it. */
+ * its tokens. The list contains the token's slots on that other rank in ascending order of k
+ * or, with layout FLAT, its local experts there (plan/flat.cuh). It has at most top_k stamped
+ * words, which are valid only in the running epoch. Its last word has the flag RECORD_LAST. The
+ * planner of the token's rank stores the record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
-/* Returns how many slots of its receive buffer this rank may use; 0: no limit. This is
- * job.capacity or, if it is lower, the caller's limit in device memory (capacity_limit). */
+/* Returns the number of slots of its receive buffer that this rank may use; 0: no limit. This
+ * is job.capacity or, if it is lower, the limit that the caller passed in device memory
+ * (capacity_limit). */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
     if (job.capacity_limit == NULL) return job.capacity;
@@ -24,12 +25,15 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 /* Flag in the last word of a record. In a word of `counts` (plan/counts.cuh), it means that the
  * sender's data is wrong. */
 #define RECORD_LAST 0x80000000u
-/* a word of a record: no choice goes to the receiver; in backend `hosts` also unused words */
+/* Value of a word of a record: no choice of the token goes to the receiving rank. In backend
+ * `hosts`, also the value of the unused words at the end of a record. */
 #define RECORD_ABSENT 0x7fffffffu
-/* A word of a record if the plan is invalid: a choice goes to the receiving rank, but has no
- * slot. The rank receives and discards the row, which may already be on its way. */
+/* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
+ * has no slot. The row may already be on its way, so the rank must receive it, and discards
+ * it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
+/* Returns the bit mask of the lanes below this lane. */
 __device__ __forceinline__ uint32_t lanes_below()
 {
     return (1u << lane_id()) - 1;
@@ -37,10 +41,11 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* number of words of the header that each lane loads if one warp loads the header */
+/* number of words of the header that each lane loads if one warp loads the whole header */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
-/* A plan that a kernel reads. The struct is in shared memory; the arrays are in the plan. */
+/* A plan that a kernel reads. The struct is in shared memory. The arrays are in the plan's
+ * memory. */
 struct PlanView {
     device_plan_header header;
     /* the plan's arrays, which src/rules/device_layout.h describes */
@@ -51,7 +56,8 @@ struct PlanView {
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
     int32_t most_tokens; /* maximum number of tokens of a rank */
-    /* 1: the plan is intact, is this rank's, and fits the layer and the tokens of this call */
+    /* 1: the plan is undamaged, was made for this rank, and fits the layer and the number of
+     * tokens of this call */
     uint32_t is_valid;
 };
 
@@ -62,7 +68,7 @@ __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, 
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header; lane n passes the words n, n + 32 ... Called by one
+/* Returns the checksum of a header. Lane n passes the words n, n + 32, and so on. Called by one
  * warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
@@ -76,7 +82,8 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
     return __reduce_add_sync(ALL_LANES, sum);
 }
 
-/* Returns whether the plan was made for this call's layer, or the call has none (hash 0). */
+/* Returns whether the plan was made for the layer of this call. Also returns true if the call
+ * has no layer (its hash is 0). */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -84,8 +91,8 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Returns whether the header's fields are in range and fit this rank: a plan is the caller's
- * memory and can contain any bytes. Called by one warp. */
+/* Returns whether the header's fields are in range and fit this rank. This must be checked
+ * because a plan is in the caller's memory, which can contain any bytes. Called by one warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes)
 {
@@ -105,6 +112,7 @@ static __device__ bool is_header_valid(const device_plan_header &h, const p2p_se
     return __all_sync(ALL_LANES, fits) != 0;
 }
 
+/* Sets the pointers to the plan's arrays. */
 static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
                                          const p2p_self &self)
 {
@@ -117,8 +125,8 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
     view.records = (const int32_t *)(plan + at.records);
 }
 
-/* Reports to the host why this call cannot use the plan. is_intact: only the layer or the
- * number of tokens is another one. Called by one thread. */
+/* Reports to the host why this call cannot use the plan. is_intact: true if the plan is
+ * undamaged, so that the layer or the number of tokens must be wrong. Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
                                                     int32_t num_tokens)
@@ -140,8 +148,8 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
  * accept plans with any number of tokens. */
 #define ANY_TOKENS (-1)
 
-/* Loads the header of the plan at `plan`: lane n the words n, n + 32, and so on. All words are
- * 0 if the plan's memory is smaller than a header. Called by one warp. */
+/* Loads the header of the plan at `plan`. Lane n loads the words n, n + 32, and so on. If the
+ * plan's memory is smaller than a header, all words are 0. Called by one warp. */
 __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
                                             const uint8_t *plan, int64_t plan_bytes)
 {
@@ -202,10 +210,10 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Waits until all ranks have announced their rows. Returns whether every rank's receive buffer
- * has a row for each of its slots in the plan. With `reports`, reports the first rank with too
- * few rows to the host. Also returns true if the group has failed, which is reported elsewhere.
- * Any thread may call it. */
+/* Waits until all ranks have announced the number of rows of their receive buffers. Returns
+ * whether each of these buffers has at least as many rows as the plan has slots on that rank.
+ * If `reports` is true, reports the first rank with too few rows to the host. Also returns true
+ * if the group has failed, which is reported elsewhere. Any thread may call it. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -235,8 +243,8 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* Returns where the record of rank `source` about its token, top_k words, is in this rank's
- * heap or net inbox. `self` is *op.self, which is slower to load. */
+/* Returns the address in this rank's heap or net inbox of the record (top_k words) that rank
+ * `source` sends about its token. `self` is *op.self, which would be slower to load. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -247,11 +255,12 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for the 32 words of chunk `chunk` of a record of a token of `source`, one per lane.
- * `word`: this lane's word, which the caller has loaded early; it is loaded again if it had not
- * arrived. `slot` becomes the slot (FLAT: local expert) in it, RECORD_DISCARD, or -1 if the
- * record has no word for this lane. `more` becomes true if the record may have later words.
- * Called by one warp. Returns false if the group has failed. */
+/* Waits for the 32 words of chunk `chunk` of a record of a token of `source`, one word per
+ * lane. `word`: this lane's word, which the caller has loaded early. If it had not arrived, it
+ * is loaded again. `slot` becomes the slot (FLAT: local expert) that the word contains,
+ * RECORD_DISCARD, or -1 if the record has no word for this lane. `more` becomes true if later
+ * chunks may contain words of the record. Called by one warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -265,7 +274,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* see store_records() */
+        /* the reason is given in store_records() */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
