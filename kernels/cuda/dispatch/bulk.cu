@@ -6,14 +6,14 @@
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes] (*)
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
- *   (*) not used if the kernel quantizes rows: it computes the scales itself
+ * (*) not used if the kernel quantizes rows: it computes the scales itself
  *
- *   planner CTAs             first make the plan, then move units like the others
+ *   planner CTAs             first make the plan, then move units like the other CTAs
  *   job.warps warps per CTA  move units; a unit is one packed row of one token
  *   other warps              idle
  *
  * The units form a list, which is divided into steps. Step i has the units below. job.lag is
- * how many tokens are sent before the first token of a peer is received.
+ * the number of tokens that are sent before the first token of a peer is received.
  *
  *   own unit    sends this rank's token i to every peer that needs it, and stores it to its
  *               slots on this rank. So the row is read, or quantized, once.
@@ -21,25 +21,26 @@
  *               rank, then stores poison (the mark of a word that has not arrived) to staging
  *
  * Memory order: every word of a staged row is its own flag (net/staging.cuh). In shared memory,
- * the lanes that write a buffer call fence_bulk() before the copy engine reads it. A buffer is
- * written again only after wait_bulk_read().
+ * the lanes that write a buffer call fence_bulk() before the copy engine reads the buffer. A
+ * warp writes a buffer again only after wait_bulk_read().
  *
  * Ranks cannot wait for each other in a circle, because a receiving warp waits for a row that
  * its peer sends `lag` steps earlier, and each CTA processes its units in order. While the
  * planner CTAs make the plan, each warp of the other CTAs sends its first token. Then it waits
- * for the record of that token, which has the token's slots on this rank.
+ * for the record of that token, which contains the token's slots on this rank.
  *
- * While a warp moves a unit, the row of its next unit is being copied to another buffer. */
+ * While a warp moves the row of a unit, the row of its next unit is already being copied to
+ * another buffer. */
 #include "cuda/dispatch/bulk.cuh"
 #include "cuda/dispatch/launcher.cuh"
 
 /* A unit of work: the packed row of one token, which one warp sends or receives. */
 struct Unit {
-    /* step: position in the list of units. role: 0 for this rank's token, n for a token of the
-     * n-th peer (rank_of_role()). */
+    /* step: position in the list of units. role: 0 for a token of this rank, n for a token of
+     * the n-th peer (rank_of_role()). */
     int step, role;
-    /* in lane k: choice k of the token, and word k of its record (its slots on this rank), both
-     * loaded by take_unit() before the warp moves the row */
+    /* In lane k: choice k of the token (one of its top_k experts), and word k of the token's
+     * record (its slots on this rank). take_unit() loads both before the warp moves the row. */
     uint64_t choice_word, record_word;
 
     __device__ __forceinline__ bool is_own() const
@@ -48,25 +49,26 @@ struct Unit {
     }
 };
 
+/* Returns the token whose row the unit moves. */
 __device__ __forceinline__ int32_t token_of(const PackedMove &m, const Unit &unit)
 {
     return m.round_begin + unit.step - (unit.is_own() ? 0 : m.job.lag);
 }
 
-/* Returns true if the unit's token is in the running round, which ends before token `end`.
- * Units that receive have no token in the first steps of a round, units that send none in the
- * last steps. */
+/* Returns true if the unit's token exists in the running round, which ends before token `end`.
+ * Units that receive have no token in the first `lag` steps of a round. Units that send have no
+ * token in the last `lag` steps. */
 __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit, int32_t end)
 {
     const int32_t token = token_of(m, unit);
     return token >= m.round_begin && token < (unit.is_own() ? min(end, m.job.num_tokens) : end);
 }
 
-/* Returns the next unit for this warp, and loads the words that it needs first. The warps of a
- * CTA take units one by one from a common counter, *num_taken, because some units take longer
- * than others. Each CTA gets one unit of each section of gridDim.x units, at a position that
- * changes from section to section. With a fixed position, all units of a CTA could be for one
- * peer. Called by a whole warp. */
+/* Returns the next unit for this warp, and loads the words that the unit needs first. Some
+ * units take longer than others, so the warps of a CTA take units one by one from a common
+ * counter, *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets
+ * one unit of each section. The position of this unit changes from section to section. If it
+ * did not, all units of a CTA could be for the same peer. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -95,8 +97,8 @@ __device__ __forceinline__ bool is_absent(const PackedMove &m, uint64_t record)
     return __any_sync(ALL_LANES, absent);
 }
 
-/* Starts to copy the row of the unit to `buffer` in shared memory or, if it will be quantized,
- * to load it into the L2 cache. Called by a whole warp. */
+/* Starts to copy the row of the unit to `buffer` in shared memory. If the row will be
+ * quantized, only prefetches it into the L2 cache. Called by a whole warp. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit, int32_t end,
                                            uint32_t buffer)
@@ -114,8 +116,8 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
 }
 
 /* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). Waits for those that had not arrived for peek_weight() or
- * peek_extras(). Called by a whole warp. Returns false if the group has failed. */
+ * experts and weights). Waits for the values that had not arrived when peek_weight() or
+ * peek_extras() loaded them. Called by a whole warp. Returns false if the group has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -131,8 +133,8 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller has
- * called fence_buffers(), so that the bulk stores read what the lanes have written. */
+/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller must
+ * have called fence_buffers(), so that the bulk stores read what the lanes have written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -140,9 +142,9 @@ __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_
     if (m.top_k > WARP) bulk_to_slots(m, slot[1], buffer);
 }
 
-/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row, or
- * checks the copy there. Returns true if the row has special words, which must be replaced
- * before it is sent (send_special()). Called by a whole warp. */
+/* Prepares the packed row of this rank's token in `buffer`: quantizes the caller's row into it,
+ * or checks the copy that it contains. Returns true if the row has special words, which must be
+ * replaced before the row is sent (send_special()). Called by a whole warp. */
 template <class OwnPiece>
 __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t token,
                                                uint32_t buffer)
@@ -157,9 +159,9 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Does a unit of this rank's token: sends the row to the peers that need it, waits for the
- * token's record, and stores the row to its slots here. Called by a whole warp. Returns false
- * if the group has failed. */
+/* Processes a unit of a token of this rank: sends the row to the peers that need it, waits for
+ * the token's record, and stores the row to the token's slots on this rank. Called by a whole
+ * warp. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -183,8 +185,9 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Does a unit of a peer's token: waits for the row, stores it to its slots, and stores poison
- * back to staging. Called by a whole warp. Returns false if the group has failed. */
+/* Processes a unit of a peer's token: waits for the row, stores it to the token's slots on this
+ * rank, and stores poison back to staging. Called by a whole warp. Returns false if the group
+ * has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -219,13 +222,14 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 
 struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
-    bool has_counts;   /* true: the token counts of all ranks are known */
-    /* log2 of the number of slabs (one per expert) that this warp also pads; negative: none */
+    bool has_counts;   /* true: the numbers of tokens of all ranks are known */
+    /* log2 of the number of slabs (one per expert, rounded up) in which this warp also zeroes
+     * padding slots; negative: none, or not known yet */
     int slab_bits;
 };
 
-/* At the first call, waits until all ranks have announced their token counts. Until then a warp
- * moves only this rank's tokens. Returns false if the group has failed. */
+/* At the first call, waits until all ranks have announced their numbers of tokens. Before that,
+ * a warp moves only tokens of this rank. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -234,8 +238,8 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Zeroes some padding slots after a unit of this rank's token, so that padding needs no
- * separate pass. Called by a whole warp. Returns false if the group has failed. */
+/* Zeroes some padding slots. It is called after a unit of this rank's token, so that padding
+ * needs no separate pass. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {
@@ -247,8 +251,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Sends or receives the row of a unit, which is being copied to the current buffer. Returns
- * false if the group has failed. */
+/* Sends or receives the row of a unit. The copy of the row to the current buffer has been
+ * started before. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -292,9 +296,9 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuff
     return ok;
 }
 
-/* Moves the rows in rounds of as many tokens of each rank as fit in the staging; one round if
- * the kernel makes the plan. *num_taken: counter in shared memory for take_unit(). Returns
- * false if the group has failed. */
+/* Moves the rows in rounds. Each round moves as many tokens of each rank as fit in the staging.
+ * If the kernel makes the plan, there is only one round. *num_taken: counter in shared memory
+ * for take_unit(). Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory,
                                             int *num_taken)
@@ -318,7 +322,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Zeroes all padding slots, unless the units of this rank's tokens have done so
+/* Zeroes all padding slots, unless the units of this rank's tokens have already zeroed them
  * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
 {
@@ -336,8 +340,9 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* The kernel. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
- * QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. */
+/* The kernel. The template argument OwnPiece packs the rows of this rank: JoinedPiece copies
+ * rows and scales, and QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the
+ * plan. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -361,7 +366,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* until read_counts_once() only this rank's token count is used */
+    /* Until read_counts_once(), only this rank's number of tokens is used. So all lanes may
+     * have it. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -389,7 +395,7 @@ extern "C" cudaError_t p2p_load_dispatch_bulk(void)
     return load_kernels(kernels, planning > BULK_MEMORY ? planning : BULK_MEMORY);
 }
 
-/* Returns how many packed rows fit in the shared memory of a CTA. */
+/* Returns the number of packed rows that fit in the shared memory of a CTA. */
 static int64_t count_buffers(const p2p_dispatch_job &job)
 {
     const int64_t bytes = p2p_packed_bytes(job.row_bytes, job.scale_bytes);
@@ -403,9 +409,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
            (!job->quantize || job->type != EPIC_F32);
 }
 
-/* Sets how many warps per CTA move rows, how many buffers each has (two to four), and the lag.
- * A kernel that quantizes gets more warps, and usually a longer lag. Measured:
- * docs/lab/cuda.md. */
+/* Sets the number of warps per CTA that move rows, the number of buffers of each of these warps
+ * (two to four), and the lag. A kernel that quantizes gets more warps, and usually a longer
+ * lag. The values are measured (docs/lab/cuda.md). */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

@@ -2,14 +2,13 @@
 /* Moves whole packed rows (a row and its scales, dispatch/packed.cuh) through shared memory. A
  * warp has 2 to 4 *buffers* in shared memory, each for one packed row. All lanes of the warp
  * copy a row to a buffer, or quantize it and store the result there. Then one lane starts bulk
- * stores (cp.async.bulk), with which the copy engine of the SM stores the buffer to its
- * destinations.
+ * stores (cp.async.bulk): the copy engine of the SM copies the buffer to its destinations.
  *
  *   tokens, staging -> copies of all lanes -\
  *   tokens -> registers, quantized ----------+-> buffer -> bulk stores -> peers, slots
  *
  * So a row with many slots costs a warp about as many instructions as a row with one slot. A
- * warp waits for bulk stores only when it needs their buffer again. Shared memory also has
+ * warp waits for bulk stores only when it needs their buffer again. Shared memory also contains
  * constant vectors: zeros, for padding slots, and poison (the mark of a word that has not
  * arrived), for staging.
  *
@@ -22,12 +21,15 @@
 #define BULK_MEMORY (216 << 10) /* dynamic shared memory per CTA, in bytes */
 #define CONSTANT_BYTES 2048     /* size in bytes of each of two arrays: zeros, and poison */
 
-/* A warp's buffers in shared memory, each for one packed row, which it uses in turn. */
+/* The buffers of a warp in shared memory, each for one packed row. The warp uses them in a
+ * circle. */
 struct BulkBuffers {
-    /* shared-memory address of the warp's first buffer, and size of a buffer */
+    /* first_address: shared-memory address of the warp's first buffer. buffer_bytes: size in
+     * bytes of a buffer. */
     uint32_t first_address, buffer_bytes;
     uint32_t zeros, poison; /* shared-memory addresses of the constant vectors */
-    /* number of buffers, and the buffer with the row of the current unit */
+    /* num_buffers: number of buffers. current: index of the buffer with the row of the current
+     * unit. */
     int num_buffers, current;
 
     /* memory: dynamic shared memory of the CTA. warp: index of this warp in the CTA. */
@@ -41,19 +43,20 @@ struct BulkBuffers {
         first_address = poison + CONSTANT_BYTES + (uint32_t)(warp * num_buffers) * buffer_bytes;
         current = 0;
     }
-    /* Returns the buffer for the row of the next unit. */
+    /* Returns the index of the buffer for the row of the next unit. */
     __device__ __forceinline__ int next_buffer() const
     {
         return current + 1 == num_buffers ? 0 : current + 1;
     }
+    /* Returns the shared-memory address of a buffer. */
     __device__ __forceinline__ uint32_t buffer_address(int buffer) const
     {
         return first_address + (uint32_t)buffer * buffer_bytes;
     }
     /* Waits until bulk stores have read the next buffer, so that the warp may write it again.
-     * The stores of the last num_buffers - 2 units read other buffers and may continue. The
-     * caller calls end_bulk() exactly once per unit, because the groups are counted. Called by
-     * a whole warp. */
+     * The stores of the last num_buffers - 2 units read other buffers, and need not be
+     * finished. Requires that the caller calls end_bulk() exactly once per unit, because
+     * wait_bulk_read() counts these groups of stores. Called by a whole warp. */
     __device__ __forceinline__ void wait_free() const
     {
         if (lane_id() == 0) {
@@ -68,7 +71,8 @@ struct BulkBuffers {
     }
 };
 
-/* Fills one array with zeros, the other with poison. Called by all threads of a CTA. */
+/* Fills the first array of constants with zeros, and the second one with poison. Called by all
+ * threads of a CTA. */
 static __device__ void fill_constants(const void *memory)
 {
     const uint32_t zeros = shared_address(memory);
@@ -79,8 +83,8 @@ static __device__ void fill_constants(const void *memory)
     __syncthreads();
 }
 
-/* Makes the warp's stores to its buffers visible to later bulk stores. Called by a whole
- * warp. */
+/* Makes the warp's stores to its buffers visible to bulk stores that it starts later. Called by
+ * a whole warp. */
 __device__ __forceinline__ void fence_buffers(void)
 {
     fence_bulk();
@@ -89,18 +93,22 @@ __device__ __forceinline__ void fence_buffers(void)
 
 /* -------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy row and scales of this rank's token to a buffer. Called by a whole warp. */
+/* Starts to copy the row and the scales of a token of this rank to a buffer. Called by a whole
+ * warp. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
     const uint8_t *const row = job.tokens + row_offset(token, m.shape);
+    /* the scales, minus 16 * row_vectors, so that vector v of the packed row is at second + 16
+     * * v */
     const uint8_t *const second =
         job.scales + (int64_t)token * job.scale_bytes - (int64_t)m.row_vectors * 16;
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Prefetches into L2 the row of this rank's token that the warp will quantize next. */
+/* Prefetches into the L2 cache the row of a token of this rank that the warp will quantize
+ * next. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)
@@ -108,7 +116,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a packed row of `rank` from staging to a buffer; missing words are poison. */
+/* Starts to copy a packed row of `rank` from staging to a buffer. Words that have not arrived
+ * are poison in the buffer. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -117,16 +126,16 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a row of this rank's token into a buffer. Returns true in a lane with a word of
- * scales that equals poison. It must be replaced before the row is sent, because the receiver
- * would take it for a missing word. Called by a whole warp. */
+/* Quantizes a row of this rank's token into a buffer. Returns true in a lane that has a word of
+ * scales that equals poison. This word must be replaced before the row is sent, because the
+ * receiver would take it for a word that has not arrived. Called by a whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
     const uint32_t row_end = (uint32_t)m.row_vectors * 16;
     const uint32_t end = (uint32_t)m.shape.vectors * 16;
     bool special = false;
-    /* Load two pieces ahead, because loading a piece takes longer than quantizing it. */
+    /* Load two pieces ahead, because the load of a piece takes longer than its quantization. */
     uint4 next[V], after[V];
     QuantizedPiece::load_raw(m, token, 0, next);
     QuantizedPiece::load_raw(m, token, 1, after);
@@ -151,8 +160,8 @@ __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
     return special;
 }
 
-/* Calls change(q) for this lane's vectors of a piece of a row in its buffer. Called by a
- * warp. */
+/* Calls change(q) with this lane's vectors of a piece of a row in a buffer, and stores the
+ * changed vectors back to the buffer. Called by a whole warp. */
 template <class Change>
 __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffer, int piece,
                                              Change change)
@@ -172,14 +181,15 @@ __device__ __forceinline__ void change_piece(const PackedMove &m, uint32_t buffe
             store_shared(buffer + (vector + v * WARP) * 16, q[v]);
 }
 
-struct ScanResult { /* Result of scan_packed() for this lane's vectors. */
+struct ScanResult { /* The result of scan_packed() for this lane's vectors. */
     bool missing, special;
 };
 
-/* Checks a packed row in its buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: the sender may have replaced a word that equaled poison. In a quantized row
- * (QUANTIZED), this is a word of scales that equals E8M0_STAND_IN; in other rows, a word that
- * equals poison or its stand-in, without regard to sign bits. */
+/* Checks a packed row in a buffer. `missing`: a word is poison, so it has not arrived.
+ * `special`: the sender may have replaced a word that equaled poison, because the row contains
+ * a stand-in. In a quantized row (QUANTIZED), a word of scales that equals E8M0_STAND_IN is
+ * special. In other rows, a word that equals poison or its stand-in, without regard to sign
+ * bits, is special. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {
@@ -197,8 +207,9 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the words of a packed row of `rank` that are missing in its buffer, and stores them
- * there. Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the words of a packed row of `rank` that were missing when the row was copied to
+ * the buffer, and stores them there. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -213,9 +224,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
     return ok;
 }
 
-/* Restores the words of an arrived packed row in its buffer that the sender had to replace,
- * because they equaled poison. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Restores the words of a packed row that the sender had to replace because they equaled
+ * poison. The row has arrived and is in a buffer. Called by a whole warp. Returns false if the
+ * group has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -235,8 +246,9 @@ __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int r
 
 /* ------------------------------------------------------------------------- bulk stores ---- */
 
-/* Calls store(address, bytes) for `bytes` bytes at `to`, in parts that are at most as long as
- * the arrays of constants. Called by one lane. */
+/* Calls store(address, bytes) until `bytes` bytes from address `to` on are covered. Each call
+ * covers at most CONSTANT_BYTES bytes, the size of the arrays of constants. Called by one
+ * lane. */
 template <class Store>
 __device__ __forceinline__ void store_constant(uint8_t *to, int64_t bytes, Store store)
 {
@@ -255,22 +267,23 @@ __device__ __forceinline__ void bulk_to_peers(const PackedMove &m, int32_t token
     });
 }
 
-/* Returns true if lanes store the scales of a row to the slots, because a bulk store of so few
- * bytes takes as long as one of a kilobyte. */
+/* Returns true if lanes, not bulk stores, store the scales of a row to the slots. This is so if
+ * a row has few bytes of scales, because a bulk store of so few bytes takes as long as a bulk
+ * store of a kilobyte. */
 __device__ __forceinline__ bool scales_by_lanes(const PackedMove &m)
 {
     return m.job.scale_bytes <= WARP * 16;
 }
 
-/* q: this lane's 16 bytes of the scales of a row. */
+/* Stores scales to a slot. q: this lane's 16 bytes of the scales of a row. */
 __device__ __forceinline__ void store_scales(const PackedMove &m, int32_t slot, uint4 q)
 {
     const int64_t at = (int64_t)slot * m.job.scale_bytes + lane_id() * 16;
     if (lane_id() * 16 < m.job.scale_bytes) store_once(m.job.recv_scales + at, q, m.policy);
 }
 
-/* Stores the packed row in `buffer` to the slots of all lanes (`slot`: this lane's, or -1): the
- * row to job.recv, the scales to job.recv_scales. Called by a whole warp. */
+/* Stores the packed row in `buffer` to the slots of all lanes: the row to job.recv, and the
+ * scales to job.recv_scales. `slot`: this lane's slot, or -1. Called by a whole warp. */
 __device__ __forceinline__ void bulk_to_slots(const PackedMove &m, int32_t slot,
                                               uint32_t buffer)
 {
@@ -308,7 +321,8 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison to the staging of a received row for the next use. Called by a whole warp. */
+/* Stores poison to the staging of a row that has been received, so that the staging can be used
+ * again. Called by a whole warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {
@@ -321,10 +335,11 @@ __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int3
 }
 
 /* Sends a packed row with special words. A word that equals poison is sent as another word, the
- * stand-in, because the receiver would take it for a missing word. In a row that was not
- * quantized, the stand-in itself is then special too. Waits until bulk stores have read the
- * buffer, replaces poison in it, and sends the row. If it was not quantized, also sends escape
- * words, which show which stand-ins were poison. Called by a whole warp. */
+ * stand-in, because the receiver would take poison for a word that has not arrived. In a row
+ * that was not quantized, a word that equals the stand-in is also special. The function waits
+ * until bulk stores have read the buffer, replaces poison in the buffer, and sends the row. If
+ * the row was not quantized, it also sends escape words, which show which stand-ins were
+ * poison. Called by a whole warp. */
 template <bool QUANTIZED>
 __device__ __forceinline__ void send_special(const PackedMove &m, int32_t token, uint32_t peers,
                                              uint32_t buffer)

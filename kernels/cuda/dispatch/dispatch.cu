@@ -10,16 +10,17 @@
  * the peer's staging. The peer copies it from staging to all slots that the row has on the
  * peer. Staging contains poison (0xffffffff) in all words that have not arrived.
  *
- *   planner CTAs       first make the plan, then move units like the others
+ *   planner CTAs       first make the plan, then move units like the other CTAs
  *   other CTAs         first send the first `num_early_tokens` tokens, while the plan is made
  *   all warps          then move units; each warp gets every W-th unit of a list, if there are
  *                      W warps (common/rows.cuh)
  *
- * A unit is the work of a warp at a time: to send or to receive a span (some pieces of 2 KB) of
- * one row. The units form a list, which is divided into steps. job.lag is how many tokens are
- * sent before the first one is received. Step i has these units:
+ * A unit is the work that a warp does at a time: it sends or receives a span (some pieces of 2
+ * KB) of one row. The units form a list, which is divided into steps. job.lag is the number of
+ * tokens that are sent before the first token is received. Step i has these units:
  *
  *   send     token i, to every peer that needs it. To send a token, a warp needs only the
+ *            token's choices (its top_k experts), not the plan
  *            token's choices, not the plan
  *   receive  token i - lag of each source. The last source is this rank itself, whose tokens
  *            are read from `tokens`
@@ -35,19 +36,20 @@
  * order. A receiving warp first reads the token's slots, from the plan or from the record that
  * the token's rank sends. Then it polls the row.
  *
- * Ranks cannot wait for each other in a circle. A warp waits for token t only after its own
- * sends of all tokens up to t. Let t be the lowest token for which any warp of any rank waits.
- * Then every warp has already sent its share of token t. This holds even if ranks have
- * different lags. If this kernel makes the plan, receiving starts `num_early_tokens` tokens
- * behind sending and then catches up.
+ * Ranks cannot wait for each other in a circle. A warp waits for token t only after it has sent
+ * its share of all tokens up to t. Let t be the lowest token for which any warp of any rank
+ * waits. Then every warp has already sent its share of token t, so the wait ends. This holds
+ * even if ranks have different lags. If this kernel makes the plan, receiving starts
+ * `num_early_tokens` tokens behind sending and then catches up.
  *
  * A warp copies pieces into a ring buffer in shared memory some units before it uses them. So a
- * piece in staging may be copied before it has arrived. Then the copy contains poison, and the
- * warp polls the piece in staging. */
+ * piece in staging may be copied before it has arrived. In this case the copy contains poison,
+ * and the warp polls the piece in staging. */
 #include "cuda/dispatch/stream.cuh"
 
-/* The kernel. There is one instance for each value of ROWS (stream.cuh), WITH_PLAN (makes the
- * plan) and FLAT (layout). A single kernel would need more registers than a thread can have. */
+/* The kernel. There is one instance for each value of ROWS (stream.cuh), WITH_PLAN (the kernel
+ * makes the plan) and FLAT (the layout). A single kernel for all values would need more
+ * registers than a thread can have. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -2,12 +2,13 @@
 /* Functions that all dispatch kernels use. They read choices, records and weights, send a
  * piece, store it to slots, and determine the order of tokens.
  *
- *   choice       one of a token's top_k expert ids
+ *   choice       a token and one of its top_k experts
  *   record       the slots that a token has on this rank
  *   chunk        32 choices or 32 words of a record, one per lane; tokens with more than 32
  *                choices have two chunks
  *   piece        2 KB of a row
- *   unit         the work of a warp at a time: to send, forward or receive some pieces of a row
+ *   unit         the work that a warp does at a time: it sends, forwards or receives some
+ *                pieces of a row
  *   role         a number that shows what a unit does, and for which peer
  *   forward      to send a row that came from another host to ranks of this host
  *   poison       0xffffffff, the mark of a word that has not arrived. A word of a row that
@@ -22,24 +23,26 @@
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* 16-byte vectors of each lane in a piece; equal in all dispatch kernels, so that sender and
- * receiver agree to which piece an escape word belongs */
+/* Number of 16-byte vectors of each lane in a piece. It is equal in all dispatch kernels, so
+ * that sender and receiver agree to which piece an escape word belongs. */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
 struct DispatchMove : RowMove<p2p_dispatch_job> {
-    int32_t num_early_tokens; /* sent while the plan is made: tokens [0, num_early_tokens) */
+    int32_t num_early_tokens; /* tokens [0, num_early_tokens) are sent while the plan is made */
     RankNumbers tokens_of;    /* number of tokens of each rank */
-    /* maximum of tokens_of; an upper limit until the ranks have announced their counts */
+    /* The maximum of tokens_of. Until the ranks have announced their numbers of tokens: an
+     * upper limit of it. */
     int32_t most_tokens;
     /* true: this kernel also makes the plan; false: it reads a plan */
     bool has_new_plan;
-    /* only in backend `hosts`: roles (kinds of units) that forward rows from other hosts */
+    /* only in backend `hosts`: the number of roles (kinds of units) that forward rows from
+     * other hosts */
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns 1 + the source from which a unit receives, for rank_of_role(), or 0 or less if it
- * does not receive. */
+/* Returns 1 + the source from which a unit receives; this is the argument that rank_of_role()
+ * needs. Returns 0 or less if the unit does not receive. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -51,8 +54,8 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns where choice k of this rank's token goes: a rank if the kernel reads a plan, an
- * expert id if it makes the plan. All bits are 1 if there is no choice k. */
+/* Returns where choice k of this rank's token goes. If the kernel reads a plan, this is a rank.
+ * If the kernel makes the plan, it is an expert id. If there is no choice k, all bits are 1. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -69,7 +72,8 @@ __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t t
     return word;
 }
 
-/* `word`: the choice, from read_choice(). */
+/* Returns whether a choice goes to `rank`. `word`: the result of read_choice() for the
+ * choice. */
 __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t word, int rank)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -81,8 +85,8 @@ __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t w
     return (uint32_t)(expert - rank * plan.block) < (uint32_t)plan.block;
 }
 
-/* Returns a bit mask of the choices of this rank's token that go to `rank`. `word`: from
- * read_choice(). Called by a whole warp. */
+/* Returns a bit mask of the choices of this rank's token that go to `rank`. `word`: the result
+ * of read_choice() for this lane's choice. Called by a whole warp. */
 __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t token, int rank,
                                                uint64_t word)
 {
@@ -94,8 +98,9 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* Returns the bits of the weight of choice k of this rank's token. A weight that equals poison
- * (a NaN) becomes another NaN, because the receiver would take it for a missing weight. */
+/* Returns the bits of the weight of choice k of this rank's token. A weight whose bits equal
+ * poison (it is a NaN) becomes another NaN, because the receiver would take poison for a weight
+ * that has not arrived. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -104,9 +109,9 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
     return replace_poison(word, F32::NAN_WORD);
 }
 
-/* Returns a bit mask of the peers that need this rank's token. With with_weights, also sends to
- * each peer the weights of the choices that go there. `word`: from read_choice(). Called by a
- * whole warp. */
+/* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
+ * sends to each peer the weights of the choices that go to it. `word`: the result of
+ * read_choice() for this lane's choice. Called by a whole warp. */
 __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -126,7 +131,7 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
         if (!(first | second)) continue;
         add_rank(peers, rank);
         if (!with_weights) continue;
-        /* this rank, as the peer numbers its sources */
+        /* index of this rank among the peer's sources */
         const int source = self.num_ranks - 1 - distance;
         uint32_t *to = floats_base(self, m.op, self.heap[rank], source) +
                        (int64_t)token * float_stride(m.top_k);
@@ -137,12 +142,12 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* The index of a token for its escape words. With many ranks it counts from the beginning of
- * the round, so that the array does not grow with the number of tokens. */
+/* The index of a token in the array of its escape words. With many ranks, it is counted from
+ * the begin of the round, so that the array does not grow with the number of tokens. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
-/* Stores a piece of a token's row to the staging of `peers` (bit mask). If it contains poison
- * or its stand-in, also sends escape words, with which the receiver restores the poison
+/* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
+ * poison or its stand-in, also sends escape words, with which the receiver restores the poison
  * (net/staging.cuh). For peers on other hosts, the caller must then call post_put_pieces().
  * Called by a whole warp. */
 template <bool EXACT>
@@ -167,7 +172,7 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
 }
 
 /* Loads this lane's word of chunk `chunk` of the record of a token of `rank`. If the kernel
- * makes the plan, the word may not have arrived yet. */
+ * makes the plan, it is possible that the word has not arrived yet. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int chunk)
 {
@@ -183,10 +188,10 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for chunk `chunk` of the record of a token of `rank`, and sets `slot` to the slot in
- * this lane's word, or to -1. `word`: from peek_record(). `more` becomes true if later chunks
- * may have slots. With `keep`, also copies the slots into the plan that this kernel makes.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Waits for chunk `chunk` of the record of a token of `rank`. `slot` becomes the slot in this
+ * lane's word, or -1. `word`: the result of peek_record(). `more` becomes true if later chunks
+ * may contain slots. If `keep` is true, also copies the slots into the plan that this kernel
+ * makes. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -215,8 +220,8 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns where weight n of a peer's token arrives on this rank. A peer sends only the weights
- * of choices that go to this rank, without gaps. */
+/* Returns the address at which weight n of a peer's token arrives on this rank. A peer sends
+ * only the weights of choices that go to this rank, without gaps, so n is not k. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -225,9 +230,9 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot: from the caller's array for this rank's token,
- * otherwise from the heap, where it is poison if it has not arrived. `chunk`: 0 if the slot is
- * among the token's first 32 slots here, otherwise 1. */
+/* Loads the weight of this lane's slot. For a token of this rank, loads it from the caller's
+ * array. For a peer's token, loads it from the heap, where it is poison if it has not arrived.
+ * `chunk`: 0 if the slot is among the token's first 32 slots on this rank, otherwise 1. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int chunk, int32_t slot)
 {
@@ -245,8 +250,8 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
 }
 
 /* Writes the weight of this lane's slot to slot_weights. For a peer's token, first waits for
- * the weight, and then stores poison to the heap for the next use. `word`: from peek_weight().
- * Called by a whole warp. Returns false if the group has failed. */
+ * the weight, and then stores poison to the heap for the next use. `word`: the result of
+ * peek_weight(). Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int chunk, int32_t slot,
                                                uint32_t word)
@@ -267,7 +272,8 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
 }
 
 /* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index in
- * the row of its first vector. `slot`: this lane's slot, or -1. Called by a whole warp. */
+ * the row of the piece's first vector. `slot`: this lane's slot, or -1. Called by a whole
+ * warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -277,17 +283,18 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* read the next slot first: the shuffle would wait for the stores to this one */
+        /* Read the next slot before the stores to this slot, because the shuffle would wait for
+         * them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         store_piece<V, EXACT>(m.job.recv + row_offset(to, m.shape), vector, m.shape, q,
                               m.policy);
     }
 }
 
-/* Reads a piece of a row of `rank` into q. This rank's rows are the caller's. For a peer, waits
- * for the piece in staging, and stores poison there for the next use; with `copied`, q contains
- * an earlier copy, in which words that had not arrived are poison. Called by a whole warp.
- * Returns false if the group has failed. */
+/* Reads a piece of a row of `rank` into q. If the row is this rank's, reads it from the
+ * caller's rows. If it is a peer's, waits for the piece in staging, and stores poison there for
+ * the next use. If `copied` is true, q contains an earlier copy, in which words that had not
+ * arrived are poison. Called by a whole warp. Returns false if the group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int piece, bool copied,
@@ -312,8 +319,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Zeroes a piece of a padding slot's row, and with piece 0 its weight. Called by a whole
- * warp. */
+/* Zeroes a piece of the row of a padding slot. With piece 0, also zeroes the slot's weight.
+ * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {
@@ -333,22 +340,23 @@ __device__ __forceinline__ bool wait_for_plan(const DispatchMove &m)
     });
 }
 
-/* Returns the plan's header in memory; volatile, as a planner CTA may still be writing it. */
+/* Returns the plan's header in memory. It is volatile because a planner CTA may still be
+ * writing it. */
 __device__ __forceinline__ const volatile device_plan_header *header_of(const DispatchMove &m)
 {
     return (const volatile device_plan_header *)m.job.plan.plan;
 }
 
-/* Special values of slab_bits. NOT_KNOWN: the warp has not yet decided whether it writes
- * padding (zeros to slots without a token) while it receives tokens. NOT_WITH_TOKENS: it does
- * not, and pad_all() writes the padding at the end. */
+/* Special values of slab_bits. NOT_KNOWN: the warp has not yet decided whether it zeroes
+ * padding slots (slots without a token) while it receives tokens. NOT_WITH_TOKENS: it does not,
+ * so pad_all() zeroes them at the end. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
-/* Decides whether warps also write padding while they receive this rank's tokens. Sets
- * slab_bits to log2 of the number of this rank's slabs, rounded up, or to NOT_WITH_TOKENS.
- * Waits for the plan if this kernel makes it. Called by a whole warp. Returns false if the
- * group has failed. */
+/* Decides whether warps also zero padding slots while they receive this rank's tokens.
+ * slab_bits becomes log2 of the number of this rank's slabs (one slab per expert), rounded up,
+ * or NOT_WITH_TOKENS. If this kernel makes the plan, waits for it. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &slab_bits)
 {
     slab_bits = NOT_WITH_TOKENS;
@@ -359,8 +367,8 @@ __device__ __forceinline__ bool find_padding_slabs(const DispatchMove &m, int &s
     return true;
 }
 
-/* Waits for the token counts of all ranks, and sets tokens_of and most_tokens. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Waits until all ranks have announced their numbers of tokens, and sets tokens_of and
+ * most_tokens. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
 {
     if (!read_announcement(m.op, P2P_ANNOUNCED_TOKENS, m.tokens_of)) return false;
@@ -368,7 +376,8 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Sets `tokens` to the token counts in the plan, or to 0 if the kernel makes the plan. */
+/* Sets `tokens` to the numbers of tokens in the plan. If the kernel makes the plan, sets them
+ * to 0. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
                                                  const p2p_self &self)
@@ -381,24 +390,25 @@ __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const Plan
 }
 
 /* Returns how many tokens of each source are received before step `step` of the list of units,
- * which sends token `step`. Receiving begins after max(m.num_early_tokens, lag) tokens have
- * been sent. Then one of 2^catch_up steps receives two tokens, until receiving is only `lag`
- * tokens behind. */
+ * in which token `step` is sent. Receiving begins after max(m.num_early_tokens, lag) tokens
+ * have been sent. Then one of every 2^catch_up steps receives two tokens, until receiving is
+ * only `lag` tokens behind sending. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.num_early_tokens, m.job.lag), 0);
     return min(behind + (behind >> m.job.catch_up), max(step - m.job.lag, 0));
 }
 
-/* Returns the token that a unit moves, or the first one if it receives two tokens. */
+/* Returns the token that a unit moves. If the unit receives two tokens, returns the first of
+ * them. */
 __device__ __forceinline__ int32_t token_of(const DispatchMove &m, const UnitWalk &walk)
 {
     return m.round_begin + (walk.role == 0 ? walk.step : received_before(m, walk.step));
 }
 
-/* Loads the word that a unit needs first, while the warp works on its previous unit: in lane k,
- * choice k of a token to send, or this lane's word of the record of a token to receive
- * (peek(rank, token)). */
+/* Loads the word that a unit needs first. This is called while the warp works on its previous
+ * unit. If the unit sends a token, lane k loads choice k of the token. If the unit receives a
+ * token, each lane loads its word of the token's record with peek(rank, token). */
 template <class Peek>
 __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const UnitWalk &walk,
                                                Peek peek)
@@ -414,9 +424,9 @@ __device__ __forceinline__ uint64_t read_ahead(const DispatchMove &m, const Unit
 
 /* --------------------------------------------------------------- the kernel's own plan ---- */
 
-/* Sets `plan`, through which the kernel reads the plan, and checks a plan of the caller.
- * WITH_PLAN: sets only the fields that are already known. Called by all threads of a CTA,
- * before begin_operation(). */
+/* Sets `plan`, through which the kernel reads the plan. Without WITH_PLAN, checks the plan that
+ * the caller passed. With WITH_PLAN, sets only the fields that are already known. Called by all
+ * threads of a CTA, before begin_operation(). */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job &job)
 {
@@ -433,14 +443,15 @@ __device__ __forceinline__ void open_plan(PlanView &plan, const p2p_dispatch_job
     choose_padding(plan, job);
 }
 
-/* Makes the plan, if the kernel makes one and this CTA is a planner CTA. Called by all threads,
- * after begin_operation(). `memory`: dynamic shared memory, which is free for rows afterwards.
- * Returns false if the group has failed. */
+/* If the kernel makes a plan and this CTA is a planner CTA, makes the plan. Called by all
+ * threads, after begin_operation(). `memory`: dynamic shared memory, which can be used for rows
+ * afterwards. Returns false if the group has failed. */
 template <bool WITH_PLAN, bool FLAT>
 __device__ __forceinline__ bool make_own_plan(Planner &planner, const p2p_dispatch_job &job,
                                               OpState &op, uint8_t *memory)
 {
-    /* only the layout: layers with replicas or drops use plan_kernel before this kernel */
+    /* FLAT is the only possible feature, because layers with replicas or dropped choices run
+     * plan_kernel before this kernel */
     constexpr int FEATURES = FLAT ? PLAN_FLAT : 0;
     if (!WITH_PLAN || (int)blockIdx.x >= job.plan.planners) return true;
     return __syncthreads_and(make_plan<FEATURES>(planner, job.plan, op, memory)) != 0;

@@ -11,8 +11,8 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the row word of a token of `rank` (the index of its row here) into all lanes. If the
- * kernel makes the plan, the word may not have arrived yet. */
+/* Loads the row word of a token of `rank` (the index of its row on this rank) into all lanes.
+ * If the kernel makes the plan, it is possible that the word has not arrived yet. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -20,8 +20,9 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes to the plan that the only slot of a token of `rank` is `first`: entry 0 of its top_k
- * `entries` becomes `first`, the others -1. Called by a whole warp. */
+/* Writes `first` to the plan as the only element for a token of `rank`: element 0 of the
+ * token's top_k elements in `entries` becomes `first`, and the others become -1. Called by a
+ * whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -30,10 +31,10 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Waits for the row word of a token of `rank` (`word`: from peek_row()). `slot` becomes the row
- * in lane 0, and -1 in all other lanes; `more` becomes false. With `keep`, also copies the row
- * into the plan that this kernel makes. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Waits for the row word of a token of `rank`. `word`: the result of peek_row(). In lane 0,
+ * `slot` becomes the index of the row; in all other lanes, it becomes -1. `more` becomes false.
+ * If `keep` is true, also copies the index into the plan that this kernel makes. Called by a
+ * whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -58,15 +59,15 @@ __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_
     return ok;
 }
 
-/* Local expert and weight of a choice, loaded before the token's row has arrived. Lane n has
- * the token's n-th choice of an expert on this rank. */
+/* The local expert and the weight of a choice, loaded before the token's row has arrived. Lane
+ * n has the n-th of those choices of the token whose expert is on this rank. */
 struct FlatExtras {
     uint64_t expert; /* a word of a record (peek_record()) */
     uint32_t weight; /* poison if it has not arrived yet */
 };
 
 /* Loads the extras of the token's choices on this rank, as far as they have arrived. `chunk`: 0
- * for the first 32 choices, 1 for the next 32. */
+ * for the first 32 choices, 1 for the next 32 choices. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int chunk)
 {
@@ -83,10 +84,11 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return extras;
 }
 
-/* Waits for the local expert of this lane's choice, and sets `expert` to it, or to -1 without
- * such a choice. `word`: from peek_record(). `chunk`: as in peek_extras(). `more` becomes true
- * if there may be later choices. If the kernel makes the plan, also copies the experts into it.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the local expert of this lane's choice. `expert` becomes the local expert, or -1 if
+ * there is no such choice. `word`: the result of peek_record(). `chunk`: as in peek_extras().
+ * `more` becomes true if there may be more choices in later chunks. If the kernel makes the
+ * plan, also copies the experts into the plan. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -107,10 +109,10 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice (`there`: it has one). In the heap, the weight of
- * a peer's token is then replaced by poison for the next use. `word`: on entry the word from
- * peek_extras(), which may be poison; on return the weight. Called by a whole warp. Returns
- * false if the group has failed. */
+/* Waits for the weight of this lane's choice. `there`: true if the lane has a choice. If the
+ * token is a peer's, the weight in the heap is then replaced by poison for the next use.
+ * `word`: on entry the word from peek_extras(), which may be poison; on return the weight.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)
@@ -133,8 +135,8 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
 }
 
 /* Receives the extras of a token, and stores them for row `row` of the receive buffer.
- * `extras`: from peek_extras() for the first 32 choices. Called by a whole warp. Returns false
- * if the group has failed. */
+ * `extras`: the result of peek_extras() for the first 32 choices. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {

@@ -11,15 +11,16 @@
 
 typedef void (*Kernel)(p2p_dispatch_job);
 
-/* Returns the size of a CTA's dynamic shared memory. First the planner uses `planning` bytes of
- * it, then each warp a part as a ring buffer for pieces of rows. */
+/* Returns the size of a CTA's dynamic shared memory. The planner first uses `planning` bytes of
+ * it. After that, each warp uses a part of it as a ring buffer for pieces of rows. */
 static inline int memory_bytes(int planning)
 {
     const int rings = BLOCK / WARP * PieceRing<V, true>::BYTES;
     return planning > rings ? planning : rings;
 }
 
-/* Loads the kernels, and permits most_bytes bytes of dynamic shared memory. */
+/* Loads the kernels, and sets the maximum of their dynamic shared memory to most_bytes
+ * bytes. */
 template <int COUNT>
 static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 {
@@ -31,9 +32,9 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
     return cudaSuccess;
 }
 
-/* Returns a copy of the job with lag, span, total_warps, num_early_tokens and catch_up set,
- * which determine how units are divided among warps, and how many tokens are sent before the
- * first one is received. `bytes`: bytes sent per token. */
+/* Returns a copy of the job in which lag, span, total_warps, num_early_tokens and catch_up are
+ * set. They determine how units are divided among warps, and how many tokens are sent before
+ * the first token is received. `bytes`: number of bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
@@ -46,14 +47,14 @@ static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_
     copy.row_bytes = job.row_bytes;
     copy.top_k = job.top_k;
     if (!job.plan.planners && copy.lag > 2 * (16 + 8 * copy.span))
-        /* Half of the lag suffices if the kernel reads a plan, because a warp need not wait for
-         * records. A shorter lag leaves fewer rows to receive after the last row has been
-         * sent. */
+        /* If the kernel reads a plan, half of the lag suffices, because a warp need not wait
+         * for records. With a shorter lag, fewer rows are left to receive after the last row
+         * has been sent. */
         copy.lag /= 2;
     copy.lag = lag_for_net(job.plan.self, copy.lag, job.num_tokens);
-    /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md).
-     * copy.num_early_tokens, the tokens that are sent while the plan is made, is smaller if a
-     * row has several spans. It is 0 or at least copy.lag. */
+    /* Choose how fast receiving catches up with sending (measured: docs/lab/cuda.md). If a row
+     * has several spans, send fewer early tokens (tokens that are sent while the plan is made).
+     * Their number, copy.num_early_tokens, is 0 or at least copy.lag. */
     const bool sooner = num_sms > 56 && num_sms < 96 && !job.flat;
     copy.catch_up = spans > 1 ? 4 : sooner ? 1 : 2;
     if (copy.catch_up == 4 && copy.num_early_tokens > job.num_tokens / 20)

@@ -1,32 +1,35 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Code that dispatch and combine_backward share. Both move rows of tokens to slots: the tokens'
- * rows, or the gradients of combine's outputs. A unit is the work of a warp at a time: to send,
- * forward or receive a span (some pieces) of one row. */
+/* Code that dispatch and combine_backward share. Both move rows of tokens to slots. In
+ * dispatch, these are the tokens' rows. In combine_backward, they are the gradients of
+ * combine's outputs. A unit is the work that a warp does at a time: it sends, forwards or
+ * receives a span (some pieces) of one row. */
 #ifndef EPIC_MOVING_CUH
 #define EPIC_MOVING_CUH
 
 #include "cuda/net/relay.cuh"
 #include "cuda/plan/view.cuh"
 
-/* The arguments of a round that dispatch and combine_backward have in common; the functions
- * below get them as `m`. `policy` is the L2 cache policy for rows that are stored once. */
+/* The arguments of a round that dispatch and combine_backward have in common. The functions
+ * below get them as `m`. */
 template <class Job> struct RowMove {
     const Job &job;
     const OpState &op;
     const PlanView &plan;
     const Stride &stride;
     RowShape shape;
+    /* L2 cache policy for rows that are stored once */
     uint64_t policy;
     int32_t round_begin; /* the first token of the running round */
     int32_t top_k;
 };
 
-#define NO_PADDING 0 /* value of header.alignment that means: write no zeros to padding slots */
+/* value of header.alignment with which the kernels do not zero padding slots */
+#define NO_PADDING 0
 
-/* Returns the number of roles except those that forward. Role 0 sends. Roles 1 to F forward
- * rows from other hosts, where F is num_forward_roles() (0 without relays). Role F + n receives
- * from the rank that is n above this rank, modulo num_ranks; with n = num_ranks, from this rank
- * itself. */
+/* Returns the number of roles, without the roles that forward. Role 0 sends. Roles 1 to F
+ * forward rows from other hosts, where F is num_forward_roles() (0 without relays). Role F + n
+ * receives from the rank that is n above this rank, modulo num_ranks. With n = num_ranks, this
+ * is this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;
@@ -35,9 +38,9 @@ __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 /* rows of at most this many pieces (64 KB) are sent with one put */
 #define MAX_ROW_PUT_PIECES 32
 
-/* Divides units among warps. With ranks on other hosts and enough tokens, each unit is a whole
- * row, because each unit costs an entry of the proxy ring and time of the proxy thread. Longer
- * units do not slow down the operation, because the net is slower than the warps. */
+/* Divides units among warps. If there are ranks on other hosts and enough tokens, each unit is
+ * a whole row, because each unit costs an entry of the proxy ring and time of the proxy thread.
+ * Longer units do not slow down the operation, because the net is slower than the warps. */
 template <class Job>
 static inline void deal_units_for_net(const p2p_self &self, Job &job, int num_sms, int block,
                                       int roles, int vectors)
@@ -64,16 +67,18 @@ template <class M> __device__ __forceinline__ int first_piece(const M &m, const 
     return walk.span * m.job.span;
 }
 
-/* Returns how many pieces a unit has. The last span of a row may have fewer than the others. */
+/* Returns the number of pieces of a unit. The last span of a row may have fewer pieces than the
+ * other spans. */
 template <class M> __device__ __forceinline__ int pieces_of(const M &m, const UnitWalk &walk)
 {
     return min(m.job.span, m.shape.pieces - first_piece(m, walk));
 }
 
-/* Only in backend `hosts`: posts a put of pieces [first, first + count) of a row, which this
- * warp has stored to the outbox, to each rank of `peers` (bit mask) on another host. One put
- * sends all pieces, because each entry of the proxy ring costs a fence and time of the proxy
- * thread. `index`: index of the token in the round. Called by a whole warp. */
+/* Only in backend `hosts`: posts puts of the pieces [first, first + count) of a row, which this
+ * warp has stored to the outbox. Posts one put to each rank of `peers` (bit mask) that is on
+ * another host. One put sends all pieces, because each entry of the proxy ring costs a fence
+ * and time of the proxy thread. `index`: index of the token in the round. Called by a whole
+ * warp. */
 template <int V, class M>
 __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m, int32_t index,
                                                 int first, int count, RankMask peers)
@@ -87,9 +92,9 @@ __device__ __forceinline__ void post_put_pieces(const p2p_self &self, const M &m
     }
 }
 
-/* Returns true if the units that receive this rank's tokens also zero padding slots: with at
- * least one such unit per warp, and two per expert of the layer. Otherwise a separate pass does
- * so. */
+/* Returns true if the units that receive this rank's tokens also zero padding slots. This is so
+ * if there is at least one such unit per warp, and at least two per expert of the layer.
+ * Otherwise a separate pass zeroes the padding slots. */
 __device__ __forceinline__ bool pads_with_tokens(const PlanView &plan, const Stride &stride,
                                                  int most_tokens)
 {
@@ -105,18 +110,19 @@ __device__ __forceinline__ void choose_padding(PlanView &plan, const Job &job)
     if (threadIdx.x == 0 && job.leave_padding) plan.header.alignment = NO_PADDING;
 }
 
-/* Returns which slots of a slab (the slots of one expert) are padding: fewer than `alignment`,
- * even in a damaged plan. */
+/* Returns the padding slots of a slab (the slots of one expert). Limits their number to
+ * `alignment`, so that a damaged plan does no harm. */
 __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int slab)
 {
     return {__ldcg(&plan.padding[slab].first),
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that one unit must zero. `spans` units do this work:
- * those that receive spans of this rank's tokens. `span`: index of this unit. Unit s zeroes
- * padding of slab s mod 2^slab_bits; the units of a slab divide its padding among themselves.
- * There are no divisions, which would wait for earlier stores. */
+/* Calls write(slot) for the padding slots that one unit must zero. `spans`: number of units
+ * that zero padding slots; these are the units that receive spans of this rank's tokens.
+ * `span`: index of this unit among them. Unit s zeroes padding slots of slab s mod 2^slab_bits,
+ * and the units of a slab divide its padding slots among themselves. The code contains no
+ * divisions, because a division would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -131,14 +137,16 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs,
- * which `warps` warps divide piece by piece. `pieces`: pieces per row. padding_in(slab):
- * returns the padding slots of a slab. Called by a whole warp. */
+/* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs.
+ * `warps` warps divide the padding piece by piece. `warp`: index of this warp among them.
+ * `pieces`: number of pieces per row. padding_in(slab) returns the padding slots of a slab.
+ * Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)
 {
-    /* index, among the pieces of a slab's padding, of the next piece that this warp writes */
+    /* index of the next piece that this warp writes, among the pieces of the padding of a
+     * slab */
     int next = warp;
     for (int base = 0; base < owned; base += WARP) {
         const int slab = base + lane_id();
@@ -155,7 +163,7 @@ __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int ow
     }
 }
 
-/* Like for_each_padding_of(), with the padding of the plan's table. */
+/* Like for_each_padding_of(), but the padding slots are those in the plan's table. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_piece(const PlanView &plan, int owned,
                                                        int pieces, int warp, int warps,

@@ -15,9 +15,9 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces that a unit moves: `count` of them (0 or less: none), from `first` on. is_own:
- * pieces of the caller's rows, not of packed rows. If the kernel quantizes, the two have
- * different piece counts. */
+/* The pieces that a unit moves: `count` pieces from piece `first` on (0 or less: none). is_own:
+ * true if they are pieces of the caller's rows, false if they are pieces of packed rows. If the
+ * kernel quantizes, a caller's row and its packed row have different numbers of pieces. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -32,8 +32,8 @@ struct Pieces {
 };
 
 /* Copies the pieces of a warp's units into its ring buffer in shared memory, some pieces before
- * the warp uses them, and returns them in the same order. A unit without pieces uses one buffer
- * of the ring, which stays empty. */
+ * the warp uses them. Returns them in the same order. A unit without pieces uses one buffer of
+ * the ring, which stays empty. */
 template <class OwnPiece> struct PieceFeed {
     typedef PieceRing<V, false> RowPieces;
     const PackedMove &m;
@@ -41,13 +41,17 @@ template <class OwnPiece> struct PieceFeed {
     UnitWalk walk; /* the unit whose pieces are copied now */
     /* the row of that unit, in staging or the caller's memory; NULL: do not copy its pieces */
     const uint8_t *row;
-    /* The scales of the unit's token, minus 16 * row_end: in a packed row they follow the
-     * row_end vectors of the row, so vector v is at scales + 16 * v if v >= row_end. */
+    /* Address of the scales of the unit's token, minus 16 * row_end. A packed row has row_end
+     * vectors of the row, and then the scales. So vector v with v >= row_end is at scales + 16
+     * * v. */
     const uint8_t *scales;
-    /* first vector that comes from `scales`, not `row`, and first vector that is not copied */
+    /* row_end: the first vector that comes from `scales`, not from `row`. copy_end: the first
+     * vector that is not copied. */
     int32_t row_end, copy_end;
-    /* first vector of the next piece to copy, and pieces of the unit that are not copied */
+    /* vector: the first vector of the next piece to copy. pieces_left: number of pieces of the
+     * unit that have not been copied. */
     int32_t vector, pieces_left;
+    /* the first token after the running round */
     int32_t round_end;
 
     __device__ __forceinline__ PieceFeed(const PackedMove &move, const UnitWalk &first,
@@ -56,8 +60,8 @@ template <class OwnPiece> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`, unless they are in host memory, or
-     * this rank only forwards them. */
+    /* Prepares to copy the pieces of the unit at `walk`. The pieces are not copied if they are
+     * in host memory, or if this rank only forwards them. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_dispatch_job &job = m.job;
@@ -101,8 +105,8 @@ template <class OwnPiece> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts to copy one more piece, waits for the oldest one of the ring and reads it into
-     * q. */
+    /* Starts to copy one more piece. Then waits for the oldest piece of the ring and reads it
+     * into q. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
@@ -116,14 +120,15 @@ template <class OwnPiece> struct PieceFeed {
             ring.wait_next();
         }
     }
-    /* Reads piece i of a token of this rank from the ring, but unaligned scales from memory,
-     * because the ring copies only aligned vectors. */
+    /* Reads piece i of a token of this rank from the ring. Unaligned scales are read from
+     * memory, because the ring copies only aligned vectors. */
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
         read_piece(piece.q, i, m.shape);
         piece.complete_scales(m, token, i);
     }
-    /* Reads piece i of a token of this rank from the ring, and quantizes it. */
+    /* Reads the elements of piece i of a token of this rank from the ring, and quantizes
+     * them. */
     __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];
@@ -156,6 +161,7 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
+/* Returns piece i of a token of this rank. `copied`: true if the piece is in the ring. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -167,7 +173,7 @@ __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, in
         load_own_piece<OwnPiece, FAST>(m, token, i, piece);
 }
 
-/* Does a unit that sends pieces of one of this rank's tokens to every peer that needs it.
+/* Processes a unit that sends pieces of one of this rank's tokens to every peer that needs it.
  * `word`: in lane k, choice k of the token (read_ahead()). */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &walk,
@@ -193,8 +199,8 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
 }
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank: in lane n, slot[0] is slot n, and slot[1] slot 32 + n. `copied`: the pieces are in the
- * ring. Returns false if the group has failed. */
+ * rank. In lane n, slot[0] is slot n of the token, and slot[1] is slot 32 + n. `copied`: true
+ * if the pieces are in the ring. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],
@@ -225,10 +231,11 @@ __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
     return true;
 }
 
-/* Does the part of a receiving unit for one token: finds its slots, receives the pieces and,
- * with the first span, the weights, and stores them there. `word`: this lane's word of the
- * token's record, from peek_record() or, if FLAT, peek_row(). `copied`: the pieces are in the
- * ring. Returns false if the group has failed. */
+/* Executes the part of a receiving unit that belongs to one token: finds the token's slots,
+ * receives the pieces, and stores them to the slots. The unit with the first span of the row
+ * also receives the weights. `word`: this lane's word of the token's record, from peek_record()
+ * or, if FLAT, peek_row(). `copied`: true if the pieces are in the ring. Returns false if the
+ * group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -260,9 +267,9 @@ __device__ __forceinline__ bool receive_token(const PackedMove &m, int32_t token
 }
 
 /* Forwards a piece of a row from rank `from` of another host to the ranks of this host in
- * `wants` (bit mask). Quantized pieces contain no poison, so they have no escape words. Not
- * inlined, because the main loop would otherwise spill registers. Returns false if the group
- * has failed. */
+ * `wants` (bit mask). Quantized pieces contain no poison, so they have no escape words. The
+ * function is not inlined, because the main loop would otherwise spill registers. Returns false
+ * if the group has failed. */
 template <class OwnPiece>
 static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from, int32_t token,
                                                    int piece, uint32_t wants)
@@ -275,8 +282,9 @@ static __device__ __noinline__ bool forward_packed(const PackedMove &m, int from
                                    });
 }
 
-/* In the other CTAs, sends the first m.num_early_tokens tokens of this rank while the planner
- * CTAs make the plan. Not inlined, because the main loop would otherwise spill registers. */
+/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
+ * Only the other CTAs send. The function is not inlined, because the main loop would otherwise
+ * spill registers. */
 template <class OwnPiece, bool FAST>
 static __device__ __noinline__ void send_early_tokens(const PackedMove m)
 {
@@ -297,10 +305,10 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
     }
 }
 
-/* Receives one token of a unit's source, or two if receiving catches up (received_before()).
- * For this rank itself, also zeroes some padding slots. slab_bits: log2 of the number of slabs
- * (one per local expert), rounded up; negative: no padding. Returns false if the group has
- * failed. */
+/* Receives one token of a unit's source, or two tokens if receiving catches up with sending
+ * (received_before()). If the source is this rank itself, also zeroes some padding slots.
+ * slab_bits: log2 of the number of slabs (one per local expert), rounded up; negative: do not
+ * zero padding slots. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const PackedMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -374,8 +382,8 @@ __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, const ui
     }
 }
 
-/* Moves all rounds, each of as many tokens of each rank as fit in the staging; one round if the
- * kernel makes the plan. Returns false if the group has failed. */
+/* Moves all rounds. Each round moves as many tokens of each rank as fit in the staging. If the
+ * kernel makes the plan, there is only one round. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>
 __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const uint8_t *memory)
 {
@@ -393,7 +401,7 @@ __device__ __forceinline__ bool move_rounds(PackedMove &m, OpState &op, const ui
     }
 }
 
-/* Zeroes all padding slots, unless the units of this rank's tokens have done so
+/* Zeroes all padding slots, unless the units of this rank's tokens have already zeroed them
  * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 __device__ __forceinline__ bool pad_all(PackedMove &m)
 {
@@ -408,10 +416,10 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* The kernel. OwnPiece packs rows of this rank: JoinedPiece copies rows and scales,
- * QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if quantized, have
- * elements of 16 bits; only then pieces are copied through the ring. WITH_PLAN: the kernel also
- * makes the plan. */
+/* The kernel. The template argument OwnPiece packs the rows of this rank: JoinedPiece copies
+ * rows and scales, and QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and,
+ * if the kernel quantizes them, have elements of 16 bits. Pieces are copied through the ring
+ * only with FAST. WITH_PLAN: the kernel also makes the plan. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

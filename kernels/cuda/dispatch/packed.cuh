@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packed rows: a row and its scales (for example, of an fp8 row), which are sent together as
- * one sequence of 16-byte vectors. So scales need no unit of work and no message of their own.
+/* Packed rows: a row and its scales (for example, the scales of an fp8 row), which are sent
+ * together as one sequence of 16-byte vectors. So scales need no separate unit of work and no
+ * separate message.
  *
  *   row_vectors vectors  vectors of scales
  *   [ row            | ] [ scales    | ]     the last vector of each is filled up with zeros
@@ -9,36 +10,39 @@
  * A rank sends one of two types of pieces:
  *
  *   JoinedPiece     is copied from two arrays of the caller, tokens and scales
- *   QuantizedPiece  is quantized from the caller's tokens when it is sent; 1024 elements, which
- *                   make 8 words of scales
+ *   QuantizedPiece  is quantized from the caller's tokens when it is sent; it has 1024
+ *                   elements, which make 8 words of scales
  *
- * Staging memory is poison until a row arrives. So a word of a row that equals poison is sent
- * as another word (its stand-in, net/staging.cuh), and the receiver restores it. */
+ * Staging memory is poison (the mark of a word that has not arrived) until a row arrives. So a
+ * word of a row that equals poison is sent as another word (its stand-in, net/staging.cuh), and
+ * the receiver restores it. */
 #ifndef EPIC_PACKED_CUH
 #define EPIC_PACKED_CUH
 
 #include "cuda/common/quantize.cuh"
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Four e8m0 scales that are all NaN equal poison. They are sent as E8M0_STAND_IN, a word that
- * quantizing never produces. */
+/* A word of four e8m0 scales that are all NaN equals poison. It is sent as E8M0_STAND_IN, a
+ * word that quantization never produces. */
 #define E8M0_NANS POISON
 #define E8M0_STAND_IN 0xfefefefeu
 
-/* A quantized piece of 1024 elements: two runs of 16 adjacent elements per lane. */
+/* A quantized piece of 1024 elements. Each lane has two runs of 16 adjacent elements. */
 typedef Quantized<2, 16> Sixteens;
 
-/* Arguments that all functions for packed rows share. `shape` describes packed rows, but
- * shape.row_bytes and shape.aligned are about rows of the receive buffer, without scales. */
+/* Arguments that all functions for packed rows share. The base class has `shape`, which
+ * describes packed rows. But shape.row_bytes and shape.aligned describe rows of the receive
+ * buffer, without scales. */
 struct PackedMove : DispatchMove {
-    /* shape of the caller's rows; own_shape.pieces: how many pieces are made from such a row */
+    /* Shape of the caller's rows. own_shape.pieces is the number of pieces into which such a
+     * row is packed. */
     RowShape own_shape;
     /* number of vectors of a packed row that belong to the row; the others are scales */
     int32_t row_vectors;
-    int32_t own_span; /* number of pieces per span if the rows are the caller's */
+    int32_t own_span; /* number of pieces per span, for units that move the caller's rows */
 };
 
-/* Sets row_vectors, own_shape and own_span of m. `spans`: spans per row. */
+/* Sets row_vectors, own_shape and own_span of m. `spans`: number of spans per row. */
 __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
 {
     const p2p_dispatch_job &job = m.job;
@@ -52,7 +56,7 @@ __device__ __forceinline__ void describe_packed(PackedMove &m, int32_t spans)
     m.own_span = (m.own_shape.pieces + spans - 1) / spans;
 }
 
-/* `aligned`: rows of recv are aligned to 16 bytes. */
+/* Returns the shape of packed rows. `aligned`: true if rows of recv are aligned to 16 bytes. */
 __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bool aligned)
 {
     RowShape s = row_shape<V>(job.row_bytes, aligned);
@@ -63,8 +67,9 @@ __device__ __forceinline__ RowShape packed_shape(const p2p_dispatch_job &job, bo
 
 /* ----------------------------------------------------------------------- bytes of rows ---- */
 
-/* Returns vector i (16 bytes) of a row, or of its scales, which may be unaligned and end inside
- * the vector (bytes past the end are 0). Loads words if rows are aligned to 4 bytes. */
+/* Returns vector i (16 bytes) of a row or of its scales. The address may be unaligned, and the
+ * row may end inside the vector; bytes after its end are 0. If rows are aligned to 4 bytes,
+ * loads 4-byte words. */
 static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, int64_t row_bytes)
 {
     const int64_t at = (int64_t)i * 16;
@@ -76,8 +81,8 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *row, int32_t i, in
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores vector i (16 bytes) of a row or of its scales, unaligned, without bytes past the
- * end. */
+/* Stores vector i (16 bytes) of a row or of its scales to an address that may be unaligned.
+ * Stores no bytes after the end of the row. */
 static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t row_bytes,
                                                uint4 q)
 {
@@ -109,7 +114,8 @@ __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, 
         store_part(to, i, in_row ? job.row_bytes : job.scale_bytes, q);
 }
 
-/* Stores a piece of a packed row to a slot; faster without scales. Called by a whole warp. */
+/* Stores a piece of a packed row to a slot. A piece without scales takes a faster path. Called
+ * by a whole warp. */
 __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, int piece,
                                              const uint4 (&q)[V])
 {
@@ -123,8 +129,8 @@ __device__ __forceinline__ void store_packed(const PackedMove &m, int32_t slot, 
     for (int v = 0; v < V; v++) store_vector(m, slot, vector + v * WARP + lane_id(), q[v]);
 }
 
-/* Zeroes a piece of a padding slot's row and scales and, with piece 0, the slot's weight.
- * Called by a whole warp. */
+/* Zeroes a piece of the row and scales of a padding slot. With piece 0, also zeroes the slot's
+ * weight. Called by a whole warp. */
 __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, int piece)
 {
     uint4 zeros[V];
@@ -135,8 +141,8 @@ __device__ __forceinline__ void pad_packed(const PackedMove &m, int32_t slot, in
     if (piece == 0 && lane_id() == 0 && m.job.slot_weights) m.job.slot_weights[slot] = 0.0f;
 }
 
-/* Zeroes rows and scales of all slots from `first` on. Each of `threads` threads calls it with
- * its own index `thread`. */
+/* Zeroes the rows and scales of all slots from `first` on. Each of `threads` threads calls it
+ * with its own index `thread`. */
 static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, int64_t thread,
                                    int64_t threads)
 {
@@ -146,14 +152,14 @@ static __device__ void zero_packed(const p2p_dispatch_job &job, int64_t first, i
     zero_rows(job.recv_scales, job.scale_bytes, first, end, thread, threads);
 }
 
-/* Returns a bit mask of the lanes whose `slot` is a row of the receive buffer. */
+/* Returns a bit mask of the lanes whose `slot` is inside the receive buffer. */
 __device__ __forceinline__ uint32_t slots_here(const PackedMove &m, int32_t slot)
 {
     return __ballot_sync(ALL_LANES, slot >= 0 && slot < m.job.recv_rows);
 }
 
-/* Calls write(slot) for the slots of all lanes, one after the other, with all lanes. `slot`:
- * this lane's slot, or -1. Called by a whole warp. */
+/* Calls write(slot) for the slots of all lanes, one after the other. All lanes take part in
+ * each call. `slot`: this lane's slot, or -1. Called by a whole warp. */
 template <class Write>
 __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot, Write write)
 {
@@ -162,7 +168,8 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
     while (slots) {
         const int32_t to = next;
         slots &= slots - 1;
-        /* read the next slot first: the shuffle would wait for the stores to this one */
+        /* Read the next slot before the stores to this slot, because the shuffle would wait for
+         * them. */
         next = __shfl_sync(ALL_LANES, slot, __ffs(slots) - 1);
         write(to);
     }
@@ -170,8 +177,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns where in `heap` the escape words of a piece of a packed row are. `source`: the
- * sender, as the heap's owner numbers its sources. */
+/* Returns the address in `heap` of the escape words of a piece of a packed row. They show which
+ * words of the piece the sender has replaced. `source`: index of the sender among the sources
+ * of the heap's owner (dispatch/dispatch.cuh). */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
@@ -193,7 +201,7 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
 }
 
 /* Waits for a piece of a peer's packed row in staging, reads it into q, restores the words that
- * the sender has replaced, and stores poison to the staging. With `copied`, q contains an
+ * the sender has replaced, and stores poison to the staging. If `copied` is true, q contains an
  * earlier copy, in which words that had not arrived are poison. Called by a whole warp. Returns
  * false if the group has failed. */
 template <bool QUANTIZED>
@@ -231,7 +239,7 @@ __device__ __forceinline__ void for_each_peer(const PackedMove &m, int32_t token
 }
 
 /* Only in backend `hosts`: counts the pieces of a token's row that warps have stored for `rank`
- * at `staged`. The call for the last of the `pieces` pieces posts the put of the whole row.
+ * at `staged`. The call after the last of the `pieces` pieces posts the put of the whole row.
  * Called by a whole warp after it has stored a piece. */
 __device__ __forceinline__ void post_put_packed(const PackedMove &m, int rank, int32_t token,
                                                 int pieces, const uint4 *staged)
@@ -255,6 +263,7 @@ struct JoinedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
+    /* Like load_raw(), but loads into q. */
     __device__ __forceinline__ void load_piece(const PackedMove &m, int32_t token, int piece)
     {
         load_raw(m, token, piece, q);
@@ -289,8 +298,8 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Loads the scales of a piece in the ring if they are unaligned, because the ring copies
-     * only aligned vectors. */
+    /* If the scales are unaligned, loads those of a piece that was read from the ring, because
+     * the ring copies only aligned vectors. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -300,8 +309,8 @@ struct JoinedPiece {
             if (first_vector(piece) + v * WARP >= m.row_vectors)
                 q[v] = vector_of(m, token, first_vector(piece) + v * WARP);
     }
-    /* Stores the piece to the staging of `peers` (bit mask). If it contains poison or its
-     * stand-in, also sends escape words, with which the receiver restores the poison
+    /* Stores the piece to the staging of `peers` (bit mask). If the piece contains poison or
+     * its stand-in, also sends escape words, with which the receiver restores the poison
      * (net/staging.cuh). Called by a whole warp. */
     __device__ __forceinline__ void send_to_peers(const PackedMove &m, int32_t token, int piece,
                                                   RankMask peers)
@@ -318,8 +327,8 @@ struct JoinedPiece {
             post_put_warp(m.op, rank, escape, WARP * 4);
         });
     }
-    /* Stores the piece to the slots of all lanes (`slot`: this lane's, or -1). Called by a
-     * warp. */
+    /* Stores the piece to the slots of all lanes. `slot`: this lane's slot, or -1. Called by a
+     * whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {
@@ -329,8 +338,8 @@ struct JoinedPiece {
 
 /* --------------------------------------------------------------- quantized packed rows ---- */
 
-/* Loads 16 elements of type `type` as floats, from element `first` on, of a row of `count`
- * elements, which may be unaligned. Elements past its end are 0. */
+/* Loads 16 elements of type `type`, from element `first` on, and converts them to floats.
+ * `row`: a row of `count` elements, which may be unaligned. Elements after its end are 0. */
 static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t first,
                                                   int64_t count, uint32_t type, float *x)
 {
@@ -352,19 +361,20 @@ static __device__ __noinline__ void load_elements(const uint8_t *row, int64_t fi
     }
 }
 
-/* A piece that is quantized before it is sent: two runs of 16 adjacent elements per lane. */
+/* A piece that is quantized before it is sent. Each lane has two runs of 16 adjacent
+ * elements. */
 struct QuantizedPiece {
     Sixteens e;
     static constexpr bool QUANTIZED = true;
 
-    /* Returns the index in the piece of vector v of this lane: 0 and 1 are its first run of 16
-     * elements, 2 and 3 its second run. */
+    /* Returns the index in the piece of this lane's vector v. Vectors 0 and 1 are the lane's
+     * first run of 16 elements, and vectors 2 and 3 are its second run. */
     static __device__ __forceinline__ int32_t vector_of(int v)
     {
         return (v / 2 * WARP + lane_id()) * 2 + v % 2;
     }
-    /* Loads this lane's vectors of a piece of the caller's row, whose elements have 16 bits.
-     * Unaligned rows are loaded by make_piece(). */
+    /* Loads this lane's vectors of a piece of the caller's row, if rows are aligned. Requires
+     * elements of 16 bits. Rows that are not aligned are loaded by make_piece(). */
     static __device__ __forceinline__ void load_raw(const PackedMove &m, int32_t token,
                                                     int piece, uint4 (&raw)[V])
     {
@@ -374,7 +384,8 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    /* Quantizes the vectors of load_raw() or, if rows are unaligned, loads them first. */
+    /* Quantizes the vectors that load_raw() has loaded. If rows are not aligned, loads them
+     * first. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
@@ -395,8 +406,8 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes this lane's vectors of 16-bit elements, one run after the other, because 32
-     * floats would need too many registers. */
+    /* Quantizes this lane's vectors of 16-bit elements. Processes one run after the other,
+     * because the floats of both runs would need too many registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;
@@ -423,16 +434,18 @@ struct QuantizedPiece {
             load_elements(row, row_at(piece, v), m.job.row_bytes, m.job.type, x[v]);
         e = quantize_piece<2, 16>(x, m.job.quantize);
     }
-    /* Returns the offset of this lane's run v in the quantized row (one byte per element). */
+    /* Returns the offset in bytes of this lane's run v in the quantized row (one byte per
+     * element). */
     static __device__ __forceinline__ int64_t row_at(int piece, int v)
     {
         return (int64_t)piece * Sixteens::BYTES + (v * WARP + lane_id()) * 16;
     }
-    /* Returns the offset in bytes, in the row's scales, of this lane's word of scales. */
+    /* Returns the offset in bytes of this lane's word of scales in the scales of the row. */
     static __device__ __forceinline__ int64_t scales_at(int piece)
     {
         return ((int64_t)piece * Sixteens::WORDS + Sixteens::word_index()) * 4;
     }
+    /* Returns the 16 quantized elements of run v. */
     __device__ __forceinline__ uint4 vector_of_run(int v) const
     {
         return make_uint4(e.q[v][0], e.q[v][1], e.q[v][2], e.q[v][3]);
@@ -457,8 +470,8 @@ struct QuantizedPiece {
             post_put_packed(m, rank, token, m.own_shape.pieces, staged);
         });
     }
-    /* Stores the piece and its scales to the slots of all lanes (`slot`: this lane's, or -1).
-     * Called by a whole warp. */
+    /* Stores the piece and its scales to the slots of all lanes. `slot`: this lane's slot, or
+     * -1. Called by a whole warp. */
     __device__ __forceinline__ void fill_slots_of(const PackedMove &m, int piece,
                                                   int32_t slot) const
     {

@@ -7,10 +7,11 @@
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n, and slot[1]
- * slot 32 + n, or -1. With layout FLAT, slot[0] of lane 0 is the token's row. `word`: from
- * peek_record() or peek_row(). With `keep`, also copies the record into the plan that this
- * kernel makes. Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n of the token,
+ * and slot[1] becomes slot 32 + n; they become -1 if there is no such slot. With layout FLAT,
+ * slot[0] of lane 0 becomes the token's row. `word`: the result of peek_record() or peek_row().
+ * If `keep` is true, also copies the record into the plan that this kernel makes. Called by a
+ * whole warp. Returns false if the group has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -29,8 +30,9 @@ __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_
     return true;
 }
 
-/* Zeroes rows, scales and weights of the receive buffer from row `first` on (FLAT: recv_expert
- * becomes -1). Each of `threads` threads calls it with its own index `thread`. */
+/* Zeroes the rows, scales and weights of the receive buffer from row `first` on. With layout
+ * FLAT, also sets recv_expert to -1. Each of `threads` threads calls it with its own index
+ * `thread`. */
 template <bool FLAT>
 __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, int64_t thread,
                                            int64_t threads)
@@ -42,8 +44,9 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Zeroes the tail (the slots after the last slab), if the caller wants it. Called by all CTAs.
- * Returns false if the group has failed. */
+/* Zeroes the tail (the slots after the last slab, which is the range of slots of one expert).
+ * The caller tests whether this is wanted. Called by all CTAs. Returns false if the group has
+ * failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;

@@ -4,36 +4,38 @@
  * that has the same index in that host as the sender has in its own. The mate forwards the row
  * to the ranks of its host that need it (net/relay.cuh).
  *
- * All units form a list. Part i of the list has these units, in this order. `lag` tokens are
- * sent before the first one is forwarded and received.
+ * All units form a list, which is divided into steps. Step i has these units, in this order.
+ * `lag` is the number of tokens that are sent before the first token is forwarded and received.
  *
  *   send     token i: to ranks of this host, and to mates on other hosts
  *   forward  token i - lag of each mate: from the net inbox to the staging of ranks of this
  *            host
  *   receive  token i - lag of each source
  *
- * Ranks cannot wait for each other in a circle: the row for which a unit waits was sent or
- * forwarded by a unit that is earlier in the list. */
+ * Ranks cannot wait for each other in a circle, because the row for which a unit waits was sent
+ * or forwarded by a unit that is earlier in the list. */
 #ifndef EPIC_DISPATCH_RELAY_CUH
 #define EPIC_DISPATCH_RELAY_CUH
 
 #include "cuda/dispatch/dispatch.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Returns a bit mask of the ranks to which this rank itself sends a token that all `peers` (bit
- * mask) need: for every other host, only its mate there. If the unit has the token's first
- * piece (`first`), also sends to each mate the word *wants*, a bit mask of the ranks of its
- * host that need the row. */
+/* Returns a bit mask of the ranks to which this rank itself sends a token. `peers`: bit mask of
+ * all ranks that need the token. Without relays, the result is `peers`. With relays, it
+ * contains the peers on this rank's own host and, for each other host that needs the token,
+ * this rank's mate there. If the unit has the token's first piece (`first`), also sends the
+ * word *wants* to the mate on every other host. *wants* is a bit mask of the ranks of the
+ * mate's host that need the row. */
 __device__ __forceinline__ RankMask choose_routes(const DispatchMove &m, int32_t token,
                                                   bool first, RankMask peers)
 {
     return choose_routes(m.job.plan.self, m.op, token, first, peers);
 }
 
-/* Does a unit that forwards pieces of one or two tokens from one mate: calls hand(from, token,
- * piece, wants) for each piece, which forwards it to the ranks of this host in `wants`.
- * `copied`: the ring of `feed` has a buffer for each piece, which is unused and discarded.
- * Returns false if the group has failed. */
+/* Processes a unit that forwards pieces of one or two tokens from one mate. For each piece,
+ * calls hand(from, token, piece, wants), which forwards the piece to the ranks of this host in
+ * `wants`. `copied`: true if the ring of `feed` has a buffer for each piece; forwarding does
+ * not use these buffers, so they are discarded. Returns false if the group has failed. */
 template <class PieceFeed, class Hand>
 __device__ __forceinline__ bool forward_unit(const DispatchMove &m, const UnitWalk &walk,
                                              PieceFeed &feed, bool copied, Hand hand)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Moves rows without scales through staging, for dispatch.cu and windows.cu. dispatch.cu
- * explains the units. Move is DispatchMove in dispatch.cu and WindowMove in windows.cu, which
- * has a send_early() of its own. */
+ * explains the units. The template argument Move is DispatchMove in dispatch.cu and WindowMove
+ * in windows.cu. windows.cu has its own send_early(). */
 #ifndef EPIC_DISPATCH_STREAM_CUH
 #define EPIC_DISPATCH_STREAM_CUH
 
@@ -10,14 +10,14 @@
 #include "cuda/dispatch/relay.cuh"
 
 /* Copies the pieces of a warp's units into its ring buffer in shared memory, some pieces before
- * the warp uses them, and returns them in the same order. EXACT: rows consist of whole
- * pieces. */
+ * the warp uses them. Returns them in the same order. EXACT: rows consist of whole pieces. */
 template <bool EXACT> struct PieceFeed {
     typedef PieceRing<V, EXACT> Pieces;
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* this lane's first vector of the next piece to copy; NULL: do not copy this unit */
+    /* this lane's first vector of the next piece to copy; NULL: the pieces of the unit are not
+     * copied */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* number of pieces of the unit that have not been copied */
@@ -29,9 +29,10 @@ template <bool EXACT> struct PieceFeed {
     {
         open_unit();
     }
-    /* Prepares to copy the pieces of the unit at `walk`, unless they are in host memory, or
-     * this rank only forwards them. Then each piece still uses a buffer of the ring, which
-     * stays empty, so that the buffers keep the order of the pieces. */
+    /* Prepares to copy the pieces of the unit at `walk`. The pieces are not copied if they are
+     * in host memory, or if this rank only forwards them. Each of these pieces still uses a
+     * buffer of the ring, which stays empty, so that the buffers keep the order of the
+     * pieces. */
     __device__ __forceinline__ void open_unit()
     {
         const p2p_self &self = m.job.plan.self;
@@ -62,8 +63,8 @@ template <bool EXACT> struct PieceFeed {
         walk.next_unit(m.stride);
         open_unit();
     }
-    /* Starts to copy one more piece, then waits for the oldest piece of the ring, whose first
-     * vector is its_vector, and reads it into q. */
+    /* Starts to copy one more piece. Then waits for the oldest piece of the ring and reads it
+     * into q. its_vector: index in the row of the first vector of the oldest piece. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
@@ -79,7 +80,7 @@ template <bool EXACT> struct PieceFeed {
     }
 };
 
-/* Does a unit that sends pieces of one of this rank's tokens to every peer that needs it.
+/* Processes a unit that sends pieces of one of this rank's tokens to every peer that needs it.
  * `word`: in lane k, choice k of the token (read_ahead()). */
 template <bool EXACT>
 __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk &walk,
@@ -113,8 +114,8 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
 }
 
 /* Only for tokens with more than 32 choices: stores a piece to the token's slots after the
- * first 32. With piece 0, also receives their weights. Returns false if the group has
- * failed. */
+ * first 32 slots. With piece 0, also receives the weights of these slots. Returns false if the
+ * group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -134,7 +135,7 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
 
 /* Receives the pieces of a unit for one token, and stores them to the token's slots on this
  * rank. `word`: this lane's word of the record, from peek_record() or, if FLAT, peek_row().
- * `copied`: the pieces are in the ring. Returns false if the group has failed. */
+ * `copied`: true if the pieces are in the ring. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -175,8 +176,8 @@ __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t tok
 }
 
 /* Forwards a piece of a row from rank `from` of another host to the ranks of this host in
- * `wants`. Not inlined, because the main loop would otherwise spill registers. Returns false if
- * the group has failed. */
+ * `wants` (bit mask). The function is not inlined, because the main loop would otherwise spill
+ * registers. Returns false if the group has failed. */
 template <bool EXACT>
 static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from, int32_t token,
                                                  int piece, uint32_t wants)
@@ -189,8 +190,9 @@ static __device__ __noinline__ bool forward_rows(const DispatchMove &m, int from
         });
 }
 
-/* In the other CTAs, sends the first m.num_early_tokens tokens of this rank while the planner
- * CTAs make the plan. Not inlined, because the main loop would otherwise spill registers. */
+/* Sends the first m.num_early_tokens tokens of this rank while the planner CTAs make the plan.
+ * Only the other CTAs send. The function is not inlined, because the main loop would otherwise
+ * spill registers. */
 template <bool EXACT>
 static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
 {
@@ -210,8 +212,8 @@ static __device__ __noinline__ void send_early_tokens(const DispatchMove m)
     }
 }
 
-/* send_early_tokens() for backend `hosts`: a warp sends a whole span (several pieces of a row)
- * with one put, because each put has a fixed cost. */
+/* Like send_early_tokens(), but for backend `hosts`. A warp sends a whole span (several pieces
+ * of a row) with one put, because each put has a fixed cost. */
 template <bool EXACT> static __device__ __noinline__ void send_early_spans(const DispatchMove m)
 {
     const int planners = m.job.plan.planners, spans = m.stride.spans;
@@ -238,7 +240,7 @@ template <bool EXACT> static __device__ __noinline__ void send_early_spans(const
 }
 
 /* Sends the early tokens before the first unit of a round. windows.cu replaces this function by
- * one that does nothing, because its kernel has sent them before. */
+ * one that does nothing, because its kernel has already sent the early tokens. */
 template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchMove &m)
 {
     if (m.num_early_tokens && HOSTS)
@@ -247,9 +249,10 @@ template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchM
         send_early_tokens<EXACT>(m);
 }
 
-/* Receives one token of a unit's source, or two if receiving catches up (received_before()).
- * For this rank itself, also zeroes some padding slots. slab_bits: log2 of the number of slabs,
- * rounded up; negative: no padding. Returns false if the group has failed. */
+/* Receives one token of a unit's source, or two tokens if receiving catches up with sending
+ * (received_before()). If the source is this rank itself, also zeroes some padding slots.
+ * slab_bits: log2 of the number of slabs (one per local expert), rounded up; negative: do not
+ * zero padding slots. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_unit(const DispatchMove &m, const UnitWalk &walk,
                                              uint64_t word, int slab_bits,
@@ -323,7 +326,7 @@ __device__ __forceinline__ bool move_tokens(Move &m, int32_t end, const uint8_t 
     }
 }
 
-/* Zeroes all padding slots, unless the units of this rank's tokens have done so
+/* Zeroes all padding slots, unless the units of this rank's tokens have already zeroed them
  * (pads_with_tokens()). Called by all CTAs. Returns false if the group has failed. */
 template <bool EXACT> __device__ __forceinline__ bool pad_all(DispatchMove &m)
 {
@@ -353,8 +356,9 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Zeroes the tail (the slots after the last slab), if the caller wants it. Called by all CTAs.
- * Returns false if the group has failed. */
+/* Zeroes the tail (the slots after the last slab, which is the range of slots of one expert).
+ * The caller tests whether this is wanted. Called by all CTAs. Returns false if the group has
+ * failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {
     if (m.has_new_plan && !wait_for_plan(m)) return false;
@@ -368,8 +372,8 @@ template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMo
     return true;
 }
 
-/* Moves all rounds, each of as many tokens of each rank as fit in the staging; one round if the
- * kernel makes the plan. Returns false if the group has failed. */
+/* Moves all rounds. Each round moves as many tokens of each rank as fit in the staging. If the
+ * kernel makes the plan, there is only one round. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT, class Move>
 __device__ __forceinline__ bool move_rounds(Move &m, OpState &op, const uint8_t *memory)
 {

@@ -30,8 +30,9 @@
  * (top-1) or with layout FLAT. */
 #include "cuda/dispatch/windows.cuh"
 
-/* Moves all rows through staging. Called by all threads of all CTAs. Not inlined, because the
- * kernel would otherwise spill registers. Returns false if the group has failed. */
+/* Moves all rows through staging. Called by all threads of all CTAs. The function is not
+ * inlined, because the kernel would otherwise spill registers. Returns false if the group has
+ * failed. */
 template <bool EXACT, bool FLAT>
 static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
                                                 const uint8_t *memory)
@@ -40,8 +41,8 @@ static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
     return move_rounds<EXACT, FLAT>(m, op, ring) && pad_all<EXACT>(m);
 }
 
-/* The kernel. There is one instance for each value of ROWS except ROWS_ANY, of WITH_PLAN (makes
- * the plan) and of FLAT (layout). */
+/* The kernel. There is one instance for each value of ROWS except ROWS_ANY, of WITH_PLAN (the
+ * kernel makes the plan) and of FLAT (the layout). */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_windows_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                            (shape.pieces + job.span - 1) / job.span);
         windows.is_direct = 0;
     }
-    /* The first warp reads the plan meanwhile. */
+    /* Meanwhile, the first warp of this CTA reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.recv_place, job.recv_rows, num_early_tokens);
     open_plan<WITH_PLAN>(plan, job);

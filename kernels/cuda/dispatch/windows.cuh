@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of a direct dispatch: one in which rows are stored into windows, without staging
- * (net/windows.cuh). In such a dispatch every token has at most one slot on each rank: the layer
- * has one choice per token (top-1), or its layout is FLAT.
+/* The parts of a direct dispatch, in which rows are stored into windows of the peers, without
+ * staging (net/windows.cuh). In a direct dispatch every token has at most one slot on each
+ * rank, because the layer has one choice per token (top-1) or its layout is FLAT.
  *
  *   remote CTAs   the last CTAs of the grid. They store rows and weights to peers
- *   local CTAs    the others. They copy rows to slots of this rank, write padding, receive what
- *                 is not a row (weights, local experts and, for a new plan, records), and
- *                 receive the rows of early tokens from staging
+ *   local CTAs    the other CTAs. They copy rows to slots of this rank, write padding, receive
+ *                 the data that is not a row (weights, local experts and, for a new plan,
+ *                 records), and receive the rows of early tokens from staging
  *
- *   if there is only one CTA, it is both
+ *   if there is only one CTA, it is both a remote CTA and a local CTA
  *
- * Early tokens are those that were sent through staging while the plan was made
+ * Early tokens are the tokens that were sent through staging while the plan was made
  * (job.num_early_tokens). */
 #ifndef EPIC_DISPATCH_WINDOWS_CUH
 #define EPIC_DISPATCH_WINDOWS_CUH
@@ -25,7 +25,7 @@ struct WindowMove : DispatchMove {
     const int32_t *slot_of;
 };
 
-/* Replaces send_early() of stream.cuh: does nothing, because the kernel has called
+/* Replaces send_early() of stream.cuh. Does nothing, because the kernel has already called
  * send_early_tokens(). */
 template <bool EXACT> __device__ __forceinline__ void send_early(const WindowMove &)
 {
@@ -54,7 +54,7 @@ __device__ __forceinline__ bool open_windows(const WindowMove &m)
     return __syncthreads_and(ok) != 0;
 }
 
-/* --------------------------------------------------------------------------------- rows ---- */
+/* -------------------------------------------------------------------------------- rows ---- */
 
 /* Sends the weight of choice k of a token to a peer. n: number of choices of the token with
  * lower k that go to this peer. */
@@ -68,8 +68,9 @@ __device__ __forceinline__ void send_weight(const WindowMove &m, int32_t token, 
     store_relaxed(to + n, read_weight(m, token, k));
 }
 
-/* Copies the rows of this rank's tokens: to peers, or to slots of this rank. Early tokens are
- * already on their way to peers. Called by all threads of the CTAs of a team. */
+/* Copies the rows of this rank's tokens: to peers if the team is remote, otherwise to slots of
+ * this rank. Early tokens are not sent to peers, because they have already been sent. Called by
+ * all threads of the CTAs of a team. */
 static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLOCK> &list,
                                                 const CopyTeam team)
 {
@@ -91,7 +92,8 @@ static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLO
 
 /* Receives the data that comes with the row of one token of the rank with number `role`: the
  * record, the weights and, with FLAT, the local experts. If the token was sent early, also
- * receives its row. Called by a whole warp. Returns false if the group has failed. */
+ * receives its row from staging. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32_t token)
 {
@@ -122,9 +124,10 @@ __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Sets `slot` to the slot of this lane's token of `rank`, which has one choice, or to -1 if it
- * has none here. If the kernel makes the plan, waits for the record, and copies it into the
- * plan. Called by a whole warp. Returns false if the group has failed. */
+/* Only for layers with one choice per token. `slot` becomes the slot on this rank of this
+ * lane's token of `rank`, or -1 if the token has no slot here. If the kernel makes the plan,
+ * waits for the token's record, and copies it into the plan. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32_t token,
                                             bool exists, int32_t &slot)
 {
@@ -147,9 +150,9 @@ __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32
     return ok;
 }
 
-/* Receives up to 32 tokens from `first` on, one per lane, with one choice each, which were not
- * sent early. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Receives up to 32 tokens from `first` on, one token per lane. Requires that the tokens have
+ * one choice each, and were not sent early. Called by a whole warp. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, int32_t first)
 {
     const int rank = rank_of_role(m.job.plan.self, role);
@@ -174,8 +177,8 @@ __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, i
     return true;
 }
 
-/* Writes padding, and receives the data that comes with rows and the rows of early tokens.
- * `warp`: number of this warp among the `warps` warps of all local CTAs. Returns false if the
+/* Writes padding. Then receives the data that comes with rows, and the rows of early tokens.
+ * `warp`: index of this warp among the `warps` warps of all local CTAs. Returns false if the
  * group has failed. */
 template <bool EXACT, bool FLAT>
 static __device__ __noinline__ bool receive_rest(WindowMove &m, int warp, int warps)
