@@ -9,10 +9,10 @@
  *                                            may be quantized to e4m3
  *   d_slot_weights  [num_rows]               output: dot product of d_out and the slot's row
  *
- * A unit is the work of one warp at a time: one span of pieces of one row. All units form one
- * list, and the warps of all CTAs take them one after the other (common/rows.cuh). job.lag is
- * how many tokens are sent before the first one is received. Step i of the list has these
- * units:
+ * A unit is the work that one warp does at a time: one span (some pieces) of one row. All units
+ * form one list, and the warps of all CTAs take the units one after the other
+ * (common/rows.cuh). job.lag is the number of tokens that are sent before the first token is
+ * received. Step i of the list has these units:
  *
  *   send     token i of this rank, to every peer that needs it
  *   receive  token i - lag of each source; this rank itself is the last source. A unit that
@@ -23,20 +23,24 @@
  * block stores it to `parts`, memory of this rank. Another warp later adds the blocks in order.
  *
  * Memory order: each word of a row in staging, and each block in `parts`, is its own flag. It
+ * is poison (the mark of a word that has not arrived) until it is stored, and the warp that
+ * reads it stores poison back. Ranks cannot wait for each other in a circle, for the reason in
+ * dispatch/dispatch.cu.
  * is poison until it is stored, and the warp that reads it stores poison back. Ranks cannot
  * wait for each other in a circle, for the reason in dispatch/dispatch.cu. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
 
-/* Threads per CTA. A CTA that quantizes has fewer, because each thread needs more registers. */
+/* Number of threads per CTA. A CTA that quantizes has fewer threads, because each of them needs
+ * more registers. */
 template <class ROW> static constexpr int block_for(bool quantize)
 {
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
 }
 
-/* The kernel. EXACT: rows are aligned to 16 bytes and consist of whole pieces. QUANTIZE: d_rows
- * are e4m3 with scales. */
+/* The kernel. EXACT: rows are aligned to 16 bytes and consist of whole pieces. QUANTIZE: the
+ * rows of d_rows are e4m3 with scales. */
 template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -125,8 +129,8 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
     /* Choose the lag. If it is shorter than the number of tokens that all warps process at a
-     * time, warps often wait for the slowest of them. The minimum is there because some warps
-     * are faster than others. Measured: docs/lab/cuda.md. */
+     * time, warps often wait for the slowest of them. The lag has a minimum because some warps
+     * are faster than others. The values are measured (docs/lab/cuda.md). */
     const int at_a_time = copy.total_warps / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

@@ -2,11 +2,12 @@
 /* Code that both variants of combine_backward (backward_stream.cuh and backward_plain.cuh) use.
  * d_out is the gradient of combine's output: one row per token. The gradient of a slot's weight
  * is the dot product of the token's row of d_out and the slot's row in `rows`. A warp computes
- * it for one block of 1024 elements (one piece) and stores the result in `parts`, memory of
- * this rank, until another warp adds the blocks.
+ * this product for one block of 1024 elements (one piece) and stores the result in `parts`,
+ * memory of this rank. Later another warp adds the blocks.
  *
- * "The n-th choice on this rank" counts the choices with experts on this rank, in ascending k,
- * from 0. */
+ * A *choice* is a token and one of its top_k experts. "The n-th choice on this rank" is the
+ * n-th (from 0, in ascending order of k) of those choices of a token whose experts are on this
+ * rank. */
 #ifndef EPIC_COMBINE_BACKWARD_CUH
 #define EPIC_COMBINE_BACKWARD_CUH
 
@@ -17,7 +18,8 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the blocks in `parts` of the dot product for a token's n-th choice on this rank. */
+/* Returns the address of the blocks in `parts` of the dot product for the n-th choice on this
+ * rank of a token of `rank`. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -26,8 +28,8 @@ __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank
            ((int64_t)token * m.top_k + n) * m.shape.pieces;
 }
 
-/* Returns the n-th slot of a token of `rank` on this rank, or -1 if there is no such slot, or
- * if the token belongs to an earlier round. */
+/* Returns the n-th slot on this rank of a token of `rank`. Returns -1 if there is no such slot,
+ * or if the token belongs to an earlier round. */
 __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, int32_t token,
                                              int n)
 {
@@ -37,7 +39,7 @@ __device__ __forceinline__ int32_t read_slot(const BackwardMove &m, int rank, in
     return slot;
 }
 
-/* Returns the rank to which choice k of this rank's token goes, or -1 if it goes to none. */
+/* Returns the rank to which choice k of this rank's token goes, or -1 if it goes to no rank. */
 __device__ __forceinline__ int32_t read_rank(const BackwardMove &m, int32_t token, int k)
 {
     int32_t rank = -1;
@@ -56,7 +58,7 @@ __device__ __forceinline__ void load_own(const BackwardMove &m, int32_t token, i
                                ROW::MINUS_ZERO);
 }
 
-/* Returns a bit mask of the peers to which choices of the token go. `choice`: the rank of this
+/* Returns a bit mask of the peers to which choices of a token go. `choice`: the rank of this
  * lane's choice, or -1. Called by a whole warp. */
 __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choice)
 {
@@ -65,8 +67,9 @@ __device__ __forceinline__ RankMask peers_of(const BackwardMove &m, int32_t choi
     return touched;
 }
 
-/* Stores a piece of d_out to the staging of each peer in `peers` or, for a peer on another
- * host, to the outbox; then the caller must call post_put_pieces(). Called by a whole warp. */
+/* Stores a piece of d_out to the staging of each peer in `peers` (bit mask). For a peer on
+ * another host, stores it to the outbox; the caller must then call post_put_pieces(). Called by
+ * a whole warp. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t token,
                                               int32_t vector, RankMask peers, uint4 (&x)[V])
@@ -84,8 +87,8 @@ __device__ __forceinline__ void send_to_peers(const BackwardMove &m, int32_t tok
     }
 }
 
-/* Sets vectors past the end of the row to -0, which does not change a dot product. `vector`:
- * index in the row of the piece's first vector. */
+/* Sets the vectors after the end of the row to -0, which does not change a dot product.
+ * `vector`: index in the row of the piece's first vector. */
 template <class ROW, int V, bool EXACT>
 __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, uint4 (&x)[V])
 {
@@ -96,10 +99,10 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
             x[v] = make_uint4(fill, fill, fill, fill);
 }
 
-/* Reads this lane's vectors of a piece of d_out for a token of `rank`. This rank's tokens are
- * in the caller's array. For a peer's token, waits until the piece has arrived in staging, and
- * stores poison there for the next use. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Reads this lane's vectors of a piece of d_out for a token of `rank`. If the token is this
+ * rank's, reads them from the caller's array. If it is a peer's, waits until the piece has
+ * arrived in staging, and stores poison there for the next use. Called by a whole warp. Returns
+ * false if the group has failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -118,25 +121,26 @@ __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t tok
 }
 
 /* Finishes the dot products (gradients of weights) of a token of every rank. A dot product has
- * one part for each block of 1024 elements, which the warp that received the block has stored
- * in `parts`. For each slot of these tokens, one lane waits for the parts, adds them in
- * ascending order, stores the sum to d_slot_weights, and overwrites the parts with poison for
- * the next use. Called by a whole warp. Returns false if the group has failed. */
+ * one part for each block of 1024 elements; the warp that received the block has stored it in
+ * `parts`. For each slot of these tokens, one lane waits for the parts, adds them in ascending
+ * order, and stores the sum to d_slot_weights. Then it overwrites the parts with poison for the
+ * next use. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool add_dot_parts(const BackwardMove &m, int32_t token)
 {
     const int entries = m.job.self.num_ranks * m.top_k;
     for (int begin = 0; begin < entries; begin += WARP) {
         const int i = begin + lane_id();
         int rank = 0, n = i;
-        /* rank = i / top_k by subtraction, because a division would wait for earlier stores */
+        /* Compute rank = i / top_k by subtraction, because a division would wait for earlier
+         * stores. */
         for (; n >= m.top_k; n -= m.top_k) rank++;
         const int32_t slot = i < entries ? clamp_slot(m, read_slot(m, rank, token, n)) : -1;
         if (!__any_sync(ALL_LANES, slot >= 0)) continue;
         uint32_t *part = dot_part_of(m, slot >= 0 ? rank : 0, token, slot >= 0 ? n : 0);
         float sum = 0.0f;
         for (int piece = 0; piece < m.shape.pieces; piece += 8) {
-            /* Poll only the last of eight words (blocks), and read all eight when it has
-             * arrived. Polling all would take memory bandwidth that the rows need. */
+            /* Poll only the last of eight words (blocks). When it has arrived, read all eight.
+             * To poll all eight would take memory bandwidth that the rows need. */
             const int last = min(piece + 8, m.shape.pieces) - 1;
             uint32_t words[8], word = slot >= 0 ? POISON : 0;
             bool ok = wait_warp(m.op, -1, P2P_PHASE_GRID, [&] {
@@ -175,8 +179,8 @@ __device__ __forceinline__ QuantizedRows quantized_rows(const p2p_combine_backwa
 }
 
 /* Quantizes weight * x, and stores it as piece `number` of the row of a slot. Each lane
- * computes the scale of one block. `largest`: bits of the largest absolute value of x in this
- * lane's block (find_largest()). Called by a whole warp. */
+ * computes the scale of one block of elements. `largest`: bits of the largest absolute value of
+ * x in this lane's block (find_largest()). Called by a whole warp. */
 template <class ROW, int V>
 __device__ __forceinline__ void
 store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float weight,
@@ -196,8 +200,8 @@ store_scaled_quantized(const BackwardMove &m, int32_t slot, int number, float we
     store_quantized<V, ROW::N>(quantized_rows(m.job), slot, number, piece, m.policy);
 }
 
-/* Zeroes d_rows, their scales and d_slot_weights from slot `first` on. Each of `threads`
- * threads calls it with its own index `thread`. */
+/* Zeroes the rows of d_rows, their scales and d_slot_weights from slot `first` on. Each of
+ * `threads` threads calls it with its own index `thread`. */
 template <bool QUANTIZE>
 static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t thread,
                                   int64_t threads)
@@ -211,8 +215,8 @@ static __device__ void zero_slots(const BackwardMove &m, int64_t first, int64_t 
     zero_floats(job.d_slot_weights, first, job.num_rows, thread, threads);
 }
 
-/* Zeroes one piece of a padding slot in d_rows, and for piece 0 its d_slot_weights. Called by a
- * warp. */
+/* Zeroes one piece of a padding slot in d_rows. For piece 0, also zeroes the slot's element of
+ * d_slot_weights. Called by a whole warp. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, int piece)
 {
@@ -225,8 +229,8 @@ __device__ __forceinline__ void pad_piece(const BackwardMove &m, int32_t slot, i
     if (piece == 0 && lane_id() == 0 && m.job.d_slot_weights) m.job.d_slot_weights[slot] = 0.0f;
 }
 
-/* Zeroes all padding slots, unless do_extra_work() has (pads_with_tokens()). Called by all
- * CTAs. */
+/* Zeroes all padding slots, unless do_extra_work() has already zeroed them
+ * (pads_with_tokens()). Called by all CTAs. */
 template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const BackwardMove &m)
 {
     const int warps = (int)(grid_threads() / WARP), warp = (int)(grid_thread() / WARP);
@@ -236,18 +240,18 @@ template <int V, bool QUANTIZE> __device__ __forceinline__ void pad_all(const Ba
             [&](int32_t slot, int piece) { pad_piece<V, false, QUANTIZE>(m, slot, piece); });
 }
 
-/* Does the extra work of a unit that has received span `span` of a token of this rank. Every
- * unit zeroes some padding slots. One unit of each token also finishes the dot products of
- * token `token` - lag of every rank. `end`: the round ends before this token. Returns false if
- * the group has failed. */
+/* Executes the extra work of a unit that has received span `span` of token `token` of this
+ * rank. Every such unit zeroes some padding slots. One unit of each token also finishes the dot
+ * products of token `token` - lag of every rank. `end`: the round ends before this token.
+ * Returns false if the group has failed. */
 template <int V, bool EXACT, bool QUANTIZE>
 __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, int32_t token,
                                               int32_t end)
 {
     const int32_t finished_token = token - m.job.lag;
     const int spans = m.stride.spans;
-    /* A hash of the token chooses the span whose unit finishes the dot products, so that all
-     * warps get an equal share of this work. */
+    /* The span whose unit finishes the dot products is chosen by a hash of the token, so that
+     * all warps get an equal share of this work. */
     const int finishing_span =
         (int)__umulhi((uint32_t)finished_token * 0x9e3779b9u, (uint32_t)spans);
     if (token >= m.round_begin && token < end &&
@@ -262,8 +266,9 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
 }
 
 /* Returns the role of a unit. 0: send a token of this rank. n > 0: receive a token of source n
- * (rank_of_role()). -n (only with relays): forward rows from the host with the index (this
- * host's index + n) modulo the number of hosts to ranks of this host. */
+ * (rank_of_role()). -n (only with relays): forward rows that come from another host to ranks of
+ * this host; the index of the other host is (this host's index + n) modulo the number of
+ * hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;
@@ -276,9 +281,9 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
-/* Loads the word of the plan that a unit needs first, while the warp works on the preceding
- * unit. If the unit sends a token: in lane k, the rank to which choice k goes. If it receives
- * one: in lane n, the token's n-th slot on this rank. */
+/* Loads the word of the plan that a unit needs first. This is called while the warp works on
+ * the preceding unit. If the unit sends a token, lane k loads the rank to which choice k goes.
+ * If the unit receives a token, lane n loads the token's n-th slot on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;
@@ -289,9 +294,11 @@ __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitW
                : read_slot(m, rank_of_role(m.job.self, role), sent - m.job.lag, lane_id());
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends its token `sent`, which the
- * ranks in `peers` need: in p2p `peers`; with relays, only the mate of this rank on each other
- * host, which forwards the token (net/relay.cuh). */
+/* Returns a bit mask of the ranks to which this rank itself sends its token `sent`. `peers`:
+ * bit mask of all ranks that need the token. In p2p, and without relays, the result is `peers`.
+ * With relays, it contains the peers on this host and, for each other host that needs the
+ * token, this rank's mate there, which forwards the token (net/relay.cuh). `end`: the round
+ * ends before this token. */
 __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const UnitWalk &walk,
                                                   int32_t sent, int32_t end, RankMask peers)
 {
@@ -300,9 +307,9 @@ __device__ __forceinline__ RankMask choose_routes(const BackwardMove &m, const U
     return choose_routes(m.job.self, m.op, sent, walk.span == 0, peers);
 }
 
-/* With relays: forwards pieces [first, first + count) of a token's row, which this rank has
- * received from its mate on another host, to those ranks of its host that need them. `hosts`: n
- * of role_of(). Called by a whole warp. Returns false if the group has failed. */
+/* With relays: forwards the pieces [first, first + count) of a token's row to those ranks of
+ * this host that need them. The row comes from this rank's mate on another host. `hosts`: the
+ * value n of role_of(). Called by a whole warp. Returns false if the group has failed. */
 template <int V>
 static __device__ __noinline__ bool
 forward_unit(const BackwardMove &m, int hosts, int32_t token, int32_t end, int first, int count)

@@ -1,17 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The slower variant of combine_backward, for rows that are not aligned to 16 bytes and for
- * top_k above
- * 32. backward.cu describes the units of work and their order. A warp loads each piece when it
- *     needs it, and not ahead of time as in backward_stream.cuh. */
+ * top_k above 32. backward.cu describes the units of work and their order. A warp loads each
+ * piece when it needs it, and not ahead of time as in backward_stream.cuh. */
 #ifndef EPIC_COMBINE_BACKWARD_PLAIN_CUH
 #define EPIC_COMBINE_BACKWARD_PLAIN_CUH
 
 #include "cuda/combine/backward.cuh"
 
 /* Receives a piece of d_out of one token. For each of the token's slots on this rank, stores
- * the piece of d_rows and computes one block of the dot product. `source`: the token's rank,
- * counted from the next higher rank, modulo num_ranks. `slot`: this lane's slot, or -1. Called
- * by a whole warp. Returns false if the group has failed. */
+ * the piece of d_rows and computes one block of the dot product. `source`: index of the token's
+ * rank, counted from the next higher rank, modulo num_ranks. `slot`: this lane's slot, or -1.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <class ROW, int V, bool QUANTIZE>
 __device__ __forceinline__ bool receive_token(const BackwardMove &m, int32_t token, int piece,
                                               int source, int32_t slot)
@@ -106,8 +105,9 @@ __device__ __forceinline__ bool move_tokens(const BackwardMove &m, int32_t end)
     }
 }
 
-/* Runs all rounds. Not inlined, because the main loop of backward_stream.cuh, in the same
- * kernel, would otherwise spill registers. Returns false if the group has failed. */
+/* Runs all rounds. The function is not inlined, because the main loop of backward_stream.cuh,
+ * in the same kernel, would otherwise spill registers. Returns false if the group has
+ * failed. */
 template <class ROW, bool QUANTIZE>
 static __device__ __noinline__ bool move_plain(BackwardMove m, OpState &op)
 {

@@ -17,27 +17,30 @@
 
 #include "cuda/combine/backward.cuh"
 
-/* A slot on this rank of the token that a unit receives. */
+/* A slot on this rank of a token that a unit receives. */
 struct __align__(8) Slot
 {
     int32_t number;
     float weight;
 };
 
-struct Entry {     /* A unit that the warp has begun and not finished; in shared memory. */
+/* A unit that the warp has begun but not finished. It is in shared memory. */
+struct Entry {
     int32_t token; /* the token that is sent or received */
-    /* If the unit receives a token: how many slots the token has here. If it sends one: bit
-     * mask of the peers that need it or, with many ranks, 1. 0: nothing to do. */
+    /* If the unit receives a token: the number of slots that the token has on this rank. If it
+     * sends a token: a bit mask of the peers that need it (with MANY_RANKS: 1 if any peer needs
+     * it). 0: the unit has nothing to do. */
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
     int16_t role, span; /* role: what the unit does (role_of()). span: which part of the row */
-    /* index in the row of the unit's first piece, and number of pieces; a unit without work
-     * uses one buffer of the ring, which stays empty */
+    /* first: index in the row of the unit's first piece. count: number of pieces. A unit
+     * without work uses one buffer of the ring, which stays empty. */
     int16_t first, count;
     Slot slots[WARP]; /* only if the unit receives: the token's slots on this rank */
 };
 
+/* Stores the peers of a unit that sends. Returns the value of Entry::work. */
 __device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &peers)
 {
 #if MANY_RANKS
@@ -49,6 +52,7 @@ __device__ __forceinline__ uint32_t store_peers(Entry &entry, const RankMask &pe
 #endif
 }
 
+/* Returns the peers of a unit that sends. */
 __device__ __forceinline__ RankMask peers_in(const Entry &entry)
 {
 #if MANY_RANKS
@@ -62,31 +66,34 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
     static constexpr int V = Dot<ROW>::V;
     typedef PieceRing<V, EXACT> Pieces;
     static constexpr int AHEAD = Pieces::AHEAD, ENTRIES = AHEAD + 1;
-    /* DOTS: how many dot products `sums` holds; when it is full, the lanes' sums are added.
-     * PITCH: distance in floats between two rows of `sums`, more than a warp against bank
-     * conflicts. */
+    /* DOTS: number of dot products for which `sums` has space. When it is full, the sums of the
+     * lanes are added. PITCH: distance in floats between two rows of `sums`. It is greater than
+     * WARP to avoid bank conflicts. */
     static constexpr int DOTS = 8, PITCH = WARP + 4;
     static constexpr int SUMS = Pieces::BYTES + ENTRIES * (int)sizeof(Entry);
     static constexpr int WARP_BYTES = round_up_to_lines(SUMS + DOTS * PITCH * 4);
 
     const BackwardMove &m;
     Entry *entries;
-    float *sums; /* [DOTS][PITCH], in shared memory: each lane's sum for each dot product */
+    /* [DOTS][PITCH], in shared memory: the sum of each lane for each dot product */
+    float *sums;
     Pieces ring;
     UnitWalk walk;        /* selects the unit that the warp begins next */
     int32_t next_word;    /* result of read_ahead() for the unit that the warp begins next */
     int32_t end;          /* the round ends before this token */
     const Entry *copying; /* the unit whose pieces are being copied to the ring */
     const uint8_t *from;  /* address of this lane's bytes of the next piece of d_out */
-    /* this lane's address in the current piece of row 0 of the caller's `rows`; add
-     * row_offset(i) for row i */
+    /* this lane's address in row 0 of the caller's `rows`, at the current piece; for row i, add
+     * row_offset(i) */
     const uint8_t *rows;
     const Slot *slot; /* the slot whose row is copied next */
     int32_t vector;   /* index in the row of the first vector of the current piece */
-    /* left to copy: pieces of d_out of the unit, and slots whose rows have the current piece */
+    /* pieces: number of pieces of d_out of the unit that are left to copy. slots: number of
+     * slots whose rows are left to copy for the current piece. */
     int pieces = 0, slots = 0;
-    /* How many units this warp has begun (they are in `entries`), has copied or copies now
-     * (their pieces are in the ring), and has finished. */
+    /* begun: number of units that this warp has begun (they are in `entries`). copied: number
+     * of units whose pieces have been copied, or are being copied, to the ring. used: number of
+     * finished units. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory for this warp.
@@ -101,14 +108,14 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- copying ---- */
 
-    /* Begins the warp's next unit, if one is left: fills in its Entry, and starts to copy the
+    /* Begins the warp's next unit, if there is one: fills in its Entry, and starts to copy the
      * weights of its slots to shared memory. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t sent = m.round_begin + walk.step, received = sent - m.job.lag;
         if (received - m.job.lag >= end) return;
-        /* An older unit has used this entry. A warp collective comes before each write below,
-         * so no lane still reads the older entry. */
+        /* An older unit has used this entry. A warp collective precedes each write below, so no
+         * lane still reads the data of the older unit. */
         Entry &entry = entries[begun++ % ENTRIES];
         uint32_t work;
         const int role = role_of(m, walk);
@@ -149,7 +156,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         return staged_row(m.op.inbox[rank_of_role(m.job.self, u.role)], u.token - m.round_begin,
                           m.shape.vectors);
     }
-    /* Selects the oldest begun unit that has not been copied for copy_next(). */
+    /* Selects the unit whose pieces copy_next() copies: the oldest begun unit that has not been
+     * copied. */
     __device__ __forceinline__ void open_unit()
     {
         const Entry &entry = *(copying = &entries[copied++ % ENTRIES]);
@@ -160,7 +168,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         rows = m.job.rows + lane_offset(entry.first * V * WARP) - Pieces::PIECE_BYTES;
         pieces = entry.work ? entry.count : 1;
     }
-    /* Starts to copy one more piece to the ring: of d_out, or of a slot's row in `rows`. */
+    /* Starts to copy one more piece to the ring: a piece of d_out, or of a slot's row in
+     * `rows`. */
     __device__ __forceinline__ void copy_next()
     {
         if (slots) {
@@ -185,9 +194,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
 
     /* ---- using ---- */
 
-    /* Starts to copy one more piece, so that the ring stays full, and reads the oldest piece of
-     * the ring into q. `its_vector`: index in the row of that piece's first vector. Words past
-     * the end of the row become `fill`. */
+    /* Starts to copy one more piece, so that the ring stays full. Then reads the oldest piece
+     * of the ring into q. `its_vector`: index in the row of that piece's first vector. Words
+     * after the end of the row become `fill`. */
     __device__ __forceinline__ void read_piece(int32_t its_vector, uint4 (&q)[V], uint32_t fill)
     {
         copy_next();
@@ -217,9 +226,9 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (EXACT || its_vector + v * WARP + lane_id() < m.shape.vectors)
                 store_once(to + v * WARP * 16, scale_vector<ROW>(weight, x[v]), m.policy);
     }
-    /* Computes block `piece` of the dot products of the unit's slots `first` to first + count -
-     * 1. Lane i adds the lanes' sums in `sums` for slot first + i, and stores the result to
-     * `parts` (dot_part_of()). Called by a whole warp. */
+    /* Computes block `piece` of the dot products of some slots of the unit: slots `first` to
+     * first + count - 1. Lane i adds the values of all lanes in `sums` for slot first + i, and
+     * stores the result to `parts` (dot_part_of()). Called by a whole warp. */
     __device__ __forceinline__ void add_dots(const Entry &u, int piece, int first, int count)
     {
         __syncwarp();
@@ -231,8 +240,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
         }
         __syncwarp();
     }
-    /* For one received piece q of d_out and each of the unit's slots, stores weight * q to
-     * d_rows, and computes one block of the slot's dot product. */
+    /* Processes one received piece q of d_out: for each of the unit's slots, stores weight * q
+     * to d_rows, and computes one block of the slot's dot product. */
     __device__ __forceinline__ void fill_slots(const Entry &u, int piece, const uint4 (&q)[V])
     {
         const bool dots = m.job.d_slot_weights != NULL;
@@ -254,8 +263,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             const Slot current = next;
             uint4 y[V];
             if (dots) read_piece(its_vector, y, 0);
-            /* load the next slot first: the load would wait for the stores of the current
-             * one */
+            /* Load the next slot before the stores to the current slot, because the load would
+             * wait for them. */
             next = u.slots[min(i + 1, WARP - 1)];
             if (QUANTIZE)
                 store_scaled_quantized<ROW, V>(m, current.number, piece, current.weight, x,
@@ -269,8 +278,8 @@ template <class ROW, bool EXACT, bool QUANTIZE> struct GradientStream {
             if (n == DOTS - 1 || i == count - 1) add_dots(u, piece, i - n, n + 1);
         }
     }
-    /* Begins one more unit, so that its copies start early, and finishes the oldest one. Called
-     * by a whole warp. Returns false if the group has failed. */
+    /* Begins one more unit, so that its copies start early. Then finishes the oldest unit.
+     * Called by a whole warp. Returns false if the group has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

@@ -1,22 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward that only moves rows, if d_rows of this rank lies in a window: without
- * weights, gradients of weights, and quantizing. Every token has at most one slot on each rank
- * (top-1 or layout FLAT). If d_rows of all ranks lie in windows, each rank stores the rows of
- * d_out directly into their slots (net/windows.cuh). Otherwise rows go through staging, like in
- * backward.cu.
+/* combine_backward if it only moves rows and d_rows of this rank lies in a window. "Only moves
+ * rows" means: without weights, without gradients of weights, and without quantization. Every
+ * token has at most one slot on each rank (top-1 or layout FLAT). If d_rows of all ranks lie in
+ * windows, each rank stores the rows of d_out directly into their slots (net/windows.cuh).
+ * Otherwise rows go through staging, like in backward.cu.
  *
  *   remote CTAs   the last CTAs of the grid. They store rows to peers
- *   local CTAs    the others. They copy rows to slots of this rank, and write padding
+ *   local CTAs    the other CTAs. They copy rows to slots of this rank, and write padding
  *
- * If there is only one CTA, it is both. The kernel moves only rows that are aligned to 16
- * bytes. */
+ * If there is only one CTA, it is both a remote CTA and a local CTA. The kernel moves only rows
+ * that are aligned to 16 bytes. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/list_rows.cuh"
 
-/* Copies the rows of d_out of this rank's tokens: a remote team to peers, a local team to slots
- * of this rank. Multiplies by 1, so that NaNs have the same bits as in backward.cu. Called by
- * all threads of the CTAs of a team. */
+/* Copies the rows of d_out of this rank's tokens. A remote team copies them to peers, a local
+ * team to slots of this rank. Multiplies them by 1, so that NaNs get the same bits as in
+ * backward.cu. Called by all threads of the CTAs of a team. */
 template <class ROW>
 static __device__ __noinline__ void copy_gradients(const BackwardMove &m, const WindowState &w,
                                                    RowList<Dot<ROW>::BLOCK> &list,
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         stride.set_strides(job.total_warps, num_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
     }
-    /* The first warp reads the plan at the same time. */
+    /* Meanwhile, the first warp of this CTA reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.d_rows_place, job.num_rows, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
@@ -118,6 +118,7 @@ extern "C" cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     copy.num_remote_ctas = count_remote_ctas(num_sms);
     deal_units(copy, num_sms, block, num_roles(job->self), is_f32 ? Dot<F32>::V : Dot<Bf16>::V);
-    copy.lag = 32 + 16 * copy.span; /* each wait needs that the row was sent before */
+    /* each wait requires that the row was sent in an earlier step */
+    copy.lag = 32 + 16 * copy.span;
     return launch_kernel(kernel, num_sms, block, 0, stream, copy);
 }

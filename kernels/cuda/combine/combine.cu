@@ -5,11 +5,13 @@
  *   rows  [num_rows, row_bytes]    input: rows by slot
  *   out   [num_tokens, row_bytes]  output: a weighted sum for each of this rank's tokens
  *
- * dispatch_backward also returns one float per choice to the token's rank: the gradient of the
- * weight of the choice. The comments of this folder call these floats the *floats* of a token.
+ * dispatch_backward also returns one float per choice (a token and one of its top_k experts) to
+ * the token's rank: the gradient of the weight of the choice. The comments of this folder call
+ * these floats the *floats* of a token.
  *
- * All warps of all CTAs do the same work. A unit is the work of one warp on one piece (2 KB) of
- * one token's row. Each warp has its share of two lists of units, both in token order:
+ * All warps of all CTAs do the same work. A unit is the work that one warp does on one piece (2
+ * KB) of one token's row. Each warp has its share of two lists of units, both in the order of
+ * tokens:
  *
  *   expert unit  for a token of a peer: adds the token's rows on this rank, and stores this
  *                partial sum to the peer's staging
@@ -23,7 +25,8 @@
  * Ranks cannot wait for each other in a circle. Only source units wait for other ranks. A warp
  * begins the source units of token t only after its own expert units of all tokens below t +
  * lag (lag > 0). Let t be the lowest token for which any warp of any rank waits. No warp is at
- * a lower token, so every warp has already sent its partial sums for token t.
+ * a lower token, so every warp has already sent its partial sums for token t, and the wait
+ * ends.
  *
  * combine/stream.cuh handles the common cases: aligned rows, and at most P2P_STREAM_LEAVES
  * leaves of the sum tree on each rank. Libraries for many ranks do not use it (MANY_RANKS,
@@ -33,10 +36,10 @@
 #include "cuda/combine/stream.cuh"
 #include "cuda/common/launch.cuh"
 
-#define BLOCK 384 /* threads per CTA; with this many, each thread can have 168 registers */
+#define BLOCK 384 /* threads per CTA; with this number, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Zeroes all outputs after an error: the plan is invalid, or the array `rows` of any rank has
+/* Zeroes all outputs after an error, if the plan is invalid or the array `rows` of a rank has
  * too few rows. Called by the CTA that finishes last. */
 static __device__ void clear_outputs(const CombineState &c)
 {
@@ -95,7 +98,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 }
 
 /* Stores the first slot of each leaf (block of experts) of this rank in `to`. Called by all
- * threads of a CTA; a barrier must follow before the slots are read. */
+ * threads of a CTA. A barrier must follow before the slots are read. */
 __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &plan, int leaves)
 {
     const int i = (int)threadIdx.x;
@@ -103,9 +106,9 @@ __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &p
     if (i < leaves) to.begin[i] = __ldg(plan.slab_begin + plan.header.owned / leaves * i);
 }
 
-/* The kernel for rows that combine/stream.cuh supports, with several leaves of the sum tree
- * (blocks of experts whose rows are added first) on each rank. A separate kernel, because
- * combine_kernel() has no registers left for the nodes of a tree. */
+/* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the
+ * sum tree. A leaf is a block of experts whose rows are added first. This is a separate kernel,
+ * because combine_kernel() has no registers left for the nodes of a tree. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_leaves_kernel(const __grid_constant__ p2p_combine_job job)
@@ -136,7 +139,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
 
 typedef void (*Kernel)(p2p_combine_job);
 
-/* `exact`: see EXACT of combine_kernel(). `leaves`: selects combine_leaves_kernel(). */
+/* `exact`: EXACT of combine_kernel(). `leaves`: selects combine_leaves_kernel(). */
 template <class ROW> static Kernel kernel_for(bool exact, bool leaves)
 {
     if constexpr (!HOSTS)
@@ -151,9 +154,9 @@ static Kernel kernel_of(uint32_t type, bool exact, bool leaves)
     return type == EPIC_F16 ? kernel_for<F16>(exact, leaves) : kernel_for<F32>(exact, leaves);
 }
 
-/* Returns the size in bytes of a CTA's dynamic shared memory: the maximum for stream.cuh (a
- * ring buffer per warp) and plain.cuh (a LeafStack per warp), one of which a CTA runs.
- * `leaves`: for combine_leaves_kernel(). */
+/* Returns the size in bytes of a CTA's dynamic shared memory. A CTA runs the code of stream.cuh
+ * (which needs a ring buffer per warp) or of plain.cuh (which needs a LeafStack per warp), so
+ * this is the larger of the two sizes. `leaves`: the size is for combine_leaves_kernel(). */
 static int memory_bytes(bool leaves)
 {
     const int stacks = LEAF_LEVELS * 2 * WARP * 16,
@@ -175,14 +178,15 @@ extern "C" cudaError_t p2p_load_combine(void)
     return cudaSuccess;
 }
 
-/* Returns the lag: for how many tokens a warp sends partial sums before it adds those of the
- * first token. The lag should be so long that the peers' partial sums have arrived when the
- * warp reads them: 5/4 of the number of tokens that all warps together send at a time.
+/* Returns the lag: the number of tokens for which a warp sends partial sums before it adds the
+ * partial sums of the first token. It should be so long that the peers' partial sums have
+ * arrived when the warp reads them. This needs 5/4 of the number of tokens that all warps
+ * together send at a time.
  *
- * Returns job.lag if that is longer, if the computed lag is above 192, or in two cases in which
- * a longer lag does not help: every warp always gets the same piece of a row, or the plan is
- * FLAT and a warp's piece moves by less than half a row from one unit to the next. Measured:
- * docs/lab/cuda.md. */
+ * Returns job.lag instead if job.lag is longer, if the computed lag is above 192, or in two
+ * cases in which a longer lag does not help: every warp always gets the same piece of a row, or
+ * the plan is FLAT and a warp's piece moves by less than half a row from one unit to the next.
+ * The values are measured (docs/lab/cuda.md). */
 static int lag_of(const p2p_combine_job &job, int num_sms)
 {
     const int pieces = (int)((job.row_bytes + STREAM_V * 512 - 1) / (STREAM_V * 512));

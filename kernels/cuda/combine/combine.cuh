@@ -1,18 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Code that both variants of combine (stream.cuh and plain.cuh) use: the type of partial sums,
  * and the state of a round. A partial sum is the sum of one rank's rows for one token. A warp
- * works on one piece of one token's row at a time. combine.cu explains the two lists of such
- * units: "expert units" compute partial sums for peers' tokens, "source units" the results of
- * this rank's tokens. */
+ * works on one piece of one token's row at a time (a unit). combine.cu explains the two lists
+ * of units: "expert units" compute partial sums for peers' tokens, and "source units" compute
+ * the results of this rank's tokens. */
 #ifndef EPIC_COMBINE_CUH
 #define EPIC_COMBINE_CUH
 
 #include "cuda/combine/slots.cuh"
 #include "cuda/net/relay.cuh"
 
-/* Conversions and addition of partial sums. Rows have elements of type ROW. Partial sums are
- * sent and added as type PART, which is ROW, or F32 for more precision. VECTORS vectors of PART
- * hold as many elements as one vector of ROW. */
+/* Conversion and addition of partial sums. Rows have elements of type ROW. Partial sums are
+ * sent and added in type PART, which is ROW, or F32 for more precision. VECTORS: number of
+ * vectors of type PART that contain as many elements as one vector of type ROW. */
 template <class ROW, class PART> struct PartialSum {
     static constexpr int VECTORS = ROW::N / PART::N;
 
@@ -40,16 +40,18 @@ template <class ROW, class PART> struct PartialSum {
 
 /* Adds the node `b` of a sum tree to the node `a`, and rounds each sum to type ROW, like
  * PartialSum::add_partials(). With nvcc, the functions for Bf16 and F16 below use an
- * instruction that adds two 16-bit elements at once and rounds once. The bits are the same as
- * those of a float32 sum that is then rounded to ROW: rounding twice does no harm, because
- * float32 has at least 2 * p + 2 significant bits if ROW has p. */
+ * instruction that adds two 16-bit elements at once and rounds once. add_partials() rounds
+ * twice: first to float32, then to ROW. The bits are equal, because double rounding does no
+ * harm if float32 has at least 2 * p + 2 significant bits, where p is the number of significant
+ * bits of ROW. */
 template <class ROW> __device__ __forceinline__ void add_nodes(uint4 &a, const uint4 &b)
 {
     PartialSum<ROW, ROW>::add_partials(&a, &b);
 }
 
 #if defined(__NVCC__)
-/* Adds the eight 16-bit elements of b to those of a, and rounds. PAIR: type of two elements. */
+/* Adds the eight 16-bit elements of b to those of a, and rounds the sums. PAIR: the type of two
+ * elements. */
 template <class PAIR> __device__ __forceinline__ void add_pairs(uint4 &a, const uint4 &b)
 {
     uint32_t x[4] = {a.x, a.y, a.z, a.w};
@@ -73,13 +75,13 @@ template <> __device__ __forceinline__ void add_nodes<F16>(uint4 &a, const uint4
 }
 #endif
 
-/* what a warp needs to process its units in the running round */
+/* Everything that a warp needs to process its units in the running round. */
 struct CombineState {
     const p2p_combine_job &job;
     const OpState &op;
     const PlanView &plan;
-    /* how the two lists of units are divided among the warps: units that send partial sums for
-     * peers' tokens, and units that add those for this rank's tokens */
+    /* How the two lists of units are divided among the warps. expert: units that send partial
+     * sums for peers' tokens. source: units that add partial sums for this rank's tokens. */
     const Stride &expert, &source;
     uint4 *stack; /* shared memory of this warp, for sums in tree order (leaf_stack.cuh) */
     RowShape shape;
@@ -90,15 +92,15 @@ struct CombineState {
     __extension__ bool adds_by_host[HOSTS];
 };
 
-/* Returns true if one rank of each host adds the partial sums of its host, and sends only the
- * sum to another host (combine/relay.cuh). */
+/* Returns true if one rank of each host adds the partial sums of its host and sends only their
+ * sum to the other hosts (combine/relay.cuh). */
 __device__ __forceinline__ bool adds_by_host(const CombineState &c)
 {
     return HOSTS && *c.adds_by_host;
 }
 
-/* Returns in lane n the n-th slot (chunk 1: 32 + n) of a token of `rank` on this rank, or
- * -1. */
+/* Returns a slot on this rank of a token of `rank`, or -1. Lane n gets the n-th slot (with
+ * chunk 1: slot 32 + n). */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -109,7 +111,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Returns in lane k the rank of choice k (chunk 1: 32 + k) of this rank's token, or -1. */
+/* Returns the rank of a choice of this rank's token, or -1. Lane k gets the rank of choice k
+ * (with chunk 1: choice 32 + k). */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int chunk)
 {
@@ -120,14 +123,14 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer of an expert unit. `role` distinguishes the units of one token index: role 0
- * is for the next higher rank, role 1 for the rank after it, and so on, modulo num_ranks. If
- * adds_by_host() is true, the mates of this rank (the ranks with its index on other hosts) come
- * last, because their units wait for other ranks. */
+/* Returns the peer of an expert unit. Each token index has one expert unit per peer, and `role`
+ * is the index of the peer: role 0 is the next higher rank, role 1 is the rank after it, and so
+ * on, modulo num_ranks. Exception: if adds_by_host() is true, the mates of this rank (the ranks
+ * with its index on other hosts) come last, because their units wait for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;
-    /* peers that are not mates of this rank */
+    /* number of peers that are not mates of this rank */
     const int others = adds_by_host(c) ? ranks - ranks / local : ranks;
     if (HOSTS && role >= others)
         role = (role - others + 1) * local - 1;

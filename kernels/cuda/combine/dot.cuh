@@ -1,27 +1,29 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Dot products of rows, bit-identical to those of the CPU code. A row is divided into blocks of
- * 1024 elements (one piece), and a warp computes one block. It adds the products into eight
- * accumulators per lane, then the accumulators of a lane, then the sums of the lanes. */
+/* Dot products of rows, bit-identical to the dot products of the CPU code. A row is divided
+ * into blocks of 1024 elements (one piece), and a warp computes one block. It adds the products
+ * into eight accumulators per lane, then adds the accumulators of each lane, and then adds the
+ * sums of the lanes. */
 #ifndef EPIC_DOT_CUH
 #define EPIC_DOT_CUH
 
 #include "cuda/common/rows.cuh"
 
 /* The eight accumulators of one lane for one block of 1024 elements. The CPU code has
- * accumulators 0 to 255 per block. The GPU adds in the same order, because lane L of the warp
- * has these eight of them:
+ * accumulators 0 to 255 per block. Lane L of the warp has eight of them, so the GPU adds in the
+ * same order:
  *
  *   16-bit elements   8 * L to 8 * L + 7
  *   float32 elements  4 * L to 4 * L + 3, and 128 + 4 * L to 128 + 4 * L + 3
  *
  * Members:
  *
- *   V            16-byte vectors per lane and block
- *   BLOCK        threads per CTA of combine_backward
- *   lane_sum()   adds a lane's accumulators or, with float32, those of two adjacent lanes
- *   add_lanes()  adds the results of lane_sum() over the lanes: first those of lanes at
+ *   V            number of 16-byte vectors per lane and block
+ *   BLOCK        number of threads per CTA of combine_backward
+ *   lane_sum()   adds the accumulators of this lane; with float32, also those of the adjacent
+ *     lane
+ *   add_lanes()  adds the results of lane_sum() over the lanes: first the results of lanes at
  *                distance 16, then 8, and so on down to LAST
- *   LAST         1; or 2 with float32, because lane_sum() has already added the lanes at
+ *   LAST         1; with float32 it is 2, because lane_sum() has already added the lanes at
  *                distance 1 */
 template <class ROW> struct Dot;
 
@@ -89,7 +91,8 @@ __device__ __forceinline__ float4 add_float4(float4 a, float4 b)
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-/* add_lanes() for a single lane, with the results of lane_sum() in shared memory (`lanes`). */
+/* Like add_lanes() above, but one lane computes the sum. `lanes`: the results of lane_sum() of
+ * all lanes, in shared memory. */
 template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *lanes)
 {
     const float4 a = add_float4(add_float4(lanes[0], lanes[4]), add_float4(lanes[2], lanes[6]));
@@ -98,7 +101,7 @@ template <class ROW> __device__ __forceinline__ float add_lanes(const float4 *la
     return Dot<ROW>::LAST == 1 ? (s.x + s.z) + (s.y + s.w) : s.x + s.z;
 }
 
-/* Returns this lane's part of the dot product of two rows in one block (lane_sum()). */
+/* Returns this lane's part (lane_sum()) of the dot product of two rows in one block. */
 template <class ROW, int V>
 __device__ __forceinline__ float dot_of(const float (&x)[V][ROW::N], const uint4 (&y)[V])
 {

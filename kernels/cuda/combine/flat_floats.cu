@@ -6,15 +6,15 @@
  *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
  *
- * All warps of all CTAs do the same work. With W warps, warp w handles tokens w, w + W, ..., in
- * two steps:
+ * All warps of all CTAs do the same work. If there are W warps, warp w handles tokens w, w + W,
+ * ..., in two steps:
  *
- *   1. send     the floats of each peer's tokens, to the peer
- *   2. receive  the floats of this rank's tokens, from the ranks of their choices
+ *   1. send     for each token of a peer: sends the token's floats to the peer
+ *   2. receive  for each token of this rank: receives its floats from the ranks of its choices
  *
- * Memory order: each float is its own flag, because its word is poison until it arrives. A warp
- * sends all its floats before it waits for the first one, so ranks cannot wait for each other
- * in a circle. */
+ * Memory order: each float is its own flag, because its word is poison (the mark of a word that
+ * has not arrived) until it arrives. A warp sends all its floats before it waits for the first
+ * float, so ranks cannot wait for each other in a circle. */
 #include "cuda/combine/combine.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/flat.cuh"
@@ -27,8 +27,8 @@ struct FlatFloats {
     const PlanView &plan;
     int32_t top_k;
 
-    /* Returns the float of the n-th choice that a token of `rank` has on this rank. Without
-     * such a choice, sets `has_float` to false and returns 0. */
+    /* Returns the float of the n-th choice that a token of `rank` has on this rank. If there is
+     * no such choice, sets `has_float` to false and returns 0. */
     __device__ __forceinline__ uint32_t read_float(int rank, int32_t token, int n,
                                                    bool &has_float) const
     {
@@ -37,14 +37,14 @@ struct FlatFloats {
         int64_t row = has_float ? __ldg(plan.records + at) : -1;
         if (has_float && __ldg(local_experts_of(plan, job.self) + at + n) < 0) row = -1;
         has_float = row >= 0;
-        /* the caller's buffer has too few rows, which is reported later; read row 0 */
+        /* If the caller's buffer has too few rows, read row 0. The error is reported later. */
         if (row >= job.num_rows) row = 0;
         return has_float ? __float_as_uint(job.slot_floats[row * top_k + n]) : 0;
     }
 };
 
-/* Sends to `rank` the floats of one of its tokens. `source`: this rank's part of that rank's
- * heap (floats_base()). Called by a whole warp. */
+/* Sends to `rank` the floats of one of its tokens. `source`: index of this rank among the
+ * sources of `rank` (floats_base()). Called by a whole warp. */
 static __device__ void send_floats(const FlatFloats &f, int rank, int source, int32_t token)
 {
     uint32_t *to = floats_base(f.job.self, f.op, f.job.self.heap[rank], source) +
@@ -63,10 +63,10 @@ static __device__ void send_floats(const FlatFloats &f, int rank, int source, in
     post_put_floats(f.op, rank, to, count);
 }
 
-/* Receives the floats of up to 32 choices of this rank's token, one per lane, and stores them
- * to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the others. `rank`: the rank of
- * this lane's choice. `rank_before`: the rank of its choice in chunk 0, if chunk is 1. Called
- * by a whole warp. Returns false if the group has failed. */
+/* Receives the floats of up to 32 choices of this rank's token, one choice per lane, and stores
+ * them to choice_floats. `chunk`: 0 for the first 32 choices, 1 for the other choices. `rank`:
+ * the rank of this lane's choice. `rank_before`: if chunk is 1, the rank of the lane's choice
+ * in chunk 0. Called by a whole warp. Returns false if the group has failed. */
 static __device__ bool receive_chunk(const FlatFloats &f, int32_t token, int chunk,
                                      int32_t rank, int32_t rank_before)
 {
@@ -104,7 +104,7 @@ static __device__ bool move_floats(const FlatFloats &f)
     const int warp = (int)(grid_thread() / WARP), warps = (int)(grid_threads() / WARP);
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-        /* this rank, as the peer numbers its sources (dispatch/dispatch.cuh) */
+        /* index of this rank among the peer's sources (dispatch/dispatch.cuh) */
         const int source = self.num_ranks - 1 - distance;
         for (int32_t t = warp; t < f.plan.header.tokens_of[rank]; t += warps)
             send_floats(f, rank, source, t);
@@ -122,9 +122,9 @@ static __device__ bool move_floats(const FlatFloats &f)
     return true;
 }
 
-/* Returns true if every rank's receive buffer has a row for each of its slots in the plan,
- * according to the announced sizes. Reports no error, because the first operation of
- * dispatch_backward has done so. Called by the CTA that finishes last. */
+/* Returns true if every rank's receive buffer has at least as many rows as the plan has slots
+ * on that rank, according to the announced sizes. Reports no error, because the first operation
+ * of dispatch_backward has already reported it. Called by the CTA that finishes last. */
 static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
                                         const device_plan_header &h)
 {
@@ -136,14 +136,15 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The kernel: moves the floats, or zeroes the output if the plan is invalid, or slot_floats of
- * a rank has too few rows. */
+/* The kernel. It moves the floats. If the plan is invalid, or slot_floats of a rank has too few
+ * rows, it zeroes the output. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {
     __shared__ OpState op;
     __shared__ PlanView plan;
-    /* false, because the first operation of dispatch_backward has reported a bad plan */
+    /* reports = false, because the first operation of dispatch_backward has already reported a
+     * bad plan */
     read_plan(plan, job.plan, job.plan_bytes, job.self, job.num_tokens, false);
     const device_plan_header &h = plan.header;
     if (!begin_operation(op, job.self, (uint32_t)h.id, job.num_tokens, 0, job.num_rows)) return;

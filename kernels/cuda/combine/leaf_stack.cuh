@@ -10,8 +10,9 @@
 /* maximum number of nodes on the stack of a LeafStack: one more than the tree has levels */
 #define LEAF_LEVELS (MANY_RANKS ? 10 : 8)
 
-/* For each node of a LeafStack, the index of one leaf below it. In the usual libraries an
- * element is a byte of a word, and the functions are macros for the reason in ranks.cuh. */
+/* For each node of a LeafStack, the index of one leaf below it. In libraries without
+ * MANY_RANKS, the index is one byte of a 64-bit word, and the functions are macros for the
+ * reason in ranks.cuh. */
 #if MANY_RANKS
 struct LeafNumbers {
     uint16_t numbers[LEAF_LEVELS];
@@ -38,11 +39,11 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
     return 32 - __clz(a ^ b);
 }
 
-/* Adds partial sums in the order of a binary tree; some leaves may have none. The caller pushes
- * one node per leaf, in ascending order of leaves. A node whose right sibling is not complete
- * stays on the stack, in shared memory. leaf_at[i] is a leaf below node i of the stack, which
- * shows where the node is in the tree. `depth`: number of nodes on the stack. P: number of
- * 16-byte vectors of a node in each lane. */
+/* Adds partial sums in the order of a binary tree. It is possible that some leaves have no
+ * partial sum. The caller pushes one node for each other leaf, in ascending order of leaves. A
+ * node whose right sibling is not complete stays on the stack, in shared memory. leaf_at[i] is
+ * a leaf below node i of the stack, which shows where the node is in the tree. `depth`: number
+ * of nodes on the stack. P: number of 16-byte vectors of a node in each lane. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;
@@ -54,6 +55,7 @@ template <class ROW, class PART> struct LeafStack {
     {
         return memory + (i * P + p) * WARP + lane_id();
     }
+    /* Returns the leaf that is stored for node i of the stack. */
     __device__ __forceinline__ uint32_t leaf_of_level(int i) const
     {
         return leaf_number(leaf_at, i);
@@ -72,9 +74,9 @@ template <class ROW, class PART> struct LeafStack {
 #pragma unroll
         for (int p = 0; p < P; p++) *vector_at(depth - 1, p) = a[p];
     }
-    /* Pushes the node of leaf `new_leaf`. First adds the two top nodes as long as their
-     * smallest common subtree does not contain the new leaf. Such a subtree is complete,
-     * because leaves come in ascending order. */
+    /* Pushes the node of leaf `new_leaf`. Before this, adds the two top nodes of the stack as
+     * long as their smallest common subtree does not contain the new leaf. Such a subtree is
+     * complete, because leaves come in ascending order. */
     __device__ __forceinline__ void push_node(const uint4 *node, uint32_t new_leaf)
     {
         while (depth >= 2 &&

@@ -10,14 +10,14 @@
  *   relays (combine/relay.cuh)
  *   all cases in the libraries for many ranks (MANY_RANKS, rules/device_layout.h)
  *
- * combine.cu describes the units of work and their order. Here a piece has one vector (16
- * bytes) per lane.
+ * combine.cu describes the units of work and their order. In this file, a piece has one vector
+ * (16 bytes) per lane.
  *
  * Names used here:
  *
  *   acc         sum of rows in float32
  *   node        a partial sum in the sum tree, packed into vectors
- *   touched     bit mask of the ranks that have choices of a token
+ *   touched     bit mask of the ranks to which choices of a token go
  *   vector      the first vector of a piece, as an index in the row
  *   floats      one float per choice, which dispatch_backward returns to the token's rank: the
  *               gradients of the choices' weights
@@ -30,6 +30,7 @@
 
 #include "cuda/combine/leaf_stack.cuh"
 
+/* Like read_slot(), but the slot is always a row of the caller's buffer (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int chunk)
 {
@@ -38,10 +39,10 @@ __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int ra
 
 /* ---------------------------------------------------------------------------- partials ---- */
 
-/* Adds weight * row to acc for COUNT rows, for this lane's vectors of the piece that begins at
- * `vector`. The rows are the slots of the lowest COUNT lanes of the bit mask `lanes`, which are
- * removed from it. `slot`, `weight`: those of this lane. Loads all rows first, so that the
- * loads overlap. Called by a whole warp. */
+/* Adds weight * row to acc for COUNT rows. Each lane adds its vectors of the piece that begins
+ * at `vector`. The rows are the slots of the lowest COUNT lanes of the bit mask `lanes`; these
+ * lanes are removed from the mask. `slot`, `weight`: the slot and weight of this lane. Loads
+ * all rows before it adds them, so that the loads overlap. Called by a whole warp. */
 template <class ROW, int V, int COUNT>
 __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][ROW::N],
                                          uint32_t &lanes, int32_t slot, float weight,
@@ -72,7 +73,8 @@ __device__ __forceinline__ void add_rows(const CombineState &c, float (&acc)[V][
     }
 }
 
-/* add_rows() for the slots of all lanes in the bit mask `lanes`, in ascending order. */
+/* Calls add_rows() for the slots of all lanes in the bit mask `lanes`, in ascending order of
+ * lanes. */
 template <class ROW, int V>
 __device__ __forceinline__ void add_lanes(const CombineState &c, float (&acc)[V][ROW::N],
                                           uint32_t lanes, int32_t slot, float weight,
@@ -99,10 +101,11 @@ __device__ __forceinline__ void pack_sum(uint4 (&node)[V][PartialSum<ROW, PART>:
     for (int v = 0; v < V; v++) PartialSum<ROW, PART>::pack_floats(node[v], acc[v]);
 }
 
-/* Sets `node` to this rank's partial sum for a token of `rank`: weight * row, added over the
- * token's slots here by ascending k, for the piece that begins at `vector`. `slot`: in lane n,
- * the token's n-th slot here, or -1; later slots are read from the plan. Returns false if the
- * token has no slot here. Called by a whole warp. */
+/* Sets `node` to this rank's partial sum for a token of `rank`, for the piece that begins at
+ * `vector`. This is the sum of weight * row over the token's slots on this rank, in ascending
+ * order of k. `slot`: in lane n, the token's n-th slot on this rank, or -1; slots after the
+ * first 32 are read from the plan. Returns false if the token has no slot on this rank. Called
+ * by a whole warp. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS],
@@ -126,7 +129,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of a slot's expert in the sum tree, counted from this rank's first leaf. */
+/* Returns the leaf of a slot's expert in the sum tree. The first leaf of this rank has index
+ * 0. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -143,8 +147,9 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* sum_local_rows() for a rank with several leaves of the sum tree: adds the rows of each leaf,
- * then the sums of the leaves in the order of the tree. A piece has one vector per lane. */
+/* Like sum_local_rows(), but for a rank with several leaves of the sum tree. Adds the rows of
+ * each leaf, and then adds the sums of the leaves in the order of the tree. A piece has one
+ * vector per lane. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],
@@ -181,8 +186,8 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 /* ------------------------------------------------------------------ floats that return ---- */
 
 /* Only in dispatch_backward: sends the floats of one token of `rank` from slot_floats to this
- * peer, one for each choice on this rank. `to`: this rank's array of floats in the heap of
- * `rank`. Called by a whole warp. */
+ * peer. There is one float for each choice of the token that goes to this rank. `to`: this
+ * rank's array of floats in the heap of `rank`. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -243,17 +248,17 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* One piece of a token's row. The warp loads the next unit's slots and ranks early. */
+/* One piece of a token's row. The warp loads the slots and ranks of its next unit early. */
 struct Unit {
     int32_t token;
     int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
     int32_t slot;    /* in lane n: the n-th slot that the token has on this rank, or -1 */
-    /* in lane k: the rank to which choice k goes, if the token is this rank's */
+    /* in lane k: the rank to which choice k goes; valid only if the token is this rank's */
     int32_t ranks;
 };
 
 /* Sets `node` to this rank's partial sum for the piece of a unit. `rank`: the rank of the
- * token. Returns false if the token has no slot here. */
+ * token. Returns false if the token has no slot on this rank. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, int rank,
                                          uint4 (&node)[V][PartialSum<ROW, PART>::VECTORS])
@@ -267,8 +272,8 @@ __device__ __forceinline__ bool sum_unit(const CombineState &c, const Unit &u, i
 
 #include "cuda/combine/relay.cuh"
 
-/* Does an expert unit: stores this rank's partial sum for one piece of a peer's token to the
- * peer's staging. Called by a whole warp. Returns false if the group has failed. */
+/* Processes an expert unit: stores this rank's partial sum for one piece of a peer's token to
+ * the peer's staging. Called by a whole warp. Returns false if the group has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit &u)
 {
@@ -286,9 +291,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
         if (adds_by_host(c) && is_remote(self, rank))
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
-    /* Index of this rank among the peer's sources. Rank r gives rank s the index (s - r - 1)
-     * modulo num_ranks. In backend p2p, u.role is the peer's index among this rank's sources,
-     * so the two indices add up to num_ranks - 2. */
+    /* Index of this rank among the peer's sources. The index of rank r among the sources of
+     * rank s is (s - r - 1) modulo num_ranks. In backend p2p, u.role is the peer's index among
+     * this rank's sources, so the two indices add up to num_ranks - 2. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =
@@ -307,10 +312,11 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
     return true;
 }
 
-/* Receives the partial sums of the ranks at `position` to `position` + 3 of the sum order. If
- * has_node[i] is true, the rank at position + i sends one, which is read into q[i]; that of
- * this rank is already there. Then stores poison to the staging for the next use. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Receives the partial sums of the four ranks from `position` on in the sum order. If
+ * has_node[i] is true, the rank at position + i sends a partial sum, which is read into q[i].
+ * If this rank is one of them, the caller has already stored its partial sum in q. Afterwards,
+ * stores poison to the staging for the next use. Called by a whole warp. Returns false if the
+ * group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],
@@ -375,8 +381,8 @@ receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_
     return true;
 }
 
-/* Adds `b` to `a`, or copies it if `a` is empty. has_a, has_b: whether they hold partial
- * sums. */
+/* Adds `b` to `a`. If `a` is empty, copies `b` to it. has_a, has_b: whether `a` and `b` contain
+ * a partial sum. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ void
 add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
@@ -395,8 +401,8 @@ add_node(uint4 (&a)[V][PartialSum<ROW, PART>::VECTORS], bool &has_a,
 }
 
 /* Sets `total` to the sum of the partial sums of all ranks in `touched`, in the order of the
- * plan: by ascending rank, or in a binary tree. own: that of this rank. Called by a whole warp.
- * Returns false if the group has failed. */
+ * plan: in ascending order of ranks, or in a binary tree. own: the partial sum of this rank.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 add_ranks(const CombineState &c, const Unit &u, RankMask touched,
@@ -467,9 +473,9 @@ add_ranks(const CombineState &c, const Unit &u, RankMask touched,
     return true;
 }
 
-/* Does a source unit: stores the sum of this rank's rows and the peers' partial sums for one
- * piece of this rank's token to `out`. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Processes a source unit: for one piece of a token of this rank, stores the sum of this rank's
+ * rows and the peers' partial sums to `out`. Called by a whole warp. Returns false if the group
+ * has failed. */
 template <class ROW, class PART, int V, bool LEAVES>
 __device__ __forceinline__ bool do_source_unit(const CombineState &c, const Unit &u)
 {
@@ -502,7 +508,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 {
     const p2p_self &self = c.job.self;
     const int peers = self.num_ranks - 1;
-    /* positions in the two lists of units: the next expert unit and source unit to load */
+    /* positions in the two lists of units: the next expert unit and the next source unit to
+     * load */
     UnitWalk expert_walk(c.expert), source_walk(c.source);
     const int32_t expert_end = peers ? end : c.round_begin;
     const int32_t source_end = min(end, c.job.num_tokens);
@@ -550,8 +557,8 @@ __device__ __forceinline__ bool combine_tokens(const CombineState &c, int32_t en
 }
 
 /* Runs all rounds. PART: type of partial sums. LEAVES: this rank may have several leaves of the
- * sum tree. Not inlined, because the main loop of stream.cuh, in the same kernel, would
- * otherwise spill registers. Returns false if the group has failed. */
+ * sum tree. The function is not inlined, because the main loop of stream.cuh, in the same
+ * kernel, would otherwise spill registers. Returns false if the group has failed. */
 template <class ROW, class PART, bool LEAVES>
 static __device__ __noinline__ bool combine_plain(CombineState c, OpState &op)
 {

@@ -9,20 +9,21 @@
  * *node* is a partial sum in this tree.
  *
  *   other ranks of the host  store the word *wants* to the mate's heap: 1 if the rank has a
- *                            partial sum for the token, else 0. If it is 1, they also store the
- *                            partial sum.
- *   mate                     waits for *wants* of each rank of its host, and for the partial
- *                            sum if *wants* is 1. Adds them in tree order and puts the sum to
- *                            the token's home rank.
+ *                            partial sum for the token, otherwise 0. If it is 1, they also
+ *                            store the partial sum.
+ *   mate                     waits for *wants* of each rank of its host. If *wants* is 1, also
+ *                            waits for the partial sum. Adds the partial sums in tree order,
+ *                            and puts the sum to the token's home rank.
  *
  * Ranks cannot wait for each other in a circle. While partial sums are sent (expert units,
  * combine.cu), only the mate waits, and only for ranks that wait for nothing. For each token
- * index, the units in which this rank is the mate are the last ones in the list of work. */
+ * index, the units in which this rank is the mate are the last ones in the list of units, so
+ * this rank sends its other partial sums first. */
 #ifndef EPIC_COMBINE_RELAY_CUH
 #define EPIC_COMBINE_RELAY_CUH
 
-/* Returns this lane's first vector of a partial sum in the staging `box` between two ranks, for
- * the token and piece of unit `u`. */
+/* Returns the address of this lane's first vector of a partial sum in `box`, the staging from
+ * one rank to another. `u`: selects the token and the piece. */
 template <int P>
 __device__ __forceinline__ uint4 *node_address(const CombineState &c, const Unit &u,
                                                uint8_t *box)
@@ -66,9 +67,10 @@ __device__ __forceinline__ bool receive_node(const CombineState &c, const Unit &
     return ok;
 }
 
-/* Sends this rank's partial sum (`node`) to the mate of the token's home rank `rank` on this
- * host. The unit of piece 0 also sends has_partial, as the word *wants*, from which the mate
- * knows whether a partial sum follows. Called on ranks that are not the mate. */
+/* Sends this rank's partial sum (`node`) for a token of `rank` to the mate: the rank of this
+ * host that has the index of `rank`. The unit of piece 0 also sends has_partial as the word
+ * *wants*, which shows the mate whether a partial sum follows. Called on ranks that are not the
+ * mate. */
 template <int P>
 __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, int rank,
                                           bool has_partial, const uint4 (&node)[P])
@@ -83,9 +85,9 @@ __device__ __forceinline__ void send_node(const CombineState &c, const Unit &u, 
 }
 
 /* Called on the mate of the home rank `rank`: adds the partial sums of all ranks of this host
- * in the order of the sum tree. has_partial: on entry true if this rank has a partial sum, in
- * `node`; on return true if any rank of the host has one, and `node` is their sum. Returns
- * false if the group has failed. */
+ * in the order of the sum tree. On entry, has_partial is true if this rank has a partial sum,
+ * which is in `node`. On return, has_partial is true if any rank of the host has a partial sum,
+ * and `node` is the sum of them. Returns false if the group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool
 add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_partial,
@@ -119,9 +121,9 @@ add_partials_of_host(const CombineState &c, const Unit &u, int rank, bool &has_p
 
 /* Sends this rank's partial sum for a token of `rank`, which is on another host. The mate of
  * `rank` on this host (net/relay.cuh) adds the partial sums of this host, and sends the sum to
- * `rank` with one put. The other ranks of this host send theirs to the mate. `node` is valid
- * only if `has_partial` is true. Called by a whole warp. Returns false if the group has
- * failed. */
+ * `rank` with one put. If this rank is not the mate, it sends its partial sum to the mate.
+ * `node` is valid only if `has_partial` is true. Called by a whole warp. Returns false if the
+ * group has failed. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool relay_unit(const CombineState &c, const Unit &u, int rank,
                                            bool has_partial,

@@ -1,19 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that combine and combine_backward share. A round moves as many tokens as have space
- * in the staging memory. M is the type of the kernel's state: CombineState or BackwardMove. */
+/* Functions that combine and combine_backward share. A round moves as many tokens of each rank
+ * as fit in the staging memory. M is the type of the kernel's state: CombineState or
+ * BackwardMove. */
 #ifndef EPIC_SLOTS_CUH
 #define EPIC_SLOTS_CUH
 
 #include "cuda/plan/view.cuh"
 
-/* Returns `slot`, or 0 if the caller's buffer has no such row. All ranks report the small
- * buffer at the end of the operation, but peers still wait for a row. */
+/* Returns `slot`. If the caller's buffer is so small that it has no such row, returns 0. All
+ * ranks report this error at the end of the operation, but until then peers wait for a row, so
+ * some row must be sent. */
 template <class M> __device__ __forceinline__ int32_t clamp_slot(const M &m, int32_t slot)
 {
     return slot < m.job.num_rows ? slot : 0;
 }
 
-/* Returns the caller's weight of a slot, or 1 without weights or if `slot` is negative. */
+/* Returns the caller's weight of a slot. Returns 1 if there are no weights or if `slot` is
+ * negative. */
 template <class M> __device__ __forceinline__ float read_slot_weight(const M &m, int32_t slot)
 {
     float weight = 1.0f;
@@ -21,9 +24,9 @@ template <class M> __device__ __forceinline__ float read_slot_weight(const M &m,
     return weight;
 }
 
-/* Calls round(end) once for each round of the operation, which moves the tokens [m.round_begin,
- * end) of every rank. row_bytes: bytes of staging per token. Called by all threads of all CTAs.
- * Returns false if the group has failed. */
+/* Calls round(end) once for each round of the operation. A round moves the tokens
+ * [m.round_begin, end) of every rank. row_bytes: number of bytes of staging per token. Called
+ * by all threads of all CTAs. Returns false if the group has failed. */
 template <class M, class Round>
 __device__ __forceinline__ bool for_each_round(M &m, OpState &op, int64_t row_bytes,
                                                Round round)

@@ -40,25 +40,26 @@ struct __align__(8) Slot
     uint32_t word;
 };
 
-struct Entry { /* A unit that the warp has begun and not finished; in shared memory. */
+struct Entry { /* A unit that the warp has begun but not finished. It is in shared memory. */
     int32_t token;
     int32_t vector;    /* the first vector of the unit's piece, as an index in the row */
-    int16_t num_slots; /* how many slots the token has on this rank */
+    int16_t num_slots; /* number of slots that the token has on this rank */
     int16_t role; /* -1 for a token of this rank; otherwise selects the peer (peer_of_role()) */
-    /* only for a token of this rank: bit p is 1 if the rank at position p of the sum order
-     * sends a partial sum for it */
+    /* Only for a token of this rank: bit p is 1 if the rank at position p of the sum order
+     * sends a partial sum for the token. */
     uint32_t positions;
     Slot slots[WARP]; /* the token's slots on this rank */
     /* only for a token of this rank: ranks[k] is the rank to which choice k goes */
     int32_t ranks[WARP];
 };
 
-/* The Entry of a unit with LEAVES. Its slots are in ascending order of leaves and, within a
- * leaf, of choices. */
+/* The Entry of a unit if LEAVES is true. Its slots are in ascending order of leaves. The slots
+ * of the same leaf are in ascending order of k. */
 struct LeafEntry : Entry {
-    uint32_t leaves;      /* bit i is 1 if the token has slots in this rank's leaf i */
-    uint32_t ends;        /* bit i is 1 if slots[i] is the last slot of its leaf */
-    uint8_t places[WARP]; /* the token's n-th choice on this rank has slot slots[places[n]] */
+    uint32_t leaves; /* bit i is 1 if the token has slots in this rank's leaf i */
+    uint32_t ends;   /* bit i is 1 if slots[i] is the last slot of its leaf */
+    /* the slot of the token's n-th choice on this rank is slots[places[n]] */
+    uint8_t places[WARP];
 };
 
 template <bool LEAVES> struct EntryOf {
@@ -68,7 +69,7 @@ template <> struct EntryOf<true> {
     typedef LeafEntry type;
 };
 
-/* The leaves of the sum tree on this rank (its blocks of experts), in shared memory. */
+/* The leaves of the sum tree on this rank, in shared memory. A leaf is a block of experts. */
 struct LeafSlots {
     int32_t count;                    /* number of leaves, a power of two */
     int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf */
@@ -84,29 +85,35 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     const CombineState &c;
     Entry *entries;
     Pieces ring;
-    /* positions in the two lists of units: the next expert unit and source unit to begin */
+    /* positions in the two lists of units: the next expert unit and the next source unit to
+     * begin */
     UnitWalk expert_walk, source_walk;
     /* Words of the next units, loaded early because a load takes long. expert_slot,
-     * source_slot: in lane n, the n-th slot of the unit's token. source_rank: in lane n, the
+     * source_slot: lane n has the n-th slot of the unit's token. source_rank: lane n has the
      * rank of choice n. */
     int32_t expert_slot, source_slot, source_rank;
-    /* the round has no expert units and no source units from these tokens on */
+    /* The round ends before these tokens: expert units have tokens below expert_end, and source
+     * units have tokens below source_end. */
     int32_t expert_end, source_end;
-    /* in lane p: the rank at position p of the sum order; -1: none, or this rank itself */
+    /* in lane p: the rank at position p of the sum order; -1 if there is none, or if it is this
+     * rank */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* this lane's address in the current piece of row 0 of the caller's array; add
-     * row_offset(i) for row i */
+    /* this lane's address in row 0 of the caller's array, at the current piece; for row i, add
+     * row_offset(i) */
     const uint8_t *rows;
-    /* of the unit that is being copied: its token, and index in the row of its first vector */
+    /* The unit that is being copied. token: its token. vector: index in the row of its first
+     * vector. */
     int32_t token, vector;
-    int32_t slots = 0; /* how many rows on this rank are left to copy for that unit */
-    /* partial sums left to copy: bit p is that of the rank at position p of the sum order */
+    int32_t slots = 0; /* number of rows on this rank that are left to copy for that unit */
+    /* bit mask of the partial sums that are left to copy: bit p stands for the rank at position
+     * p of the sum order */
     uint32_t positions = 0;
     /* the leaves on this rank; only with LEAVES */
     __extension__ const LeafSlots *leaf_slots[LEAVES];
-    /* How many units this warp has begun (they are in `entries`), has copied or copies now
-     * (their pieces are in the ring), and has finished. */
+    /* begun: number of units that this warp has begun (they are in `entries`). copied: number
+     * of units whose pieces have been copied, or are being copied, to the ring. used: number of
+     * finished units. */
     uint32_t begun = 0, copied = 0, used = 0;
 
     /* Prepares one round for one warp. memory: WARP_BYTES bytes of shared memory. end: the
@@ -140,9 +147,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         source_slot = t < source_end ? read_slot(c, c.job.self.rank, t, 0) : -1;
         source_rank = rank_of_choice(c, t, 0);
     }
-    /* Only with LEAVES: sorts the slots of a unit by leaves, and within a leaf by choices, and
-     * sets entry.leaves, entry.ends and entry.places. Returns the index of this lane's slot,
-     * its_slot, in the sorted order. Called by a whole warp. */
+    /* Only with LEAVES: sorts the slots of a unit by leaves; slots of the same leaf stay in the
+     * order of choices. Sets entry.leaves, entry.ends and entry.places. Returns the index of
+     * this lane's slot, its_slot, in the sorted order. Called by a whole warp. */
     __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
     {
         const LeafSlots &at = **leaf_slots;
@@ -166,9 +173,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         return place;
     }
-    /* Begins a unit: stores its data in `entry`, and starts to copy a float per slot to shared
-     * memory: its weight or, without weights, its element of slot_floats. its_slot: this lane's
-     * slot. its_positions: value of Entry.positions. Called by a whole warp. */
+    /* Begins a unit: stores its data in `entry`, and starts to copy one float per slot to
+     * shared memory. The float is the slot's weight or, if there are no weights, its element of
+     * slot_floats. its_slot: this lane's slot. its_positions: value of Entry.positions. Called
+     * by a whole warp. */
     __device__ __forceinline__ void fill_entry(Entry &entry, int32_t of_token, int role,
                                                int piece, int32_t its_slot,
                                                uint32_t its_positions)
@@ -192,8 +200,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         }
         begun++;
     }
-    /* Begins the next unit, if one is left. Prefers expert units, because peers wait for their
-     * results, until they are `lag` tokens ahead of the source units. */
+    /* Begins the next unit, if there is one. Prefers expert units until they are `lag` tokens
+     * ahead of the source units, because peers wait for the results of expert units. */
     __device__ __forceinline__ void begin_unit()
     {
         const int32_t expert_token = c.round_begin + expert_walk.step,
@@ -217,14 +225,15 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             load_source();
         }
     }
-    /* Returns where a token's partial sum from the peer at `position` arrives in staging. */
+    /* Returns the address in staging at which a token's partial sum from the peer at `position`
+     * arrives. */
     __device__ __forceinline__ uint4 *staged_partial(int32_t of_token, int position)
     {
         const int rank = c.plan.header.rank_at[position];
         return staged_row(c.op.inbox[rank], of_token - c.round_begin, c.shape.vectors);
     }
-    /* Starts to copy one more piece to the ring: of a row on this rank, or of a peer's partial
-     * sum. A unit without pieces uses one buffer of the ring, which stays empty. */
+    /* Starts to copy one more piece to the ring: a piece of a row on this rank, or of a peer's
+     * partial sum. A unit without pieces uses one buffer of the ring, which stays empty. */
     __device__ __forceinline__ void copy_next()
     {
         if (!(slots | positions) && copied != begun) {
@@ -258,7 +267,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     {
         return EXACT || u.vector + v * WARP + lane_id() < c.shape.vectors;
     }
-    /* Starts to copy one more piece, to keep the ring full, and reads the oldest one into q. */
+    /* Starts to copy one more piece, so that the ring stays full. Then reads the oldest piece
+     * of the ring into q. */
     __device__ __forceinline__ void read_piece(const Entry &u, uint4 (&q)[V])
     {
         copy_next();
@@ -270,11 +280,11 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: adds a node of the sum tree to its left sibling, or keeps it until the
-     * right one is complete. `node` is at `level`, and leaf `leaf` is below it. `left`: bit
-     * mask of the leaves that the warp has not added yet. A right child is added to its left
-     * sibling, if that is in `waiting`. A left child whose sibling has leaves in `left` moves
-     * to `waiting`, and goes_up becomes false. Bit l of has_waiting is 1 if a node of level l
+    /* Only with LEAVES: processes a node of the sum tree, which is at `level` and contains leaf
+     * `leaf`. `left`: bit mask of the leaves that the warp has not added yet. If the node is a
+     * right child and its left sibling is in `waiting`, adds the two; `node` is then the sum.
+     * If the node is a left child and its sibling has leaves in `left`, moves the node to
+     * `waiting` and sets goes_up to false. Bit l of has_waiting is 1 if a node of level l
      * waits. */
     static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
                                                         int leaf, int level, uint32_t left,
@@ -297,17 +307,17 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             for (int v = 0; v < V; v++) waiting[v] = node[v];
         }
     }
-    /* Sets sum to this rank's partial sum, rounded to type ROW: weight * row, added over the
-     * unit's slots on this rank. With LEAVES, rounds the sum of each leaf, and adds these sums
-     * in a tree. */
+    /* Sets sum to this rank's partial sum, rounded to type ROW: the sum of weight * row over
+     * the unit's slots on this rank. With LEAVES, rounds the sum of each leaf, and adds these
+     * sums in a tree. */
     __device__ __forceinline__ void add_rows_here(const Entry &u, uint4 (&sum)[V])
     {
         const int32_t count = u.num_slots;
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Nodes that wait for their right sibling: a leaf in registers, nodes of higher levels
-         * in local memory, because there are not enough registers. */
+        /* Nodes that wait for their right sibling. A waiting leaf is in registers. Nodes of
+         * higher levels are in local memory, because there are not enough registers. */
         uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
         uint32_t has_waiting = 0, leaves = 0;
         if constexpr (LEAVES) leaves = u.leaves;
@@ -361,8 +371,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         if (HOSTS && u.num_slots) post_put_partial(u, rank);
     }
     /* Only in backend `hosts`: counts a stored piece of a partial sum for another host. The
-     * call for the last piece posts one put for all, because the proxy thread needs time for
-     * each put. The unit of the first piece also posts the put of the token's floats. */
+     * call after the last missing piece posts one put for all pieces, because the proxy thread
+     * needs time for each put. The unit of the first piece also posts the put of the token's
+     * floats. */
     __device__ __forceinline__ void post_put_partial(const Entry &u, int rank)
     {
         const p2p_self &self = c.job.self;
@@ -377,9 +388,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads one piece of the partial sum of the peer at `position` into q: from the ring or, if
-     * it had not arrived when it was copied, from staging. Then stores poison to the staging
-     * for the next use. Returns false if the group has failed. */
+    /* Reads one piece of the partial sum of the peer at `position` into q. Reads it from the
+     * ring. If the piece had not arrived when it was copied to the ring, waits for it in
+     * staging. Then stores poison to the staging for the next use. Returns false if the group
+     * has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);
@@ -390,8 +402,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         poison_piece<V, EXACT>(from, u.vector, c.shape.vectors);
         return true;
     }
-    /* Sets `out` to the sum of all ranks' partial sums by ascending rank. own: that of this
-     * rank. Returns false if the group has failed. */
+    /* Sets `out` to the sum of all ranks' partial sums, in ascending order of ranks. own: the
+     * partial sum of this rank. Returns false if the group has failed. */
     __device__ __forceinline__ bool add_by_rank(const Entry &u, const uint4 (&own)[V],
                                                 uint4 (&out)[V])
     {
@@ -432,6 +444,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         else
             return n;
     }
+    /* Adds `b` to `a`, and rounds the sums to type ROW. */
     static __device__ __forceinline__ void add_vector(uint4 &a, const uint4 &b)
     {
         if constexpr (LEAVES)
@@ -439,8 +452,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         else
             PartialSum<ROW, ROW>::add_partials(&a, &b);
     }
-    /* Adds `b` to `a`, or copies it if `a` is empty, and sets has_b to false. has_a, has_b:
-     * whether `a` and `b` contain a partial sum. */
+    /* Adds `b` to `a`. If `a` is empty, copies `b` to it. Then sets has_b to false. has_a,
+     * has_b: whether `a` and `b` contain a partial sum. */
     static __device__ __forceinline__ void add_to(uint4 (&a)[V], bool &has_a,
                                                   const uint4 (&b)[V], bool &has_b)
     {
@@ -454,10 +467,10 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         has_a |= has_b;
         has_b = false;
     }
-    /* Sets `out` to the sum of all ranks' partial sums in a binary tree, whose up to eight
-     * leaves are the positions of the sum order. The output row holds the sum of positions 0 to
-     * 3 while 4 to 7 are added, because there are not enough registers. Returns false if the
-     * group has failed. */
+    /* Sets `out` to the sum of all ranks' partial sums in a binary tree. The leaves of the tree
+     * are the positions of the sum order, at most eight. There are not enough registers for the
+     * whole tree, so the output row contains the sum of positions 0 to 3 while positions 4 to 7
+     * are added. own: the partial sum of this rank. Returns false if the group has failed. */
     __device__ __forceinline__ bool add_tree(const Entry &u, const uint4 (&own)[V],
                                              uint4 (&out)[V])
     {
@@ -522,8 +535,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             c.job.choice_floats[(int64_t)u.token * c.top_k + lane_id()] = __uint_as_float(word);
         return true;
     }
-    /* Stores one piece of the result of this rank's token, the sum of all ranks' partial sums,
-     * to the output. own: that of this rank. Returns false if the group has failed. */
+    /* Stores one piece of the result of this rank's token to the output. The result is the sum
+     * of all ranks' partial sums. own: the partial sum of this rank. Returns false if the group
+     * has failed. */
     __device__ __forceinline__ bool finish_token(const Entry &u, const uint4 (&own)[V])
     {
         uint4 out[V];
@@ -534,8 +548,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             if (in_row(u, v)) store_once(row + v * WARP * 16, out[v], c.policy);
         return u.vector || !c.job.choice_floats || receive_floats(u);
     }
-    /* Begins one more unit, so that its copies start early, and finishes the oldest one. Called
-     * by a whole warp. Returns false if the group has failed. */
+    /* Begins one more unit, so that its copies start early. Then finishes the oldest unit.
+     * Called by a whole warp. Returns false if the group has failed. */
     __device__ __forceinline__ bool use_unit()
     {
         begin_unit();

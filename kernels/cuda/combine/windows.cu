@@ -6,19 +6,19 @@
  *
  *   remote CTAs   the last CTAs of the grid. They multiply rows by their weights and store them
  *                 to peers. In dispatch_backward they also send the gradients of the weights
- *   local CTAs    the others. They do the same for this rank's tokens, write zeros for tokens
- *                 without a slot, and receive the gradients of the weights
+ *   local CTAs    the other CTAs. They do the same for this rank's tokens, write zeros for
+ *                 tokens without a slot, and receive the gradients of the weights
  *
- * If there is only one CTA, it is both. The kernel moves only rows that are aligned to 16
- * bytes. */
+ * If there is only one CTA, it is both a remote CTA and a local CTA. The kernel moves only rows
+ * that are aligned to 16 bytes. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/net/windows.cuh"
 
 #define BLOCK 384
 
-/* Multiplies a row's vectors by its weight, rounded to type ROW, like a sum of only this
- * row. */
+/* Multiplies a row's vectors by its weight and rounds them to type ROW. The result is the
+ * partial sum of this row alone. */
 template <class ROW, int COUNT>
 __device__ __forceinline__ void weigh_row(uint4 (&q)[COUNT], float weight)
 {
@@ -39,9 +39,9 @@ __device__ __forceinline__ int32_t slot_of(const CombineState &c, int rank, int3
     return clamp_slot(c, __ldg(c.plan.records + record_index(c.job.self, rank, token, 1)));
 }
 
-/* Lists the rows of items [begin, end). Item p * most_tokens + t of remote CTAs is token t of
- * the p-th peer. Item t of local CTAs is token t of this rank. Remote CTAs also send the
- * gradients of the weights. Called by all threads of a CTA; there is a thread for each item. */
+/* Lists the rows of items [begin, end). For remote CTAs, item p * most_tokens + t is token t of
+ * the p-th peer. For local CTAs, item t is token t of this rank. Remote CTAs also send the
+ * gradients of the weights. Called by all threads of a CTA; each thread handles one item. */
 __device__ __forceinline__ void list_rows(const CombineState &c, const WindowState &w,
                                           RowList<BLOCK> &list, bool is_remote, int64_t begin,
                                           int64_t end)
@@ -66,7 +66,7 @@ __device__ __forceinline__ void list_rows(const CombineState &c, const WindowSta
     __syncthreads();
 }
 
-/* Copies the rows of a team. Called by all threads of its CTAs. */
+/* Copies the rows of a team. Called by all threads of the team's CTAs. */
 template <class ROW>
 static __device__ __noinline__ void copy_results(const CombineState &c, const WindowState &w,
                                                  RowList<BLOCK> &list, const CopyTeam team)
@@ -83,7 +83,7 @@ static __device__ __noinline__ void copy_results(const CombineState &c, const Wi
 }
 
 /* Zeroes the outputs of those tokens of this rank that have no slot on any rank. `warp`: index
- * of this warp among `warps`. */
+ * of this warp among `warps` warps. */
 __device__ __forceinline__ void zero_dropped(const CombineState &c, int warp, int warps)
 {
     for (int32_t first = warp * WARP; first < c.job.num_tokens; first += warps * WARP) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void zero_dropped(const CombineState &c, int warp, in
 }
 
 /* Only in dispatch_backward: receives the gradients of the weights of 32 tokens of this rank,
- * from `first` on, one per lane. Called by a whole warp. Returns false if the group has
+ * from `first` on, one token per lane. Called by a whole warp. Returns false if the group has
  * failed. */
 __device__ __forceinline__ bool receive_gradients(const CombineState &c, int32_t first)
 {
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Stride expert, source;
     __shared__ WindowState windows;
     const p2p_self &self = job.self;
-    /* The first warp reads the plan at the same time. */
+    /* Meanwhile, the first warp of this CTA reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.out_place, job.num_tokens, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
