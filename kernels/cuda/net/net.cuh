@@ -21,23 +21,25 @@
  *
  * Kernels of backend `hosts` follow two rules that p2p does not need:
  *
- *   1. In each epoch they wait for every word that peers put in this epoch. Otherwise a late
- *      word could arrive two epochs later and overwrite a newer word.
+ *   1. In each epoch (operation or round) they wait for every word that peers put in this
+ *     epoch.
+ *      If they did not, a word could arrive late, two epochs later, and overwrite a newer word.
  *   2. Each token's array of floats begins at an even index, because the net copies whole words
- *      of 8 bytes. Otherwise a put could overwrite a float of another token.
+ *      of 8 bytes. With an odd index, a put could overwrite a float of another token.
  *
  * The arrays in the outbox have two halves, for even and odd epochs. The net reads the words of
  * a put from the outbox some time after the kernel has posted the put. So before a kernel
  * writes to a half, the net must have read the words of all puts of two epochs ago, which used
- * the same half. The counter `freed` says for how many epochs this is true. */
+ * the same half. The counter `freed` is the number of epochs for which the net has done so. */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
 #include "cuda/common/wait.cuh"
 
-/* Returns how many tokens a kernel must send before it receives the first one: the larger of
- * `lag` and the net's window (EPIC_NET_WINDOW, at most num_tokens). With a large lag, the net
- * always has data to send, and the proxy thread can send adjacent rows in one put. */
+/* Returns the number of tokens that a kernel must send before it receives the first token. This
+ * is the larger of `lag` and the net's window (EPIC_NET_WINDOW, at most num_tokens). With a
+ * large lag, the net always has data to send, and the proxy thread can send adjacent rows in
+ * one put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);
@@ -45,7 +47,7 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the ring has space for entry `index`: the proxy thread has read the older
+/* Returns true if the ring has space for entry `index`: if the proxy thread has read the older
  * entry at the same position. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
@@ -53,14 +55,15 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* several threads may store; an older value only causes one more read of `taken` */
+    /* Several threads may store here. If an older value remains, it only causes one more read
+     * of `taken`. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }
 
-/* Appends an entry to the ring at `entries`, and waits while the ring is full, unless the group
- * fails. `room`: an earlier value of control->ring_room; entries below it have space. Called by
- * one thread. */
+/* Appends an entry to the ring at `entries`. If the ring is full, waits for space; if the group
+ * fails meanwhile, appends nothing. `room`: an earlier value of control->ring_room; entries
+ * with an index below it have space. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -72,9 +75,10 @@ __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
     store_relaxed(entries + index % P2P_RING_ENTRIES, entry | P2P_ENTRY_LAP(index));
 }
 
-/* Appends an entry to the ring, after a system fence: a thread that reads the entry sees all
- * stores that this thread has made or observed. Loads ring_room before the fence, so that the
- * load overlaps with the fence. Called by one thread. */
+/* Executes a system fence, and then appends an entry to the ring. Because of the fence, a
+ * thread that reads the entry sees all stores that this thread has made or observed. ring_room
+ * is loaded before the fence, so that the load overlaps with the fence. Called by one
+ * thread. */
 static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry)
 {
     uint64_t *entries = op.self->net->ring.entries;
@@ -95,7 +99,8 @@ __device__ __forceinline__ void post_put(const OpState &op, int q, const void *f
     post_entry(op, P2P_ENTRY(q, word, bytes / 8));
 }
 
-/* post_put() for bytes that the lanes of a warp have stored. Called by the whole warp. */
+/* Like post_put(), for bytes that several lanes of a warp have stored. Called by the whole
+ * warp. */
 __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const void *from,
                                               uint32_t bytes)
 {
@@ -104,9 +109,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Called by each warp that has stored a piece of a token's row for rank q. Only the call for
- * the last of the `pieces` pieces posts a put, for the whole row: `bytes` bytes at `whole`.
- * Called by a whole warp. */
+/* Called by each warp that has stored a piece of a token's row for rank q. Only the call after
+ * the last missing piece posts a put, which sends the whole row: `bytes` bytes at `whole`.
+ * `pieces`: number of pieces of the row. Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -116,17 +121,17 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     if (lane_id() != 0) return;
     uint32_t *stored =
         (uint32_t *)(op.heap + self.at.net->stored_pieces) + q * self.max_tokens + token;
-    /* This fence makes the warp's stores visible before its count. The system fence in
-     * post_put() of the last warp then covers the stores of all warps. */
+    /* This fence makes the warp's stores visible before the warp counts its piece. So the
+     * system fence in post_put() of the last warp covers the stores of all warps. */
     __threadfence();
     if (atomicAdd(stored, 1u) + 1 != (uint32_t)pieces) return;
     store_relaxed(stored, 0u);
     post_put(op, q, whole, bytes);
 }
 
-/* Sends to rank q `count` floats at `floats` that the warp has stored (weights of one token, or
- * their gradients). If count is odd, poison is appended, because the net copies words of 8
- * bytes. Called by a whole warp. */
+/* Sends `count` floats at `floats` to rank q. The floats are weights of one token, or their
+ * gradients, and the warp has stored them. If count is odd, poison (the mark of a word that has
+ * not arrived) is appended, because the net copies words of 8 bytes. Called by a whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -135,9 +140,9 @@ __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32
     post_put_warp(op, q, floats, (uint32_t)(count + 1) / 2 * 8);
 }
 
-/* Sends records (words with the slots of a token, plan/view.cuh) to rank q. Each lane with
- * has_record sends the first `words` words (at least one) of its record. Called by a whole
- * warp. */
+/* Sends records (stamped words with the slots of a token, plan/view.cuh) to rank q. Each lane
+ * for which has_record is true sends the first `words` words (at least one) of its record.
+ * Called by a whole warp. */
 __device__ __forceinline__ void
 post_put_records(const OpState &op, int q, const uint64_t *record, bool has_record, int words)
 {
@@ -146,8 +151,8 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
     if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Appends an entry that marks the end of the epoch to the ring. After that, no thread may post
- * puts of this epoch. Called by one thread of the rank. */
+/* Appends an entry to the ring that marks the end of the epoch. After this call, no thread may
+ * post puts of this epoch. Called by one thread of the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -158,9 +163,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may write to its half of the outbox: until the net has read all
- * data of the epoch two before it. Called by one thread. Returns false if the group has
- * failed. */
+/* Waits until the next epoch may write to its half of the outbox, which the epoch two before it
+ * has also used: the net must have read all data of that epoch. Called by one thread. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -174,8 +179,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` from host memory to control memory, where reads are fast, near the
- * end of an operation, so that the next one finds a recent value. Called by one warp. */
+/* Copies the counter `freed` from host memory to control memory, where reads are fast. This is
+ * done near the end of an operation, so that the next operation finds a recent value. Called by
+ * one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -185,8 +191,8 @@ __device__ __forceinline__ void refresh_freed(const OpState &op)
 
 static __device__ void report_aborted_wait(const OpState &op);
 
-/* wait_outbox_free() for a whole CTA. Called by all its threads before their first store for a
- * peer. Returns false if the group has failed. */
+/* Calls wait_outbox_free() for a whole CTA. Called by all threads of the CTA before they store
+ * anything for a peer. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_outbox(const OpState &op)
 {
     const bool ok = __syncthreads_and(threadIdx.x || wait_outbox_free(op)) != 0;
@@ -207,11 +213,11 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`; if it is from an older
- * epoch, the announcement has not arrived. Polls of an inbox in host memory are slow, so all
- * warps read a copy in control memory. If the copy is old, a warp with a permit (poll_permit())
- * reads the word in the inbox, at `from`, and updates the copy. Called by a whole warp, with a
- * different rank in each lane. */
+/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`. If the word has the
+ * stamp of an older epoch, the announcement has not arrived. Polls of an inbox in host memory
+ * are slow, so all warps read a copy in control memory. If the copy is old, a warp to which
+ * poll_permit() gives permission reads the word in the inbox, at `from`, and updates the copy.
+ * Called by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)
@@ -228,8 +234,8 @@ __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
     return word;
 }
 
-/* Returns true if all words of an announcement have arrived. A kernel must wait for all of them
- * even if it uses only the first (rule 1 at the top of this file). */
+/* Returns true if all words of an announcement have arrived. A kernel must wait for all words
+ * even if it uses only the first one (rule 1 at the top of this file). */
 __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
                                                          const uint64_t *announcement)
 {
@@ -240,7 +246,8 @@ __device__ __forceinline__ bool is_announcement_complete(const OpState &op,
     return whole;
 }
 
-/* post_put() for any number of words, in as many entries as needed. Called by one thread. */
+/* Like post_put(), for any number of words. Appends as many entries as needed. Called by one
+ * thread. */
 __device__ __forceinline__ void post_put_words(const OpState &op, int q, const uint64_t *from,
                                                int64_t words)
 {

@@ -2,12 +2,13 @@
 /* How an operation, and each of its rounds, begins and ends on the device.
  *
  * Every operation and every round has a number, the epoch. It is counted in device memory, so a
- * CUDA graph that is replayed continues the count. Epoch n on one rank:
+ * CUDA graph that is replayed continues the count. These are the steps of epoch n on one rank:
  *
- *   begin     all CTAs read the epoch and set op.epoch = n
+ *   begin     All CTAs read the epoch and set op.epoch = n.
  *   announce  The first warp of the last CTA stores the sizes, executes a system fence, and
  *             then stores {n, signature} to every rank. A peer that sees the signature also
- *             sees the poison and the zeros that the operation of epoch n - 1 has stored back.
+ *             sees the poison and the zeros that the operation of epoch n - 1 has stored back
+ *             (heap.h).
  *   work      Every data word is its own flag, so ranks need no other synchronization.
  *   finish    One warp waits for {n, signature} of every rank. If the last part of the
  *             operation reads what peers announced, the warp then executes a system fence. The
@@ -22,16 +23,17 @@
 
 #include "cuda/net/net.cuh"
 
-/* Marks in control memory that an operation of this rank is running. Returns 1 if another one
- * was already running: the caller has started two operations on streams that are not ordered.
- * Called by one thread of each CTA before it reads the epoch. Only CTA 0 sets and checks the
- * mark, because the other operation may have ended when a late CTA starts. */
+/* Marks in control memory that an operation of this rank is running. Returns 1 if another
+ * operation was already running, which means that the caller has started two operations on
+ * streams that are not ordered. Called by one thread of each CTA before it reads the epoch.
+ * Only CTA 0 sets and checks the mark: when another CTA starts late, the mark may already
+ * belong to the next operation. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;
 }
 
-/* Reports a failure of the group if mark_running() has found another operation of this rank.
+/* If mark_running() has found another running operation of this rank, makes the group fail.
  * Called by one thread of each CTA. */
 __device__ __forceinline__ void report_overlap(const OpState &op)
 {
@@ -43,13 +45,14 @@ __device__ __forceinline__ void report_overlap(const OpState &op)
                        0);
 }
 
-/* Stores the epoch of the finished operation. Called by one thread, when no CTA still reads
- * it. */
+/* Stores the epoch of the finished operation. Called by one thread, after all CTAs have read
+ * the previous epoch. */
 __device__ __forceinline__ void complete_operation(p2p_control *control, const OpState &op)
 {
     control->done = 0;
     store_relaxed(&control->epoch, op.epoch);
-    /* must be the last store: an operation that reads 0 must see the new epoch */
+    /* This must be the last store, because an operation that reads 0 must also see the new
+     * epoch. */
     store_relaxed(&control->running, 0u);
 }
 
@@ -77,8 +80,9 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     });
 }
 
-/* Only in backend `hosts`: sets op.net->host_box[q], where rows of rank q arrive in the net
- * inbox (at `offset`), and op.net->relay[q], the rank that stores them. */
+/* Only in backend `hosts`: sets two elements for rank q. op.net->host_box[q] becomes the
+ * address in the net inbox, at `offset`, where rows of rank q arrive. op.net->relay[q] becomes
+ * the rank that stores these rows into this rank's memory: q itself or a relay. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
@@ -90,8 +94,8 @@ __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op
     if (relay != self.rank) op.net->relay[q] = (uint8_t)relay;
 }
 
-/* Sets where rows of rank q arrive in this rank's staging in this epoch (op.inbox[q]), and
- * where this rank stores rows for rank q (op.outbox[q]). */
+/* Sets two addresses for rank q in this epoch: op.inbox[q], where rows of rank q arrive in this
+ * rank's staging, and op.outbox[q], where this rank stores rows for rank q. */
 __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, int q)
 {
     const int peers = self.num_ranks - 1, first = epoch_parity(op) * peers;
@@ -105,9 +109,9 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken`, which is not 0 if the group had failed before this kernel. In
- * backend `hosts` reads a copy in control memory, because the net writes the word to the net
- * inbox, where reads may be slow. */
+/* Returns the word `broken` (the failure of the group), which is not 0 if the group had failed
+ * before this kernel. In backend `hosts`, reads a copy in control memory. The net writes the
+ * word itself to the net inbox, where reads may be slow. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
     return load_relaxed(HOSTS ? &control_of(self)->net->broken
@@ -120,8 +124,8 @@ __device__ __forceinline__ uint64_t read_net_broken(const p2p_self &self)
     return load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
 }
 
-/* Begins an operation: sets all fields of `op`, and the last CTA announces the operation to all
- * ranks. Called by all threads of all CTAs. `mark`: a part of the signature, which must be
+/* Begins an operation: sets all fields of `op`. The last CTA also announces the operation to
+ * all ranks. Called by all threads of all CTAs. `mark`: a part of the signature that must be
  * equal on all ranks, such as the id of a plan. `tokens`, `capacity`, `rows`: the sizes to
  * announce (OpState). Returns false if the group has failed, or if this launch only loads the
  * kernel (EPIC_OP_NONE). */
@@ -154,8 +158,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     if (threadIdx.x < self.num_ranks) find_boxes(self, op, threadIdx.x);
     __syncthreads();
     if (HOSTS && !wait_outbox(op)) return false;
-    /* The first warp of the last CTA announces the operation: no other warp waits for this
-     * warp, and its CTA does not take part in making a plan. */
+    /* The first warp of the last CTA announces the operation, because no other warp waits for
+     * this warp, and its CTA does not take part in making a plan. */
     if (is_last_cta() && threadIdx.x < WARP) announce_operation(self, op);
     if (threadIdx.x == 0) {
         count_operation(self);
@@ -164,7 +168,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     return true;
 }
 
-/* wait_announcements_unfenced() for the ranks `first` to first + 31 */
+/* Like wait_announcements_unfenced(), but only for the ranks `first` to first + 31. */
 __device__ __forceinline__ bool
 wait_group_announcements(const p2p_self &self, const OpState &op, int first, bool are_copied)
 {
@@ -174,8 +178,8 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
         uint64_t announced = load_relaxed(from + P2P_ANNOUNCED_SIGNATURE);
-        /* The word is from this epoch or an older one: this half of the array is used again
-         * only two operations later, and no peer is so far ahead. */
+        /* The word is from this epoch or from an older one: this half of the array is used
+         * again only two operations later, and no peer can be so far ahead. */
         INVARIANT(announced == 0 || (int32_t)((uint32_t)(announced >> 32) - op.epoch) <= 0);
         if (HOSTS && is_rank && !is_announcement_complete(op, from)) announced = 0;
         return __all_sync(ALL_LANES, !is_rank || announced == stamp_word(op, op.signature)) !=
@@ -184,10 +188,11 @@ wait_group_announcements(const p2p_self &self, const OpState &op, int first, boo
 }
 
 /* Waits until every rank has announced this operation. Fails if a rank has announced another
- * one (another signature, find_failure()). There is no fence: later stores of this kernel may
- * become visible before the announcements were read. `are_copied`: a low-latency kernel has
- * copied the announcements to this rank's heap, so they are read there. Called by one warp;
- * each lane reads one announcement at a time. Returns false if the group has failed. */
+ * operation (a different signature, see find_failure()). There is no fence, so later stores of
+ * this kernel may become visible before the announcements have been read. `are_copied`: true if
+ * a low-latency kernel has copied the announcements to this rank's heap, so that they can be
+ * read there. Called by one warp; each lane reads one announcement at a time. Returns false if
+ * the group has failed. */
 __device__ __forceinline__ bool
 wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_copied = false)
 {
@@ -196,8 +201,9 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     return wait_group_announcements(
         self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
 }
-/* Waits for the announcements, then executes a system fence: later loads and stores happen
- * after the announcements were read. One fence costs less than acquire loads in the polls. */
+/* Waits for the announcements, and then executes a system fence, so that later loads and stores
+ * happen after the announcements have been read. One fence costs less than acquire loads in the
+ * polls. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);
@@ -205,15 +211,15 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* For kernels that do not keep `self` in registers. */
+/* Like the function above, for kernels that do not keep `self` in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
 }
 
 /* Waits for word `which` (P2P_ANNOUNCED_*) of the announcements of the ranks `first` to first +
- * 31. Sets `value` to the word of rank first + lane_id(), or to 0 without such a rank. Called
- * by one warp. Returns false if the group has failed. */
+ * 31. `value` becomes the value of the word of rank first + lane_id(), or 0 if there is no such
+ * rank. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, const OpState &op,
                                                         int first, int which, int32_t &value)
 {
@@ -229,7 +235,7 @@ __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, co
     return ok;
 }
 
-/* read_group_announcement() for all ranks of the group */
+/* Like read_group_announcement(), but for all ranks of the group. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, RankNumbers &values)
 {
@@ -242,16 +248,16 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* For kernels that do not keep `self` in registers. */
+/* Like the function above, for kernels that do not keep `self` in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, RankNumbers &values)
 {
     return read_announcement(*op.self, op, which, values);
 }
 
-/* Ends an operation. CTA `waiting_cta` waits until all ranks have announced it. Returns true in
- * the CTA that finishes last, which may then do final work, such as reporting errors. `read`:
- * the final work reads what peers have announced, so a fence follows the wait. Called by all
- * threads of all CTAs. */
+/* Ends an operation. CTA `waiting_cta` waits until all ranks have announced it. Returns true
+ * only in the CTA that finishes last. This CTA may then do final work, such as reporting
+ * errors. `read`: true if the final work reads what peers have announced; a fence then follows
+ * the wait. Called by all threads of all CTAs. */
 __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &op,
                                                  int waiting_cta, bool read)
 {
@@ -273,15 +279,15 @@ __device__ __forceinline__ bool finish_operation(const p2p_self &self, OpState &
     return op.last != 0;
 }
 
-/* Ends the operation of most kernels: CTA 0 waits for all announcements, and the CTA that
+/* Ends the operation of most kernels. CTA 0 waits for all announcements, and the CTA that
  * finishes last may read them. */
 static __device__ bool finish_operation(OpState &op)
 {
     return finish_operation(*op.self, op, 0, true);
 }
 
-/* Begins the next round: advances the epoch, announces it, and stores it in control->round, for
- * which the other CTAs of this rank wait. Called by one warp. */
+/* Begins the next round: advances the epoch, announces it, and stores it in control->round. The
+ * other CTAs of this rank wait for this value. Called by one warp. */
 static __device__ void begin_round(OpState &op)
 {
     if (threadIdx.x == 0) op.epoch = epoch_after(op.epoch);
@@ -294,10 +300,10 @@ static __device__ void begin_round(OpState &op)
     }
 }
 
-/* Ends a round and begins the next one. An operation has several rounds, each with its own
- * epoch, if its rows do not all fit into the staging. Called by all threads of all CTAs; the
- * CTA that calls it last does the work, and the others wait for it. Returns false if the group
- * has failed. */
+/* Ends a round and begins the next one. If the rows of an operation do not all fit into the
+ * staging, the operation has several rounds, each with its own epoch. Called by all threads of
+ * all CTAs. The CTA that calls it last does the work, and the other CTAs wait for it. Returns
+ * false if the group has failed. */
 static __device__ bool next_round(OpState &op)
 {
     __syncthreads();

@@ -18,28 +18,30 @@
  * that sends a partial sum to a relay stores it to the part of the rank's own mate on the
  * destination host.
  *
- * For each token a rank also sends a stamped word, *wants*, to the relay. The relay waits for
- * this word before it waits for the row. In dispatch, the value of *wants* is a bit mask of the
- * ranks of the destination host that need the row. In combine, it is 1 if the rank has a
- * partial sum for the token, else 0. */
+ * For each token a rank also sends a stamped word (a word that contains the epoch), *wants*, to
+ * the relay. The relay waits for this word before it waits for the row. In dispatch, the value
+ * of *wants* is a bit mask of the ranks of the destination host that need the row. In combine,
+ * it is 1 if the rank has a partial sum for the token, otherwise 0. */
 #ifndef EPIC_RELAY_CUH
 #define EPIC_RELAY_CUH
 
 #include "cuda/net/staging.cuh"
 
-/* Only for groups with relays. */
+/* Returns the number of hosts of the group. Requires a group with relays. */
 __device__ __forceinline__ int num_hosts(const p2p_self &self)
 {
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on`. */
+/* Returns the mate of rank `like` on the host of rank `on` (the rank there that has the index
+ * of `like` in its host). */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
 }
 
-/* Returns where rows of rank `by` arrive in the heap or net inbox of rank `to` at `heap`. */
+/* Returns the address at which rows of rank `by` arrive in the memory of rank `to`. `heap`:
+ * address of the heap or net inbox of rank `to`. */
 __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by)
 {
@@ -47,7 +49,8 @@ __device__ __forceinline__ uint8_t *box_address(const p2p_self &self, const OpSt
     return heap + self.at.staging + index * self.at.source_bytes;
 }
 
-/* Returns the word *wants* of rank `by` for a token in the heap of rank `to` at `heap`. */
+/* Returns the address of the word *wants* that rank `by` sends to rank `to` for a token.
+ * `heap`: address of the heap or net inbox of rank `to`. */
 __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpState &op,
                                                 uint8_t *heap, int to, int by, int32_t token)
 {
@@ -57,8 +60,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits for the word *wants* of rank `from` at `at`, and sets `wants` to its value. Called by
- * one warp. Returns false if the group has failed. */
+/* Waits for the word *wants* of rank `from`, which arrives at address `at`, and sets `wants` to
+ * its value. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -71,9 +74,9 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
     return ok;
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends a row that the ranks in
- * `ranks` need: those of this host, and this rank's mate on every other host that has one of
- * them. */
+/* Returns a bit mask of the ranks to which this rank itself sends a row. `ranks`: bit mask of
+ * all ranks that need the row. The result contains those of them that are on this host and, for
+ * each other host that has some of them, this rank's mate there. */
 __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
     RankMask mates = no_ranks();
@@ -87,9 +90,9 @@ __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMa
     return mates;
 }
 
-/* Sends the word *wants* for one token of this rank to its mate on every other host. `peers`:
- * bit mask of all ranks that need the token. Called by one warp; each lane sends to one host at
- * a time. */
+/* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
+ * `peers`: bit mask of all ranks that need the token. Called by one warp; each lane sends to
+ * one host at a time. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, const RankMask &peers)
 {
@@ -104,9 +107,10 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
     }
 }
 
-/* Returns a bit mask of the ranks to which this rank itself sends a token that the ranks in
- * `peers` need. With relays, the mate on another host receives the token for all peers there.
- * `first`: the call is for the token's first piece, so it also sends *wants* to the mates. */
+/* Returns a bit mask of the ranks to which this rank itself sends a token. `peers`: bit mask of
+ * all ranks that need the token. With relays, the mate on another host receives the token for
+ * all peers there. `first`: true if the call is for the token's first piece. In this case, also
+ * sends *wants* to the mates. */
 __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, RankMask peers)
 {
@@ -116,11 +120,11 @@ __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const Op
 }
 
 /* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
- * stores it to the staging of the ranks in `wants`, whose bit i stands for the i-th rank of
- * this host. `index`: index of the token in the round. `vectors`: 16-byte vectors per row.
- * escapes(heap, source): a function that returns the address in a heap of the escape words of
- * the piece (staging.cuh), or NULL. Called by one warp. Returns false if the group has
- * failed. */
+ * stores it to the staging of the ranks in `wants`. Bit i of `wants` stands for the i-th rank
+ * of this host. `index`: index of the token in the round. `vectors`: number of 16-byte vectors
+ * per row. escapes(heap, source) returns the address in a heap of the escape words of the piece
+ * (staging.cuh), or NULL if the piece has none. Called by one warp. Returns false if the group
+ * has failed. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,
@@ -146,8 +150,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if relays may add the partial sums of the ranks of their host: if the sums are
- * added in tree order, and the ranks of each host are one subtree. */
+/* Returns true if relays may add the partial sums of the ranks of their host. This is so if the
+ * sums are added in tree order and the ranks of each host are one subtree. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

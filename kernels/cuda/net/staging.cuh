@@ -11,8 +11,8 @@
  *
  * The sources are the other ranks. Source 0 is the next higher rank, source 1 the rank after
  * it, and so on (modulo num_ranks). Every 4-byte word is its own flag: it is poison
- * (0xffffffff) until the sender's word arrives. So no fence is needed between the words of a
- * row.
+ * (0xffffffff) until the word that the sender stores arrives. So no fence is needed between the
+ * words of a row.
  *
  * The caller's rows may contain the word 0xffffffff, too. The sender replaces such a word by
  * 0x7fff7fff, the *stand-in*. (Both words are NaN in every float type.) Each lane of the
@@ -25,18 +25,20 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/net/operation.cuh"
 
+/* the stand-in (see above) */
 #define POISON_STAND_IN 0x7fff7fffu
+/* bit that is 1 in every escape word that has been sent, so that it is not 0 */
 #define ESCAPE_SENT 0x80000000u
 
 /* Returns the address of a token's row in staging. `box`: op.inbox[] or op.outbox[] of a rank.
- * `token`: index in the round. `vectors`: 16-byte vectors per row. */
+ * `token`: index of the token in the round. `vectors`: number of 16-byte vectors per row. */
 __device__ __forceinline__ uint4 *staged_row(uint8_t *box, int32_t token, int32_t vectors)
 {
     return (uint4 *)(box + (uint64_t)(uint32_t)token * ((uint32_t)vectors * 16u));
 }
 
 /* Returns the address, in the receiver's heap at `heap`, of the escape words of one sender.
- * `source`: the sender, as the receiver numbers its sources. */
+ * `source`: index of the sender among the receiver's sources. */
 __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int source)
 {
@@ -45,7 +47,7 @@ __device__ __forceinline__ uint32_t *escapes_base(const p2p_self &self, const Op
 }
 
 /* Returns the address, in the heap at `heap`, of the floats (weights or their gradients) of one
- * sender. `source`: the sender, as the owner of the heap numbers its sources. */
+ * sender. `source`: index of the sender among the sources of the heap's owner. */
 __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int source)
 {
@@ -53,30 +55,31 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
            ((int64_t)epoch_parity(op) * (self.num_ranks - 1) + source) * self.at.choices;
 }
 
-/* Returns true if a word of the vector is poison or the stand-in. Sender and receiver decide
- * with this function whether a piece has escape words. It ignores sign bits, so that one
- * comparison tests for both words. It is also true for a few other NaNs, which does no harm:
- * their bits in the escape words are 0. */
+/* Returns true if a word of the vector is poison or the stand-in. Sender and receiver both use
+ * this function to decide whether a piece has escape words. It ignores sign bits, so that one
+ * comparison tests for both words. So it is also true for a few other NaNs. This does no harm,
+ * because the bits of these words in the escape words are 0. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
     return max(max(q.x | signs, q.y | signs), max(q.z | signs, q.w | signs)) == POISON;
 }
 
-/* Replaces a word that is poison by the stand-in, and sets bit `bit` of the mask. */
+/* If a word is poison, replaces it by the stand-in, and sets bit `bit` of the mask. */
 __device__ __forceinline__ void hide_word(uint32_t &word, uint32_t &mask, int bit)
 {
     if (word == POISON) word = POISON_STAND_IN, mask |= 1u << bit;
 }
 
+/* Reverses hide_word(). */
 __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int bit)
 {
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the words of a piece that equal poison, which the receiver would take for words that
- * have not arrived. Returns this lane's escape word, to be sent with the piece, or 0 if the
- * piece needs none. Called by a whole warp. */
+/* Replaces the words of a piece that equal poison by the stand-in, because the receiver would
+ * take them for words that have not arrived. Returns this lane's escape word, which must be
+ * sent with the piece, or 0 if the piece needs no escape words. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
     bool special = false;
@@ -95,8 +98,8 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 }
 
 /* Restores the words of a received piece that hide_poison() has replaced. If the piece has
- * escape words, at `escape`, first waits for them, and sets them to 0. Called by a whole warp.
- * Returns false if the group has failed. */
+ * escape words, at `escape`, first waits for them, and then sets them to 0 for the next use.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -131,18 +134,18 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
 }
 
 #ifndef POLL_WINDOW_BYTES
-/* A warp that waits for a piece in host memory polls it at every spin (pass of its wait loop)
- * only if it is at most this many bytes after the farthest piece that has arrived from the
- * rank. */
+/* Many warps may wait for pieces of one rank in host memory, where polls are slow. A warp polls
+ * at every spin (pass of its wait loop) only if its piece is likely to arrive next: if it is at
+ * most this many bytes after the farthest piece of this rank that has arrived. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-/* otherwise it polls once in this many spins */
+/* all other warps poll once in this many spins */
 #define SPINS_PER_FAR_POLL 32u
-/* if all rows of a rank have at most this many bytes, warps poll all pieces at every spin */
+/* if the rows of a rank have at most this many bytes together, all warps poll at every spin */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
 /* Returns true if a piece from `peer` is likely to arrive next (POLL_WINDOW_BYTES). `last`:
- * address of its last vector. Called by a whole warp. */
+ * address of the piece's last vector. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t received = load_relaxed(&control_of(op)->net->received_vectors[peer]);
@@ -152,8 +155,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
 }
 
 /* Records in control memory how far rows of rank `peer` have arrived. `last`: address of the
- * last vector of an arrived piece. If two warps overwrite each other's value, the next arrival
- * corrects it. */
+ * last vector of a piece that has arrived. Two warps may overwrite each other's value; the next
+ * arrival corrects it. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->net->received_vectors[peer];
@@ -164,8 +167,9 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
 }
 
 /* Waits for a piece that arrives in host memory, where polls are slow. Polls only its last
- * vector, at `last`: when this has arrived, most of the piece has. A thousand warps may wait at
- * the same time, so only those whose piece may_arrive_next() poll at every spin. Called by a
+ * vector, at `last`, which usually arrives last. The caller must still check the other words. A
+ * thousand warps may wait at the same time, so a warp polls at every spin only if
+ * may_arrive_next() is true. Otherwise it polls once in SPINS_PER_FAR_POLL spins. Called by a
  * whole warp. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
@@ -182,16 +186,16 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all waiting warps may poll host memory at every spin (MAX_POLLED_BYTES). Only
- * for low-latency kernels. */
+/* Returns true if all waiting warps may poll host memory at every spin (MAX_POLLED_BYTES). This
+ * is possible only in low-latency kernels. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
-/* Waits for the last vector of a piece, at `last`, if it is in host memory. Otherwise returns
- * true at once, and the caller polls the piece. Called by a whole warp. Returns false if the
- * group has failed. */
+/* If a piece is in host memory, waits for its last vector, at `last`. If it is not, returns
+ * true at once, because the caller polls the piece itself. Called by a whole warp. Returns
+ * false if the group has failed. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
@@ -200,14 +204,15 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
 /* Waits until a piece of a row has arrived in staging, and reads it into q. Called by a whole
  * warp. Returns false if the group has failed.
  *
- *   first, vectors  the piece has vectors [first, first + V * 32) of the row's `vectors`
- *                   vectors
+ *   first, vectors  the row has `vectors` vectors; the piece has vectors [first, first + V *
+ *     32)
+ *                   of them
  *   copied          true if q contains an earlier copy of the piece, from the warp's ring in
- *                   shared memory. In this copy, words that had not arrived are poison. Only
- *                   these words are polled in staging
+ *                   shared memory. In this copy, words that had not arrived are poison. The
+ *                   piece in staging is polled only if there are such words
  *
- * While nothing has arrived, each lane polls only its first vector, because polls take
- * bandwidth from rows. */
+ * While nothing has arrived, each lane polls only its first vector, because polls take memory
+ * bandwidth that rows need. */
 template <int V, bool EXACT>
 __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const uint4 *staged,
                                               int32_t first, int32_t vectors, bool copied,
@@ -217,7 +222,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        /* no copy: rows that arrive in host memory do not go through the ring */
+        /* There is no copy, because rows that arrive in host memory do not go through the
+         * ring. */
         copied = false;
     }
     staged += begin;
@@ -239,8 +245,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison to a piece in staging after the caller has read it, because a receiver polls
- * this memory again two epochs later. */
+/* Stores poison to a piece in staging. Called after the caller has read the piece, because a
+ * receiver polls this memory again two epochs later. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -252,8 +258,9 @@ __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32
             store_in_place(staged + v * WARP, poison_vector());
 }
 
-/* Stores a piece, vectors [first, first + V * 32) of the row's `vectors` vectors, to a peer's
- * staging. No word of q may be poison (hide_poison()). */
+/* Stores a piece of a row to a peer's staging. The row has `vectors` vectors; the piece has
+ * vectors [first, first + V * 32) of them. Requires that no word of q is poison
+ * (hide_poison()). */
 template <int V, bool EXACT>
 __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t vectors,
                                            const uint4 (&q)[V])
@@ -265,8 +272,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Returns the position of the n-th (from 0) 1 bit of `bits`, or 0 if there is none. n may
- * differ between lanes. */
+/* Returns the index of the n-th (from 0) 1 bit of `bits`, or 0 if there is no such bit.
+ * Different lanes may pass different n. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int index = 0;
@@ -275,7 +282,8 @@ __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
     return index;
 }
 
-/* Zeroes rows [first, end). Each of `threads` threads calls it with its own index `thread`. */
+/* Zeroes the rows [first, end). Each of `threads` threads calls it with its own index
+ * `thread`. */
 static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first, int64_t end,
                                  int64_t thread, int64_t threads)
 {
@@ -288,7 +296,7 @@ static __device__ void zero_rows(uint8_t *rows, int64_t row_bytes, int64_t first
     for (int64_t i = vectors * 16 + thread; i < bytes; i += threads) from[i] = 0;
 }
 
-/* zero_rows() for elements [first, end) of x. Does nothing if x is NULL. */
+/* Like zero_rows(), for the elements [first, end) of x. Does nothing if x is NULL. */
 static __device__ void zero_floats(float *x, int64_t first, int64_t end, int64_t thread,
                                    int64_t threads)
 {

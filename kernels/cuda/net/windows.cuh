@@ -1,29 +1,32 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How kernels store rows into windows of peers. A window is memory of a rank into which its
- * peers store rows directly, without staging (docs/internals/windows.md).
+ * peers store rows directly, without staging (docs/internals/windows.md). The *permit* of a
+ * rank is a message that allows its peers to do so.
  *
- * An operation is *direct* if all ranks run a kernel with windows, in which every row has one
- * place in the output of one rank. Then all rows are stored directly. Otherwise all rows go
- * through staging. All ranks come to the same decision, because each rank sends its permit to
- * all others or to none.
+ * An operation is *direct* if all ranks run a kernel with windows, in which every row goes to
+ * one place in the output of one rank. Then all rows are stored directly. Otherwise all rows go
+ * through staging. All ranks make the same decision, because each rank sends its permit either
+ * to all other ranks or to none.
  *
  * The memory order is shown below. n is the epoch. Rank s stores rows into the window of rank
  * d.
  *
  *   d, permit     One warp executes a system fence. So earlier kernels of d no longer read the
- *                 window. Then it sends its permit to all peers: words with the stamp n.
- *   s, open       The first warp of each CTA polls the words, executes a system fence, and a
- *                 barrier of the CTA follows. So all stores of s come after everything that d did
- *                 with its window before this call.
+ *                 window. Then it sends the permit of d to all peers: words with the stamp n.
+ *   s, open       The first warp of each CTA polls the words and executes a system fence. Then
+ *     a
+ *                 barrier of the CTA follows. So all stores of s come after everything that d
+ *                 did with its window before this call.
  *   s             The remote CTAs store rows into the window of d, in any order.
  *   s, end of     After a barrier of the CTA and a system fence, one thread increments
- *   each CTA      num_stored. The thread that counts the last remote CTA executes another system
- *                 fence and stores {n, 1} to the word `stored` of d.
+ *   each CTA      num_stored. The thread that counts the last remote CTA executes another
+ *                 system fence and stores {n, 1} to the word `stored` of d.
  *   d, end        One warp polls the words `stored` of all peers, and executes a system fence.
- *                 Fences are cumulative: d, and later kernels on its stream, see all rows.
+ *                 Fences are cumulative, so d, and later kernels on its stream, see all rows.
  *
- * A rank that runs another kernel sends no permit. A peer that has read its signature and then
- * executes a system fence finds the stamp of an older epoch in the permit.
+ * A rank that runs a kernel without windows sends no permit. A peer finds this out as follows:
+ * it reads the signature of the rank, executes a system fence, and then finds the stamp of an
+ * older epoch in the permit.
  *
  * Ranks cannot wait for each other in a circle: every kernel sends its permit and its signature
  * before it waits, and remote CTAs wait only for permits and, if the kernel makes the plan, for
@@ -36,11 +39,11 @@
 
 /* The permits of the peers. Each CTA has a copy in shared memory. */
 struct WindowState {
-    /* for each rank, the address of its output, as this rank has mapped it */
+    /* for each rank, the address of its output in this rank's address space */
     uint8_t *output[DEVICE_MAX_RANKS];
-    /* number of rows at this address that this rank may store */
+    /* for each rank, the number of rows at this address that this rank may store */
     int32_t rows[DEVICE_MAX_RANKS];
-    /* number of tokens of each rank that go through staging in any case */
+    /* for each rank, the number of its tokens that always go through staging */
     int32_t num_early_tokens[DEVICE_MAX_RANKS];
     uint32_t is_direct; /* 1: the operation is direct */
 };
@@ -53,10 +56,10 @@ __device__ __forceinline__ p2p_window_area *window_area(const p2p_self &self, ui
 
 /* -------------------------------------------------------------------------- permission ---- */
 
-/* Permits all peers to store into the output of this rank: sends them its place and number of
- * rows, and the number of tokens that this rank sends through staging in any case. Called by
- * one warp of the grid before begin_operation(), so that the fence of announce_operation()
- * orders these words before the signature. */
+/* Permits all peers to store into the output of this rank. Sends them the place of the output,
+ * its number of rows, and the number of tokens that this rank always sends through staging.
+ * Called by one warp of the grid before begin_operation(), so that the fence of
+ * announce_operation() orders these words before the signature. */
 __device__ __forceinline__ void permit_stores(const p2p_self &self, uint64_t place,
                                               int32_t rows, int32_t num_early_tokens)
 {
@@ -75,13 +78,13 @@ __device__ __forceinline__ void permit_stores(const p2p_self &self, uint64_t pla
     store_relaxed(&to->begun, stamp | (uint32_t)num_early_tokens);
 }
 
-struct Permit { /* the permit of a peer (p2p_window_words) */
+struct Permit { /* The permit of a peer (p2p_window_words in heap.h). */
     uint64_t place;
     uint32_t rows, num_early_tokens;
     bool is_valid; /* all words have arrived, and are of the same call as this rank's */
 };
 
-/* Loads the permit of rank q, without waiting. */
+/* Loads the permit of rank q. Does not wait for it. */
 __device__ __forceinline__ Permit peek_permit(const p2p_self &self, const OpState &op, int q)
 {
     const p2p_window_words *from = &window_area(self, op.heap)->announced[epoch_parity(op)][q];
@@ -94,9 +97,9 @@ __device__ __forceinline__ Permit peek_permit(const p2p_self &self, const OpStat
     return {high << 32 | (uint32_t)low, (uint32_t)rows, (uint32_t)begun, is_valid};
 }
 
-/* Lane q waits for the permit of rank q. If q runs a kernel without windows, it waits for the
- * signature of q, before which a permit would have been sent. Called by a whole warp. Returns
- * false if the group has failed. */
+/* Lane q waits for the permit of rank q. If rank q runs a kernel without windows, there is no
+ * permit, so the lane also waits for the signature of q: q would have sent a permit before it.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_permits(const p2p_self &self, const OpState &op,
                                              Permit &permit)
 {
@@ -123,9 +126,9 @@ __device__ __forceinline__ bool wait_permits(const p2p_self &self, const OpState
     return ok;
 }
 
-/* Waits for the permits of all peers, and sets *w. `table`: the windows of all ranks
- * (p2p_dispatch_job.windows). can_be_direct: false if the plan is invalid. Called by one warp.
- * Returns false if the group has failed. */
+/* Waits for the permits of all peers, and sets all fields of w. `table`: the windows of all
+ * ranks (p2p_dispatch_job.windows). can_be_direct: false if the plan is invalid. Called by one
+ * warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState &op,
                                              WindowState &w, const p2p_mapped_window *table,
                                              int64_t row_bytes, bool can_be_direct)
@@ -141,7 +144,7 @@ __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState
         load_two_words(
             (const uint64_t *)(table + number % P2P_MAX_WINDOWS * DEVICE_MAX_RANKS + q), at,
             bytes);
-        /* a damaged place must not make this rank write outside of the window */
+        /* A damaged value of `place` must not make this rank write outside of the window. */
         const bool fits = number < P2P_MAX_WINDOWS && at && offset <= (int64_t)bytes &&
                           (at + (uint64_t)offset) % 16 == 0;
         const int64_t rows = fits ? ((int64_t)bytes - offset) / row_bytes : 0;
@@ -156,8 +159,9 @@ __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState
 
 /* -------------------------------------------------------------------------- completion ---- */
 
-/* Counts this CTA among the `ctas` remote CTAs. The last one reports to all peers that this
- * rank has stored all its rows. Called by all threads of a CTA. */
+/* Counts this CTA as one of the `ctas` remote CTAs that have stored their rows. The last of
+ * them reports to all peers that this rank has stored all its rows. Called by all threads of a
+ * CTA. */
 __device__ __forceinline__ void count_stores(const p2p_self &self, const OpState &op, int ctas)
 {
     __syncthreads();
@@ -172,7 +176,7 @@ __device__ __forceinline__ void count_stores(const p2p_self &self, const OpState
 }
 
 /* Waits until all peers have stored their rows into the window of this rank. If the wait is
- * given up, finish_operation() reports it. Called by one warp of the grid. */
+ * aborted, finish_operation() reports it. Called by one warp of the grid. */
 static __device__ void wait_stores(const p2p_self &self, const OpState &op)
 {
     const int q = lane_id();
@@ -195,38 +199,38 @@ __device__ __forceinline__ void reset_window_counters(const p2p_self &self, cons
 /* ----------------------------------------------------------------------- copying rows ---- */
 
 #define PART_V 7 /* number of 16-byte vectors of a row that a lane copies at a time */
-/* largest number of CTAs that store rows to peers; measured in docs/lab/cuda.md */
+/* Maximum number of CTAs that store rows to peers. The value is measured (docs/lab/cuda.md). */
 #define MOST_REMOTE_CTAS 24
 
-/* Returns how many CTAs of a grid store rows to peers. They do nothing else, because NVLink
- * holds up a CTA that stores to peers, with all its other work. */
+/* Returns the number of CTAs of a grid that store rows to peers. These CTAs do nothing else,
+ * because stores to peers, over NVLink, delay all other work of a CTA. */
 static inline int count_remote_ctas(int num_sms)
 {
     const int remote = (num_sms * 3 + 7) / 8;
     return remote < MOST_REMOTE_CTAS ? remote : MOST_REMOTE_CTAS;
 }
 
-struct CopyTeam {   /* The CTAs that share a piece of work. */
-    bool is_remote; /* the CTAs copy rows to peers; otherwise, to outputs of this rank */
-    int cta, ctas;  /* number of this CTA in the team, and number of CTAs of the team */
+struct CopyTeam {   /* The CTAs that share some work. */
+    bool is_remote; /* true: the CTAs copy rows to peers; false: to outputs of this rank */
+    int cta, ctas;  /* index of this CTA in the team, and number of CTAs of the team */
 };
 
-struct ListedRow { /* A row to copy: row number `from` to row number `to` of a rank. */
+struct ListedRow { /* A row to copy: from row `from` of this rank to row `to` of rank `rank`. */
     int32_t from, to, rank;
 };
 
-/* The rows that a CTA must copy, in shared memory. There is at most one for each of the THREADS
- * threads of the CTA. */
+/* The rows that a CTA must copy, in shared memory. There is at most one row for each of the
+ * THREADS threads of the CTA. */
 template <int THREADS> struct RowList {
-    int32_t ranks[THREADS]; /* for the functions that make lists */
+    int32_t ranks[THREADS]; /* memory for the functions that make lists */
     ListedRow rows[THREADS];
     uint32_t count;
 };
 
-/* Calls make(begin, end) and then copies the rows of the list, until all items are done. Each
- * call is for items [begin, end), of which a list has at most `most`. All CTAs of a team get
- * about equally many items. make() is called by all threads of a CTA, and must end with a
- * barrier.
+/* Processes `items` items: calls make(begin, end), which makes a list of the rows of the items
+ * [begin, end), and then copies the rows of this list. Repeats this until the team has
+ * processed all items. A list is made of at most `most` items. All CTAs of a team get about
+ * equally many items. make() is called by all threads of a CTA, and must end with a barrier.
  *
  *   from   rows to copy
  *   own    output of this rank, if the team is not remote
@@ -270,10 +274,11 @@ copy_items(const WindowState &w, const CopyTeam &team, const RowList<THREADS> &l
     }
 }
 
-/* Calls copy(team) for the teams to which this CTA belongs, first the remote one. Remote CTAs
- * are the last `remote` ones of the grid. They report when they have stored all their rows.
- * Local CTAs are the others; a CTA that is alone is both. Returns the number of local CTAs, or
- * 0 in a CTA that is not one. Called by all threads of all CTAs. */
+/* Calls copy(team) for each team to which this CTA belongs, for the remote team first. The last
+ * `remote` CTAs of the grid are the remote team. They report when they have stored all their
+ * rows. The other CTAs are the local team. If the grid has only one CTA, it belongs to both
+ * teams. Returns the number of local CTAs, or 0 if this CTA is not local. Called by all threads
+ * of all CTAs. */
 template <class Copy>
 __device__ __forceinline__ int copy_as_teams(const p2p_self &self, const OpState &op,
                                              int remote, Copy copy)
