@@ -2,10 +2,12 @@
 """Checks that EPIC_TRACE records the plans of JAX programs, and that layers replay them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import epic
@@ -51,29 +53,33 @@ import numpy as np
 import epic.jax, test_trace
 mesh = test_trace.line_of(2)
 with epic.jax.open(mesh, "ep", name="layer", max_tokens=8, max_row_bytes=64) as group:
-    out = test_trace.layer_on(mesh, group, None)
+    out = np.asarray(test_trace.layers_on(mesh, group)(None))
 np.save(sys.argv[1], out)
 """
 
 
-def layer_on(mesh: Any, group: Any, forced: Any) -> np.ndarray:
-    """Return the outputs of two layers in a row, of 16 tokens.
+def layers_on(mesh: Any, group: Any) -> Callable[..., Any]:
+    """Return a compiled function for the outputs of two layers in a row, of 16 tokens.
 
-    forced: the ids of each layer, whose router has a bias and would choose other experts.  None: a
-        router without a bias chooses.
+    Its argument has the ids of each layer, whose router has a bias and would choose other experts.
+    None: a router without a bias chooses.
     """
     options = epic.jax.Moe.of(num_experts=8, top_k=2, hidden=8, inner=4, invariant=True)
-    out = [numbers(1, 16, 8)]
-    for i in range(2):
-        w = epic.jax.MoeWeights(
-            w_gate=numbers(2 + i, 8, 8),
-            w_gate_up=numbers(4 + i, 8, 8, 8),
-            w_down=numbers(6 + i, 8, 4, 8),
-            bias=None if forced is None else numbers(8, 8),
-        )
-        ids = None if forced is None else forced[i]
-        out.append(epic.jax.sharded.moe(mesh, group, options, out[-1], w, forced=ids).out)
-    return np.stack(jax.block_until_ready(out[1:]))
+
+    def run(forced: Any) -> Any:
+        out = [numbers(1, 16, 8)]
+        for i in range(2):
+            w = epic.jax.MoeWeights(
+                w_gate=numbers(2 + i, 8, 8),
+                w_gate_up=numbers(4 + i, 8, 8, 8),
+                w_down=numbers(6 + i, 8, 4, 8),
+                bias=None if forced is None else numbers(8, 8),
+            )
+            ids = None if forced is None else forced[i]
+            out.append(epic.jax.sharded.moe(mesh, group, options, out[-1], w, forced=ids).out)
+        return jnp.stack(out[1:])
+
+    return jax.jit(run)
 
 
 def test_a_trace_is_replayed(tmp_path: Path, opened: Any) -> None:
@@ -89,6 +95,6 @@ def test_a_trace_is_replayed(tmp_path: Path, opened: Any) -> None:
     recorded = np.load(outputs)
     for ranks in (1, 2, 4):
         mesh = line_of(ranks)
-        group = opened(mesh, name=f"of {ranks}")
-        assert np.array_equal(layer_on(mesh, group, ids), recorded), ranks
-    assert not np.array_equal(layer_on(mesh, group, ids[::-1]), recorded)
+        replay = layers_on(mesh, opened(mesh, name=f"of {ranks}"))
+        assert np.array_equal(replay(ids), recorded), ranks
+    assert not np.array_equal(replay(ids[::-1]), recorded)
