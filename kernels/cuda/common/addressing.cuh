@@ -23,33 +23,36 @@
 struct OpStateNet {
     /* the net inbox: memory of this rank into which the net copies words from other hosts */
     const uint8_t *host_inbox;
-    /* its size in bytes if it is in host memory, otherwise 0 (is_host_memory()) */
+    /* size in bytes of the net inbox if it is in host memory, otherwise 0 (is_host_memory()) */
     int64_t host_inbox_bytes;
-    /* host_box[q]: the part of the net inbox into which the rows of rank q arrive */
+    /* host_box[q]: address in the net inbox at which the rows of rank q arrive */
     uint8_t *host_box[DEVICE_MAX_RANKS];
-    /* relay[q]: the rank that stores the rows of rank q into this rank's memory: q itself or,
-     * with relays, a rank of this host */
+    /* relay[q]: the rank that stores the rows of rank q into this rank's memory. This is q
+     * itself or, with relays, a rank of this host. */
     uint8_t relay[DEVICE_MAX_RANKS];
 };
 
 struct OpState { /* State of the running operation. Each CTA has a copy in shared memory. */
     const p2p_self *self;
     uint8_t *heap;
-    /* device time in ns at which the waits of this CTA give up; a wait that succeeds postpones
-     * it */
+    /* Device time in ns at which the waits of this CTA fail. A wait that succeeds moves it to a
+     * later time. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    /* the sizes that this rank announces; rows: rows of the receive buffer, 0: there is none */
+    /* The sizes that this rank announces. rows: number of rows of the receive buffer; 0: there
+     * is none. */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
-    /* 1 if an earlier operation of this rank still ran when this one began (an error) */
+    /* 1: an earlier operation of this rank still ran when this one began, which is an error */
     uint32_t overlaps;
-    /* 0, or the wait that a thread of this CTA has given up (WAIT_ABORTED() in wait.cuh) */
+    /* 0, or the wait that a thread of this CTA has aborted (WAIT_ABORTED() in wait.cuh) */
     mutable uint32_t aborted_wait;
-    /* inbox[q]: where in this rank's staging (net/staging.cuh) the rows of rank q arrive */
+    /* inbox[q]: address in this rank's staging (net/staging.cuh) at which the rows of rank q
+     * arrive */
     uint8_t *inbox[DEVICE_MAX_RANKS];
-    /* outbox[q]: where this rank stores rows for rank q: the staging of q or, if q is on
-     * another host, memory of this rank from which the net sends them */
+    /* outbox[q]: address at which this rank stores rows for rank q. It is in the staging of q.
+     * If q is on another host, it is in memory of this rank from which the net sends the
+     * rows. */
     uint8_t *outbox[DEVICE_MAX_RANKS];
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
@@ -74,15 +77,16 @@ __device__ __forceinline__ uint32_t epoch_after(uint32_t epoch)
     return epoch == 0xffffffffu ? 2 : epoch + 1;
 }
 
-/* Returns which half of an array the running epoch uses: 0 if the epoch is even, 1 if it is
- * odd. Only for arrays whose shape in heap.h begins with [2]. */
+/* Returns the index of the half of an array that the running epoch uses: 0 if the epoch is
+ * even, 1 if it is odd. Only arrays whose shape in heap.h begins with [2] have halves. */
 __device__ __forceinline__ uint32_t epoch_parity(const OpState &op)
 {
     return op.epoch & 1;
 }
 
-/* The versions with the argument `self` are faster, because `self` is a parameter of the kernel
- * and therefore in constant memory. The others read op.self. */
+/* Some functions below have one version with the argument `self`, and one that reads op.self.
+ * The version with `self` is faster, because `self` is a parameter of the kernel and therefore
+ * in constant memory. */
 
 __device__ __forceinline__ p2p_control *control_of(const p2p_self &self)
 {
@@ -94,7 +98,8 @@ __device__ __forceinline__ p2p_control *control_of(const OpState &op)
     return (p2p_control *)(op.heap + op.self->at.control);
 }
 
-/* Returns the stamped word {epoch, value}: epoch in the high 32 bits, value in the low ones. */
+/* Returns the stamped word {epoch, value}: the epoch in the high 32 bits, the value in the low
+ * 32 bits. */
 __device__ __forceinline__ uint64_t stamp_word(const OpState &op, uint32_t value)
 {
     return (uint64_t)op.epoch << 32 | value;
@@ -106,12 +111,14 @@ __device__ __forceinline__ bool is_stamped(const OpState &op, uint64_t word)
     return (uint32_t)(word >> 32) == op.epoch;
 }
 
-/* Returns word w of the bit mask of the ranks on this rank's host, including this rank. */
+/* Returns 32-bit word w of the bit mask of the ranks on this rank's host, including this
+ * rank. */
 __device__ __host__ __forceinline__ uint32_t near_ranks(const p2p_self &self, int w = 0)
 {
     return HOSTS ? self.net->host_ranks[w] : 0xffffffffu;
 }
 
+/* Returns true if rank q is on another host. */
 __device__ __forceinline__ bool is_remote(const p2p_self &self, int q)
 {
     return HOSTS &&
@@ -125,6 +132,7 @@ static inline bool has_remote_ranks(const p2p_self &self)
     return num_near < self.num_ranks;
 }
 
+/* Removes the ranks on this rank's host from a mask. */
 __device__ __forceinline__ void remove_near_ranks(RankMask &mask, const p2p_self &self)
 {
 #if MANY_RANKS
@@ -140,8 +148,8 @@ __device__ __forceinline__ uint8_t *net_inbox(const p2p_self &self)
     return HOSTS ? self.net->inbox : NULL;
 }
 
-/* Returns the memory in which words from rank q arrive: this rank's heap if q is on this host,
- * otherwise the net inbox. Both have the same layout. */
+/* Returns the memory in which words from rank q arrive. If q is on this host, this is this
+ * rank's heap, otherwise the net inbox. Both have the same layout. */
 __device__ __forceinline__ uint8_t *inbox_base(const p2p_self &self, int q)
 {
     return is_remote(self, q) ? net_inbox(self) : self.heap[self.rank];
@@ -153,15 +161,17 @@ __device__ __forceinline__ uint8_t *inbox_base(const OpState &op, int q)
 }
 
 /* Returns the memory in which the status words of rank q (waits, broken, gone) arrive. In the
- * backend `hosts` the net delivers them, even from ranks on this host. */
+ * backend `hosts` this is the net inbox even if q is on this host, because the net delivers
+ * them. */
 __device__ __forceinline__ uint8_t *status_base(const OpState &op, int q)
 {
     return HOSTS && q != op.self->rank ? net_inbox(*op.self) : op.heap;
 }
 
-/* Returns where the calling CTA polls the words of rank q, as a distance from this rank's heap
- * in 8-byte words. It is 0, except in CTA 0 of the backend `hosts` if q is on another host:
- * that CTA polls the net inbox and copies the words to the heap (cache_counts()). */
+/* Returns the distance in 8-byte words from this rank's heap to the memory in which the calling
+ * CTA polls the words of rank q. It is 0, except in CTA 0 of the backend `hosts` if q is on
+ * another host. That CTA polls the net inbox and copies the words to the heap
+ * (cache_counts()). */
 __device__ __forceinline__ int64_t inbox_word_offset(const OpState &op, int q)
 {
     return HOSTS && blockIdx.x == 0 ? (inbox_base(op, q) - op.heap) / 8 : 0;
@@ -174,8 +184,9 @@ __device__ __host__ __forceinline__ int ranks_per_host(const p2p_self &self)
     return HOSTS ? self.net->ranks_per_host : 0;
 }
 
-/* Returns the memory in which the rows of rank q arrive: with relays always this rank's heap,
- * because a rank of this host forwards the rows of other hosts. */
+/* Returns the memory in which the rows of rank q arrive. With relays, this is always this
+ * rank's heap in the operations dispatch and combine_backward, because a rank of this host
+ * forwards the rows of other hosts. */
 __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
 {
     const bool relayed =
@@ -184,8 +195,8 @@ __device__ __forceinline__ uint8_t *row_inbox_base(const p2p_self &self, int q)
     return inbox_base(self, q);
 }
 
-/* Returns the culprit if a wait for rows of rank q fails: q, or the relay that forwards
- * them. */
+/* Returns the rank to report as the culprit if a wait for rows of rank q fails: q, or the relay
+ * that forwards the rows of q. */
 __device__ __forceinline__ int relay_of(const OpState &op, int q)
 {
     return HOSTS ? op.net->relay[q] : q;
@@ -200,7 +211,7 @@ __device__ __forceinline__ bool is_host_memory(const OpState &op, const void *at
     return offset < (uint64_t)op.net->host_inbox_bytes;
 }
 
-/* Stores in `op` what is_host_memory() needs. Called by one thread of a CTA. */
+/* Sets the fields of `op` that is_host_memory() needs. Called by one thread of a CTA. */
 __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &op)
 {
     if (!HOSTS) return;
@@ -208,6 +219,7 @@ __device__ __forceinline__ void find_host_inbox(const p2p_self &self, OpState &o
     op.net->host_inbox_bytes = self.net->host_inbox_bytes;
 }
 
+/* Returns the address in `heap` of the announcement of `rank`. */
 __device__ __forceinline__ uint64_t *announcement_words(const p2p_self &self, const OpState &op,
                                                         uint8_t *heap, int rank)
 {
@@ -222,25 +234,27 @@ __device__ __forceinline__ uint64_t *announcement_words(const OpState &op, uint8
 }
 
 /* Arrays in a heap have one part for each rank that writes. Returns the index of the part that
- * rank `by` writes in the heap of rank `to`: in `p2p`, `by`. In the backend `hosts`, a word has
- * the same offset in the writer's outbox as at its destination, and all destinations share the
- * outbox. So that words for different destinations do not overwrite each other there, the index
- * is (by - to - 1) modulo num_ranks. */
+ * rank `by` writes in the heap of rank `to`. In `p2p`, this is `by`. In the backend `hosts`, it
+ * is (by - to - 1) modulo num_ranks. The reason is that a word has the same offset in the
+ * writer's outbox as at its destination, and all destinations share this outbox. With this
+ * index, words for different destinations do not overwrite each other in the outbox. */
 __device__ __forceinline__ int source_number(const p2p_self &self, int to, int by)
 {
     return HOSTS ? wrap_rank(by + self.num_ranks - to - 1, self.num_ranks) : by;
 }
 
 /* Returns the distance in 8-byte words from part self.rank of the array `records` to the part
- * that this rank must write in the heap of q (source_number()). So callers compute an address
- * once for all ranks q. It is 0 in p2p. */
+ * that this rank must write in the heap of q (source_number()). It is 0 in p2p. With it,
+ * callers compute the address of the part self.rank only once, and add the distance for each
+ * q. */
 __device__ __forceinline__ int64_t record_word_offset(const p2p_self &self, int q)
 {
     return (source_number(self, q, self.rank) - self.rank) * self.at.choices;
 }
 
-/* Returns how many floats the array `floats` has for each token: top_k, rounded up to an even
- * number in the backend `hosts`, because the net copies words of 8 bytes. */
+/* Returns the number of floats that the array `floats` has for each token. This is top_k. In
+ * the backend `hosts`, it is rounded up to an even number, because the net copies words of 8
+ * bytes. */
 __device__ __forceinline__ int float_stride(int top_k)
 {
     return HOSTS ? (top_k + 1) & ~1 : top_k;
@@ -252,14 +266,16 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns how many tokens this rank sends before it waits for one (EPIC_NET_WINDOW), or 0. */
+/* Returns the number of tokens that this rank sends before it waits for a token
+ * (EPIC_NET_WINDOW), or 0 if there is no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {
     return HOSTS ? self.net->window_tokens : 0;
 }
 
-/* Returns in how many roles (kinds of work, common/rows.cuh) warps forward rows from other
- * hosts: one for every other host with relays, otherwise none. */
+/* Returns the number of roles (kinds of work, common/rows.cuh) in which warps forward rows from
+ * other hosts. With relays, there is one such role for every other host; without relays, there
+ * is none. */
 __host__ __device__ __forceinline__ int num_forward_roles(const p2p_self &self)
 {
     return ranks_per_host(self) ? self.num_ranks / ranks_per_host(self) - 1 : 0;

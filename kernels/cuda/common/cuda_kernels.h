@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The arguments ("jobs") of the CUDA kernels, and the functions that launch the kernels. Plain
- * C. docs/reference/glossary.md explains words such as slot, slab and FLAT.
+ * C. docs/reference/glossary.md explains words such as choice, slot, slab and FLAT.
  *
  * A launcher enqueues one kernel on the stream and returns. CUDA copies the job as the kernel's
  * parameter. A rank runs one operation at a time. The CTAs of a kernel wait for each other and
@@ -19,8 +19,8 @@
 extern "C" {
 #endif
 
-/* Kinds of errors in the data of an operation (class (b) of epic.h). Each comment ends with the
- * values in p2p_notice.about. */
+/* Kinds of errors in the data of an operation (class (b) of epic.h). The comment of each kind
+ * ends with the values that p2p_notice.about contains. */
 typedef enum p2p_fault {
     /* an id is not an expert of the layer; about: token, k, id, num_experts */
     P2P_FAULT_EXPERT = 0,
@@ -66,12 +66,12 @@ typedef struct p2p_notice {
     int64_t about[4]; /* values that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* notices that the host may leave unread; further errors are not reported */
+/* maximum number of notices that the host has not read; further errors are not reported */
 #define P2P_NOTICES 8
 
 /* Host memory through which a rank's kernels and its process communicate. Kernels report
- * failures and data errors. The host reports dead processes, and counts beats (P2P_AWAKE) to
- * show that it runs. */
+ * failures and data errors. The host reports dead processes, and regularly increments a counter
+ * of beats (P2P_AWAKE) to show that it runs. */
 typedef struct p2p_status {
     /* enum epic_result: why the group has failed, or EPIC_OK; a kernel writes it last */
     uint32_t result;
@@ -79,26 +79,28 @@ typedef struct p2p_status {
     uint32_t epoch;
     uint32_t phase;    /* what the reporter waited for: an enum p2p_phase */
     uint32_t reporter; /* rank that found the failure */
-    /* the ranks at fault: a bit mask or, with many ranks, up to three ranks (pack_ranks()) */
+    /* the ranks at fault: a bit mask or, with MANY_RANKS, up to three ranks (pack_ranks()) */
     uint32_t culprits;
-    /* if ranks called different operations: the signatures of the reporter and of a peer */
+    /* if ranks called different operations: the signatures (hashes of arguments) of the
+     * reporter and of one peer with another signature */
     uint32_t own_signature, peer_signature;
     /* written by the host: bit mask of the ranks whose processes have died */
     uint32_t dead[DEVICE_RANK_WORDS];
     uint32_t deadline_ms; /* time limit of the operation that failed */
-    /* A P2P_AWAKE() that a host thread updates regularly, so that kernels know that the process
-     * is not suspended. 0: there is no such thread. */
+    /* A value of P2P_AWAKE() that a host thread updates regularly. It shows kernels that the
+     * process is not suspended. 0: there is no such thread. */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
-    /* Copies of p2p_waits for the process, which shows them to epic-info. A kernel that adds to a
-     * waiting time also stores the sum here, and the number of operations of this kind. */
+    /* Copies of fields of p2p_waits for the process, which shows them to epic-info. A kernel
+     * that adds to a waiting time also stores the new sum here, together with the number of
+     * operations of this kind. */
     uint64_t num_operations[P2P_OPERATIONS];
     p2p_wait_time waits[P2P_OPERATIONS][DEVICE_MAX_RANKS];
 } p2p_status;
 
-/* Packs two counts into one word: how often a host thread has run (beats), and how often it
- * found that the process had been suspended (stops). Because they are in one word, a kernel
- * that sees a new beat also sees all stops before that beat. */
+/* Packs two counts into one word: the number of times that a host thread has run (beats), and
+ * the number of times that it found that the process had been suspended (stops). They are in
+ * one word so that a kernel that sees a new beat also sees all stops before this beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
 /* Maximum number of consecutive times that the deadlines of a rank's waits are postponed
  * because the process was suspended. A wait that succeeds sets the count to 0. */
@@ -109,14 +111,15 @@ typedef enum p2p_phase {
     P2P_PHASE_NONE = 0,
     P2P_PHASE_ARRIVE = 1, /* the announcement of a peer */
     P2P_PHASE_COUNTS = 2, /* a peer's counts of choices */
-    /* ^the list of a token's slots, which the token's rank sends */
+    /* the record of a token (the list of its slots on this rank), which the token's rank
+     * sends */
     P2P_PHASE_RECORD = 3,
     P2P_PHASE_ROW = 4,   /* a row */
     P2P_PHASE_FLOAT = 5, /* a weight or its gradient */
     P2P_PHASE_GRID = 6,  /* other CTAs of the same rank */
-    /* not a wait: ranks passed different tables rank_of_expert */
+    /* Not a wait: ranks passed different tables rank_of_expert or logical_of_expert. */
     P2P_PHASE_TABLE = 7,
-    /* not a wait: two operations of this rank ran at once */
+    /* not a wait: two operations of this rank ran at the same time */
     P2P_PHASE_OVERLAP = 8
 } p2p_phase;
 
@@ -128,11 +131,12 @@ typedef enum p2p_phase {
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
  * words of 8 bytes, from word `word` on, from this rank's outbox to the same offset in the
- * inbox of rank `peer`. The highest 8 bits of an entry are the lap (1 to 255): 1 plus how often
- * kernels have filled the whole ring before, modulo 255. A reader that expects lap n ignores
- * entries of an older lap. */
+ * inbox of rank `peer`. Bits 0 to 32: `word`. Then P2P_ENTRY_WORDS_BITS bits: `words`. Then up
+ * to bit 55: `peer`. Bits 56 to 63: the lap (1 to 255), which is 1 plus the number of times
+ * that kernels have filled the whole ring before, modulo 255. A reader that expects lap n
+ * ignores entries of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
-/* bits of `words`; with many ranks, `peer` needs more bits, so `words` gets fewer */
+/* number of bits of `words`; with MANY_RANKS, `peer` needs more bits, so `words` has fewer */
 #define P2P_ENTRY_WORDS_BITS (MANY_RANKS ? 13 : 18)
 #define P2P_ENTRY(peer, word, words)                                             \
     ((uint64_t)(peer) << (33 + P2P_ENTRY_WORDS_BITS) | (uint64_t)(words) << 33 | \
@@ -153,17 +157,17 @@ typedef struct p2p_ring {
 } p2p_ring;
 
 typedef struct p2p_ring_words {
-    /* how many entries the proxy thread has read; written by the proxy thread */
+    /* number of entries that the proxy thread has read; written by the proxy thread */
     uint64_t taken;
-    /* for how many operations the net has read all data from the outbox, so that their half may
-     * be overwritten; written by the proxy thread */
+    /* number of operations for which the net has read all data from the outbox, so that their
+     * half of it may be overwritten; written by the proxy thread */
     uint64_t freed;
-    /* the word `waits` of this rank (heap.h): kernels write it, the proxy thread sends it to
-     * all */
+    /* the word `waits` of this rank (heap.h): kernels write it, and the proxy thread sends it
+     * to all ranks */
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits for the count of choices in words that also contain a rank and a flag. They
+/* Number of bits for the number of choices in words that also contain a rank and a flag. It
  * must suffice for all choices of one rank. */
 #define P2P_COUNT_BITS (MANY_RANKS ? 23 : 26)
 
@@ -176,7 +180,7 @@ typedef struct p2p_net {
     int64_t host_inbox_bytes;
     /* bit mask of the ranks on this host, including this rank */
     uint32_t host_ranks[DEVICE_RANK_WORDS];
-    /* number of ranks per host if rows go through relays (net/relay.cuh), else 0 */
+    /* number of ranks per host if rows go through relays (net/relay.cuh), otherwise 0 */
     int32_t ranks_per_host;
     /* this rank sends at least this many tokens before it waits for a token; 0: no minimum */
     int32_t window_tokens;
@@ -184,7 +188,8 @@ typedef struct p2p_net {
 
 /* The first field of every job: describes the rank and its group. */
 typedef struct p2p_self {
-    /* address of rank q's heap or, if q is on another host, of this rank's outbox */
+    /* heap[q]: address of rank q's heap; if q is on another host, address of this rank's
+     * outbox */
     uint8_t *heap[DEVICE_MAX_RANKS];
     p2p_heap at;        /* layout of every heap */
     p2p_status *status; /* device address; the status is in host memory */
@@ -195,49 +200,58 @@ typedef struct p2p_self {
     uint32_t operation; /* enum epic_operation */
     /* a hash of the arguments of the call that must be equal on all ranks */
     uint32_t signature;
-    /* if element 0 is not 0, only plans for a layer with one of these hashes are accepted */
+    /* if layer_hashes[0] is not 0: only plans of a layer with one of these two hashes are
+     * accepted */
     uint32_t layer_hashes[2];
     __extension__ p2p_net net[HOSTS]; /* backend `hosts` only (hosts.h) */
 } p2p_self;
 
-/* Arguments of the operation plan, which finds a slot for every choice. */
+/* Arguments of the operation plan, which finds a slot for every choice. A *choice* is a token
+ * and one of its top_k experts. */
 typedef struct p2p_plan_job {
     p2p_self self;
     epic_layer layer;      /* with all defaults filled in */
     device_plan_layout at; /* offsets of the arrays in the plans of this layer */
-    uint8_t *plan;         /* output of the operation plan; input if `planners` is 0 */
-    const void *topk_idx;  /* [num_tokens, top_k]: expert of each choice; negative: no expert */
+    /* output of the operation plan; an existing plan (input) if `planners` is 0 */
+    uint8_t *plan;
+    /* [num_tokens, top_k]: expert id of each choice; negative: no expert */
+    const void *topk_idx;
     /* [num_experts]: rank of each expert; NULL: rank r owns [r * block, (r + 1) * block) */
     const int32_t *rank_of_expert;
     /* [num_experts]: logical expert of each expert; used only if layer.num_logical is not 0 */
     const int32_t *logical_of_expert;
     /* outputs with the shapes of epic_plan_args (epic.h); NULL: not needed */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
-    /* in device memory: how many slots the rank may use (below 1 counts as 1); NULL: no
-     * limit */
+    /* In device memory: the maximum number of slots that this rank may use (values below 1
+     * count as 1). NULL: no limit. */
     const int32_t *capacity_limit;
     int32_t num_tokens;
-    /* slots of the receive buffer; 0: no limit; see read_capacity() (plan/view.cuh) */
+    /* number of slots of the receive buffer; 0: no limit; see read_capacity()
+     * (plan/view.cuh) */
     int32_t capacity;
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* how many of the first CTAs of the grid make the plan; 0: the plan exists */
+    /* number of CTAs, the first ones of the grid, that make the plan; 0: the plan exists
+     * already */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
-    /* the low-latency planner is used up to this many tokens per rank */
+    /* maximum number of tokens per rank with which the low-latency planner is used */
     int32_t max_lowlat_tokens;
-    int32_t by_k; /* 1: the layer drops choices by EPIC_BY_K (plan/keep_by_k.cuh) */
-    /* 1: topk_idx has logical experts, for which plan/resolve.cuh chooses replicas */
+    /* 1: if choices must be dropped, those with the highest k are dropped first
+     * (plan/keep_by_k.cuh) */
+    int32_t by_k;
+    /* 1: topk_idx contains ids of logical experts, and plan/resolve.cuh chooses their
+     * replicas */
     int32_t resolves;
 } p2p_plan_job;
 
-/* Maximum of num_experts * top_k of a layer with EPIC_BY_K, because the planner has one counter
- * for each pair (expert, k). */
+/* Maximum of num_experts * top_k of a layer with EPIC_BY_K. The planner has one counter for
+ * each pair (expert, k), so this number is limited. */
 #define P2P_BY_K_TALLIES DEVICE_MAX_EXPERTS
 
 /* Returns 1 if lowlat/plan.cuh can make plans of this layer for up to `most` tokens per rank.
- * `alone`: the kernel only makes a plan; otherwise it also sends rows. Equal on all ranks,
- * because the result depends only on the arguments. */
+ * `alone`: 1 if the kernel only makes a plan, 0 if it also sends rows. The result is equal on
+ * all ranks, because it depends only on the arguments. */
 static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_layer *layer,
                                       int alone)
 {
@@ -251,8 +265,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            layer->sum_order == EPIC_BY_RANK && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
-/* Returns for how many tokens per rank lowlat/plan.cuh can make plans of this layer: the first
- * one of `most`, 512, 256 and 128 that is possible, or 0. */
+/* Returns the maximum number of tokens per rank for which lowlat/plan.cuh makes plans of this
+ * layer. This is the first of `most`, 512, 256 and 128 that is possible, or 0. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer, int alone)
 {
@@ -262,7 +276,7 @@ static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
 }
 
 /* Arguments of the operation dispatch, which moves rows of tokens to the slots of their
- * experts. If plan.planners > 0, the same kernel also makes the plan. */
+ * experts. If plan.planners is above 0, the same kernel also makes the plan. */
 typedef struct p2p_dispatch_job {
     p2p_plan_job plan;
     int64_t plan_bytes;
@@ -270,32 +284,35 @@ typedef struct p2p_dispatch_job {
     uint8_t *recv;         /* output [recv_rows, row_bytes]: the receive buffer */
     /* [num_tokens, top_k]: weights of the choices; NULL: no weights are sent */
     const float *weights;
-    /* output [recv_rows]: weight of each slot. FLAT: [recv_rows, top_k], weights of each row */
+    /* output [recv_rows]: weight of each slot. FLAT: [recv_rows, top_k]: weights of the choices
+     * of each row */
     float *slot_weights;
-    int32_t *recv_expert; /* FLAT only: output [recv_rows, top_k], local experts of each row */
+    int32_t *recv_expert; /* FLAT only: output [recv_rows, top_k]: local experts of each row */
     int64_t row_bytes;
     int32_t num_tokens, recv_rows; /* recv_rows: number of rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* 1: the kernel for FLAT plans must be used. The other kernels can move rows with a FLAT
-     * plan, but cannot make the plan, move weights or write recv_expert. */
+    /* 1: the kernel for FLAT plans must be used. The other kernels can move rows with an
+     * existing FLAT plan, but they cannot make the plan, move weights or write recv_expert. */
     int32_t flat;
-    /* zero_tail: 1: zero the slots after the last slab. leave_padding: 1: do not zero padding
-     * slots. */
+    /* zero_tail: 1: the slots after the last slab are zeroed. leave_padding: 1: padding slots
+     * (the slots without a token at the end of each slab) are not zeroed. */
     int32_t zero_tail, leave_padding;
     int32_t top_k;
-    /* While the planner CTAs make the plan, other CTAs send tokens [0, num_early_tokens). */
+    /* Tokens [0, num_early_tokens) are sent by other CTAs while the planner CTAs make the
+     * plan. */
     int32_t num_early_tokens;
-    /* low-latency kernels only: CTAs that only send rows; set by the launcher */
+    /* low-latency kernels only: number of CTAs that only send rows; set by the launcher */
     int32_t num_send_only_ctas;
-    /* In one step a warp sends one token and receives one. If receiving is more than `lag`
-     * tokens behind, one of every 2^catch_up steps receives two (dispatch/dispatch.cuh). Set by
-     * the launcher; not for low-latency kernels. */
+    /* In one step a warp sends one token and receives one token. If receiving is more than
+     * `lag` tokens behind sending, one of every 2^catch_up steps receives two tokens
+     * (dispatch/dispatch.cuh). Set by the launcher; not used by low-latency kernels. */
     int32_t catch_up;
-    /* Set by the launcher (common/rows.cuh, which also defines piece and unit). */
-    int32_t lag;         /* how many tokens receiving stays behind sending */
+    /* The next three fields are set by the launcher (common/rows.cuh, which also explains piece
+     * and unit). */
+    int32_t lag;         /* number of tokens by which receiving stays behind sending */
     int32_t span;        /* number of pieces of a row that a unit moves */
     int32_t total_warps; /* number of warps of all CTAs that move rows */
-    /* From here to scales_in_words, except token_bytes: only for packed rows, which are rows
+    /* The next fields up to scales_in_words, except token_bytes, are only for packed rows: rows
      * together with their scales (dispatch/packed.cuh). scale_bytes is 0 if rows have no
      * scales. */
     /* [num_tokens, scale_bytes]: the caller's scales; NULL if dispatch quantizes rows */
@@ -304,37 +321,39 @@ typedef struct p2p_dispatch_job {
     int64_t scale_bytes;
     /* size in bytes of a row of `tokens`; equal to row_bytes unless dispatch quantizes */
     int64_t token_bytes;
-    /* epic_type of the elements of `tokens`; how dispatch quantizes them (epic_quantize, 0:
-     * not) */
+    /* type: epic_type of the elements of `tokens`. quantize: how dispatch quantizes them
+     * (epic_quantize); 0: it does not. */
     uint32_t type, quantize;
     /* scales_aligned: 1 if the scales of every row begin at a multiple of 16 bytes, and
-     * scale_bytes is a multiple of 16. scales_in_words: the same for recv_scales, with
-     * multiples of 4. */
+     * scale_bytes is a multiple of 16. scales_in_words: 1 if the same is true for recv_scales
+     * with multiples of 4. */
     int32_t scales_aligned, scales_in_words;
-    /* only for bulk stores (dispatch/bulk.cuh); the launcher sets the last two */
+    /* The next three fields are only for bulk stores (dispatch/bulk.cuh). The launcher sets
+     * `warps` and num_buffers. */
     int32_t bulk;  /* 1: the GPU supports bulk stores */
     int32_t warps; /* number of warps of a CTA that move rows */
-    /* packed rows that fit in the shared memory of each warp */
+    /* number of packed rows that fit in the shared memory of each warp */
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
      * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL if `recv` is
-     * not in a window, or the call cannot use windows. recv_place: window and offset of `recv`
-     * (p2p_window_words.place). */
+     * not in a window, or if the call cannot use windows. recv_place: the place of `recv`,
+     * which is a window and an offset in it (p2p_window_words.place). */
     const p2p_mapped_window *windows;
     uint64_t recv_place;
     int32_t num_remote_ctas; /* number of CTAs that store rows to peers; set by the launcher */
     int32_t pad;
 } p2p_dispatch_job;
 
-/* Returns the size in bytes of a packed row: row and scales, each rounded up to 16 bytes. */
+/* Returns the size in bytes of a packed row: the sizes of the row and of its scales, each
+ * rounded up to a multiple of 16. */
 static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 {
     return device_round_up(row_bytes, 16) + device_round_up(scale_bytes, 16);
 }
 
 /* Arguments of the operations combine and dispatch_backward. A rank adds the rows of a token's
- * slots on this rank to a partial sum. The token's home rank adds the partial sums of all
- * ranks. */
+ * slots on this rank; the result is a partial sum. The token's home rank adds the partial sums
+ * of all ranks. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
@@ -342,25 +361,28 @@ typedef struct p2p_combine_job {
     const uint8_t *rows;       /* [num_rows, row_bytes]: one row per slot */
     uint8_t *out;              /* output [num_tokens, row_bytes]: the sums */
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
-    /* Only in dispatch_backward, else NULL: the gradient of each slot's weight, a float that is
-     * sent back to the home rank of the slot's token. */
+    /* Only in dispatch_backward, otherwise NULL: the gradient of each slot's weight. It is a
+     * float that is sent back to the home rank of the slot's token. */
     const float *slot_floats;
-    /* output [num_tokens, top_k]: for each choice, the float that its slot has sent back */
+    /* output [num_tokens, top_k]: for each choice, the float that the rank of its slot has sent
+     * back */
     float *choice_floats;
     int64_t row_bytes;
     int32_t num_tokens, num_rows;
     uint32_t type;   /* epic_type of the elements of `rows` and `out` */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    int32_t lag;     /* how many tokens the adding of partial sums stays behind their sending */
+    /* number of tokens by which the adding of partial sums stays behind their sending */
+    int32_t lag;
     /* tree: 1 if the layer's sum order is EPIC_TREE. flat: 1 if the layout is FLAT. */
     int32_t top_k, tree, flat;
     /* offsets in bytes of the arrays rank_of and records in the plan */
     int64_t rank_of_at, records_at;
-    /* leaves (blocks of experts) of the sum tree on each rank; 0: no kernel for leaves */
+    /* number of leaves (blocks of experts) of the sum tree on each rank; 0: the kernel for
+     * leaves is not used */
     int32_t leaves;
     /* Only for the kernel that stores into windows (combine/windows.cu): num_remote_ctas and
-     * windows are as in p2p_dispatch_job. out_place: window and offset of `out`
-     * (p2p_window_words.place). */
+     * windows are as in p2p_dispatch_job. out_place: the place of `out`, which is a window and
+     * an offset in it (p2p_window_words.place). */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t out_place;
@@ -368,8 +390,8 @@ typedef struct p2p_combine_job {
 
 #define P2P_STREAM_LEAVES 8 /* maximum of p2p_combine_job.leaves; a power of two */
 
-/* Arguments of the operation combine_backward, which computes d_rows (weight * d_out of the
- * slot's token) and d_slot_weights. */
+/* Arguments of the operation combine_backward. It computes d_rows (weight of the slot * d_out
+ * of the slot's token) and d_slot_weights. */
 typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
@@ -377,28 +399,34 @@ typedef struct p2p_combine_backward_job {
     const uint8_t *d_out; /* [num_tokens, row_bytes]: gradient of combine's output */
     /* [num_rows, row_bytes]: the rows that combine added; NULL if d_slot_weights is NULL */
     const uint8_t *rows;
-    /* output [num_rows, row_bytes or, if quantized, quantized_bytes]: gradient of `rows` */
+    /* output [num_rows, row_bytes]: the gradient of `rows`; if it is quantized: [num_rows,
+     * quantized_bytes] */
     uint8_t *d_rows;
     const float *slot_weights; /* [num_rows]: weight of each slot; NULL: all weights are 1 */
     float *d_slot_weights;     /* output [num_rows]: gradient of slot_weights, or NULL */
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
-    /* as in p2p_dispatch_job; if d_rows is quantized, `aligned` is about the other arrays */
+    /* as in p2p_dispatch_job; if d_rows is quantized, `aligned` describes only the other
+     * arrays */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, total_warps;
-    /* only for quantized d_rows, as are the next fields; output [num_rows, scale_bytes] */
+    /* output [num_rows, scale_bytes]; this field and the next ones are only for quantized
+     * d_rows */
     uint8_t *d_rows_scales;
-    /* size in bytes of a row of d_rows_scales, and of d_rows */
+    /* size in bytes of a row of d_rows_scales, and of a row of d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
-    /* 1: rows of d_rows are aligned, so that a lane stores its elements of a vector at once */
+    /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector at
+     * once */
     int32_t quantized_whole;
-    /* 1: the scales of a row begin at a multiple of 4 bytes, and have a multiple of 4 bytes */
+    /* 1: the scales of each row begin at a multiple of 4 bytes, and their size is a multiple of
+     * 4 */
     int32_t scales_in_words;
     /* Only for combine/backward_windows.cu, which stores into windows: num_remote_ctas and
-     * windows are as in p2p_dispatch_job. d_rows_place: window and offset of `d_rows`. */
+     * windows are as in p2p_dispatch_job. d_rows_place: the place of `d_rows`, which is a
+     * window and an offset in it. */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t d_rows_place;
@@ -413,20 +441,22 @@ typedef struct p2p_sum_job {
     uint32_t pad;
 } p2p_sum_job;
 
-/* Arguments of the operation sum_replicas, which adds the replicas of each logical expert. */
+/* Arguments of the operation sum_replicas, which adds the data of all replicas of each logical
+ * expert. */
 typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    /* [num_rows, count]: the floats of this rank's experts; each sum replaces its addends */
+    /* [num_rows, count]: the floats of this rank's experts; in each replica, the sum replaces
+     * them */
     float *data;
     int64_t count; /* number of floats in `data` per expert of this rank */
     int32_t num_rows;
     uint32_t pad;
 } p2p_sum_replicas_job;
 
-/* Each launcher enqueues the kernel of one operation on `stream`, with at most num_sms CTAs,
- * and returns the error of the launch. */
+/* Each launcher enqueues the kernel of one operation on `stream`, with at most num_sms CTAs. It
+ * returns the error of the launch. */
 cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
@@ -460,8 +490,9 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads the kernels of one operation on the current device. Called when a context
- * opens, because CUDA may wait until the device is idle when it loads a kernel. */
+/* Each function loads the kernels of one operation on the current device. They are called when
+ * a context is opened: if CUDA loaded a kernel later, it might wait until the device is
+ * idle. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

@@ -14,7 +14,8 @@
  * Arrays whose shape begins with [2] have one half for even epochs and one half for odd epochs.
  * The index in a dimension [num_ranks] or [MAX_RANKS] is the rank that writes the part. A
  * dimension [num_ranks - 1] is similar, but has no part for the rank that owns the heap. Peers
- * write most arrays; if only the owner writes an array, its comment says so.
+ * write most arrays; if only the owner writes an array, its comment says so. A *choice* is a
+ * token and one of its top_k experts.
  *
  * The backend `hosts` has a second memory with this layout, the net inbox, in which words from
  * ranks on other hosts arrive (net/net.cuh). docs/internals/cuda.md has a table of which rank
@@ -31,47 +32,50 @@
 
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
-/* How many repetitions of the bisection of plan/flat_drop.cuh have words in a heap at the same
- * time. In the backend `hosts` it is more than a bisection can have: a word of the outbox must
- * not change until the put is done, and a rank learns this only between operations. */
+/* Number of repetitions of the bisection of plan/flat_drop.cuh whose words are in a heap at the
+ * same time. In the backend `hosts`, it is larger than the number of repetitions of any
+ * bisection, so that no word is written twice. The reason is that a word of the outbox must not
+ * change until its put is done, and a rank learns this only between operations. */
 #define P2P_SEARCHES (HOSTS ? 40 : 2)
-/* Maximum number of tokens with which a rank uses the low-latency kernels (lowlat/lowlat.cuh).
- * The value is measured (docs/lab/cuda.md). */
+/* Maximum number of tokens of a rank with which it uses the low-latency kernels
+ * (lowlat/lowlat.cuh). The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
-/* This is the limit for calls of dispatch that quantize rows. */
+/* the maximum for calls of dispatch that quantize rows */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
 #define P2P_LOWLAT_COMBINE_TOKENS 96 /* the maximum for combine */
-/* Limits of the plans that low-latency kernels can make (lowlat/plan.cuh), because these
- * kernels keep the plan in shared memory. */
-/* How many ids of one token a lane handles at a time. The number of ids of a token is rounded up
- * to a multiple of it. */
+/* The next values limit the plans that low-latency kernels can make (lowlat/plan.cuh). There
+ * are limits because these kernels keep the plan in shared memory. */
+/* Number of ids of one token that a lane handles at a time. The number of ids of a token is
+ * rounded up to a multiple of it. */
 #define P2P_LOWLAT_LANE_IDS 4
-/* Largest number of ids, so rounded, and of bit masks, of all ranks together. A mask marks which
- * of 32 tokens chose an expert. */
+/* Maximum number of ids (rounded up as above) of all ranks together, and maximum number of bit
+ * masks of all ranks together. Each mask marks which of 32 tokens chose an expert. */
 #define P2P_LOWLAT_IDS 32768
 #define P2P_LOWLAT_MASKS 16384
-/* The same limits for a kernel that only makes a plan. With larger tables the usual kernel is
- * faster (docs/lab/cuda.md). */
+/* The same limits for a kernel that only makes a plan. They are lower, because with larger
+ * tables the general planner is faster (docs/lab/cuda.md). */
 #define P2P_LOWLAT_ALONE_TOKENS 512
 #define P2P_LOWLAT_ALONE_IDS 8192
 #define P2P_LOWLAT_ALONE_MASKS 8192
-#define P2P_LOWLAT_EXPERTS 512 /* largest number of experts of the layer */
-#define P2P_LOWLAT_ID_WORDS 16 /* 64-bit words of expert ids per token; two ids per word */
+#define P2P_LOWLAT_EXPERTS 512 /* maximum number of experts of the layer */
+/* number of 64-bit words of expert ids per token; a word has two ids */
+#define P2P_LOWLAT_ID_WORDS 16
 /* maximum number of experts with replicas: the tables must fit into a CTA's shared memory */
 #define P2P_REPLICATED_EXPERTS 2048
 
 /* Offsets of the arrays of a heap that only the backend `hosts` has. */
 typedef struct p2p_net_arrays {
-    /* For each token of each rank: which ranks of this host need its row, for the relay that
-     * forwards it (net/relay.cuh). Stamped words [2][num_ranks][max_tokens]. */
+    /* For each token of each rank: which ranks of this host need its row. The relay that
+     * forwards the row reads it (net/relay.cuh). Stamped words [2][num_ranks][max_tokens]. */
     int64_t wants;
-    /* For each destination rank and token: how many pieces of the row warps have stored to the
-     * outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
+    /* For each destination rank and token: the number of pieces of the row that warps have
+     * stored to the outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
     int64_t stored_pieces;
 } p2p_net_arrays;
 
-/* The layout of a heap: the offset of each array in bytes, then sizes. Each comment describes
- * an array, and ends with the kind of its words (see the top of this file) and its shape. */
+/* The layout of a heap: first the offset of each array in bytes, then sizes. Each comment
+ * describes an array. It ends with the kind of the array's words (see the top of this file) and
+ * the array's shape. */
 typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
@@ -81,8 +85,8 @@ typedef struct p2p_heap {
     /* For each rank: P2P_GONE() if it has closed its context, or 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
-    /* For each rank, for which ranks it waits, as in p2p_status.culprits. A rank writes its
-     * word only in the last quarter of its time limit. Stamped words [MAX_RANKS]. */
+    /* For each rank: the ranks for which it waits, in the format of p2p_status.culprits. A rank
+     * writes its word only in the last quarter of its time limit. Stamped words [MAX_RANKS]. */
     int64_t waits;
     /* The error text that a peer passed to epic_abort(). char [512]. */
     int64_t abort_text;
@@ -94,23 +98,23 @@ typedef struct p2p_heap {
     /* For each planner CTA of this rank, the index of the first invalid choice (wrong expert
      * id) that it has found. Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* For each rank, how many choices of each expert it has. In FLAT layers instead: how many
-     * rows its tokens need on each rank. With replicas, a hash of logical_of_expert comes last.
-     * Stamped words [2][num_ranks][MAX_TALLIES]. */
+    /* For each rank: its number of choices of each expert. In FLAT layers, also the number of
+     * rows that its tokens need on each rank. With replicas, a hash of logical_of_expert comes
+     * last. Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* Only for a FLAT plan that drops choices and tries several keep limits
-     * (plan/flat_drop.cuh). For each source rank and each of the last SEARCHES tries: how many
-     * rows the source's tokens need on each rank. Stamped words
+     * (plan/flat_drop.cuh). For each source rank and each of its last SEARCHES tries: the
+     * number of rows that the source's tokens need on each rank. Stamped words
      * [2][num_ranks][SEARCHES][p2p_search_words()]. */
     int64_t searches;
-    /* Only if plan/resolve.cuh chooses the replicas: for each rank, how many choices of each
-     * logical expert it has. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
+    /* Only if plan/resolve.cuh chooses the replicas. For each rank: its number of choices of
+     * each logical expert. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
-    /* For each planner CTA of this rank, how many choices of each expert it has counted. Only
-     * this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend p2p, a struct
-     * p2p_window_area follows the array. */
+    /* For each planner CTA of this rank: the number of choices of each expert that it has
+     * counted. Only this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend
+     * p2p, a struct p2p_window_area follows the array. */
     int64_t tallies;
-    /* A row that kernels read in place of row 0 of a caller's buffer without rows. Only this
+    /* A row that kernels read in place of row 0 if the caller's buffer has no rows. Only this
      * rank writes it: uint8 [max_row_bytes]. */
     int64_t scratch;
     /* The records: for each token of each rank, its slots on this rank (FLAT: its local
@@ -125,8 +129,8 @@ typedef struct p2p_heap {
     int64_t ids;
     /* The weights of choices, or their gradients. Poison words [2][num_ranks - 1][choices]. */
     int64_t floats;
-    /* Escape words (net/staging.cuh). Their bits mark the words of a row that equaled poison,
-     * so that the sender has replaced them. Zero words [2][num_ranks - 1][escape_words]. */
+    /* Escape words (net/staging.cuh). Their bits mark the words of a row that the sender has
+     * replaced because they equaled poison. Zero words [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
     /* Dot products of the rows of slots with the gradients of their outputs, one word for each
      * block of 1024 elements (combine/backward.cu). Only this rank writes it: poison words
@@ -135,12 +139,12 @@ typedef struct p2p_heap {
     /* Rows that arrive (net/staging.cuh). Poison words [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
     int64_t bytes; /* size of the heap in bytes */
-    /* Choices per rank for which `records`, `floats` and `parts` have space: at least
-     * max_tokens * max_top_k. */
+    /* Number of choices per rank for which `records`, `floats` and `parts` have space. It is at
+     * least max_tokens * max_top_k. */
     int64_t choices;
     int64_t source_bytes; /* number of bytes of `staging` per source rank and half */
     int64_t escape_words; /* number of words of `escapes` per source rank and half */
-    int64_t part_words;   /* 32-bit words of `parts` per rank */
+    int64_t part_words;   /* number of 32-bit words of `parts` per rank */
 } p2p_heap;
 
 enum { /* indices of the words of an announcement */
@@ -162,27 +166,30 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
 /* The word `gone` of a rank that has closed its context after the operation `epoch`. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
 
-/* The control memory for the backend `hosts`. "The ring" is p2p_ring, in host memory, through
- * which kernels request puts from the proxy thread. */
+/* The control memory for the backend `hosts`. "The ring" is p2p_ring: host memory through which
+ * kernels request puts from the proxy thread. */
 typedef struct p2p_net_control {
-    uint64_t posted_entries; /* entries that kernels have appended to the ring since open */
-    /* kernels may append entries below this index without reading the proxy's progress */
+    /* number of entries that kernels have appended to the ring since open */
+    uint64_t posted_entries;
+    /* kernels may append entries with an index below this value without reading how many
+     * entries the proxy thread has taken */
     uint64_t ring_room;
-    /* operations for which an end marker has been appended to the ring */
+    /* number of operations for which an end marker has been appended to the ring */
     uint64_t ended_epochs;
-    /* From here on: copies of words that are in host memory or in the net inbox, where polls
-     * are slow. One warp at a time reads the original, and all others read the copy. */
+    /* The fields from here on are copies of words that are in host memory or in the net inbox,
+     * where polls are slow. One warp at a time reads the original, and all other warps read the
+     * copy. */
     uint64_t broken;
-    /* for how many operations the net has read all data: their half of the outbox may be
-     * reused */
+    /* number of operations for which the net has read all data, so that their half of the
+     * outbox may be overwritten */
     uint64_t freed;
     /* times, in units of 1024 ns, at which this rank last read the originals */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* for each source rank, about how far its rows have arrived: index of a 16-byte vector in
-     * its part of the staging; stamped words */
+    /* For each source rank, about how far its rows have arrived: the index of a 16-byte vector
+     * in the part of the staging for this rank. Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     /* announcements of all ranks (stamped words); the first index is the parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
@@ -190,23 +197,25 @@ typedef struct p2p_net_control {
 
 #define P2P_OPERATIONS 9
 
-/* How long the operations of one kind have waited for one rank, in units of 1024 ns. */
+/* The time for which the operations of one kind have waited for one rank, in units of 1024
+ * ns. */
 typedef struct p2p_wait_time {
     uint64_t wait;
     uint64_t alone; /* the part of `wait` in which they waited for no other rank */
 } p2p_wait_time;
 
-/* How long the operations of this rank have waited for each rank. Waiting threads add to the
- * times (common/wait.cuh), and the host may copy them at any time (epic_waits). */
+/* The times for which the operations of this rank have waited for each rank. Waiting threads
+ * add to the times (common/wait.cuh), and the host may copy them at any time (epic_waits). */
 typedef struct p2p_waits {
     uint64_t num_operations[P2P_OPERATIONS]; /* operations of each kind that have begun */
     p2p_wait_time times[P2P_OPERATIONS][DEVICE_MAX_RANKS];
-    /* for each rank: the device time up to which waits for it are counted, low 32 bits of a
-     * time in units of 1024 ns */
+    /* For each rank: the device time up to which waits for this rank have been counted. It is
+     * the low 32 bits of a time in units of 1024 ns. */
     uint32_t counted_at[DEVICE_MAX_RANKS];
-    /* The ranks of the last two counted waits, and their epoch. Bits 0 to 7: rank of the last
-     * one. Bits 8 to 15: rank of the one before in the same epoch, or the last rank again if
-     * there is none. Bits 16 to 31: low bits of the epoch. */
+    /* The ranks of the last two waits that were counted, and their epoch. Bits 0 to 7: the rank
+     * of the last wait. Bits 8 to 15: the rank of the wait before it in the same epoch; if
+     * there is none, the rank of the last wait again. Bits 16 to 31: the low bits of the
+     * epoch. */
     uint32_t latest;
 } p2p_waits;
 
@@ -214,19 +223,21 @@ typedef struct p2p_waits {
  * own kernels read and write it. */
 typedef struct p2p_control {
     uint32_t epoch; /* epoch of the last finished operation */
-    /* How many CTAs have finished the running operation or round. In low-latency kernels
-     * instead: how many CTAs have started (p2p), or how many warps have posted all their puts
-     * (hosts). It is 0 when the operation ends. */
+    /* The number of CTAs that have finished the running operation or round. In low-latency
+     * kernels, this is instead the number of CTAs that have started (p2p) or the number of
+     * warps that have posted all their puts (hosts). It is 0 when the operation ends. */
     uint32_t done;
-    /* epoch of the next round; set by the last CTA that finishes a round, others wait for it */
+    /* epoch of the next round; the last CTA that finishes a round sets it, and the other CTAs
+     * wait for it */
     uint32_t round;
     uint32_t planned; /* the last epoch in which a plan was completed */
     /* 1 if a thread of this rank has begun to report a failure in p2p_status. Only this thread
-     * reports, so that all fields describe the same failure. */
+     * reports, so that all fields of p2p_status describe the same failure. */
     uint32_t claim;
-    /* low-latency kernels: how many CTAs have stored their last result; the last CTA sets it to
-     * 0 */
+    /* Only in low-latency kernels: the number of CTAs that have stored their last result. The
+     * last of them sets it to 0. */
     uint32_t ended;
+    /* 1 while an operation of this rank is running */
     uint32_t running;
     /* device time in ns at which a wait of this rank last succeeded */
     uint64_t progress_ns;
@@ -234,18 +245,19 @@ typedef struct p2p_control {
     uint32_t dead_polled_at;
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead[DEVICE_RANK_WORDS];
-    /* Device time in ns at which a wait found that its deadline had passed, or 0. The process
-     * may be suspended, for example by SIGSTOP. So the wait fails only after the next beat,
-     * which shows that the process runs (P2P_AWAKE). */
+    /* Device time in ns at which a wait found that its deadline had passed, or 0. At this time
+     * the process may be suspended, for example by SIGSTOP. So the wait fails only after the
+     * next beat, which shows that the process runs (P2P_AWAKE). */
     uint64_t due;
-    /* latest device time in ns after which beats (P2P_AWAKE) have shown that the process ran; a
-     * wait with an earlier deadline fails */
+    /* The latest device time in ns for which later beats (P2P_AWAKE) have shown that the
+     * process ran. A wait whose deadline is before this time fails. */
     uint64_t overdue;
     uint32_t due_beat; /* the beats in p2p_status.awake when `due` was set */
-    /* How many stops this rank has seen. A stop is a period in which the process was suspended;
-     * p2p_status.awake counts them. After a new stop, the rank restarts its time limit. */
+    /* The number of stops that this rank has seen. A stop is a period in which the process was
+     * suspended; p2p_status.awake counts them. After a new stop, the rank restarts its time
+     * limit. */
     uint32_t host_stops;
-    /* how often in a row the time limit was restarted; 0 after a wait that succeeds */
+    /* how often the time limit was restarted without a successful wait in between */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -257,22 +269,24 @@ typedef struct p2p_control {
 
 /* The part of a heap for windows. A window is memory of a rank into which its peers store rows
  * directly (docs/internals/windows.md). The part follows the array `tallies`, and is initially
- * zero. Its first index [2] is the parity of the epoch, or of an exchange's sequence number.
- * The index [DEVICE_MAX_RANKS] is the rank that writes. */
-#define P2P_MAX_WINDOWS 256      /* maximum number of windows of a context */
-#define P2P_WINDOW_PLACE_BITS 48 /* bits of the offset in a place */
+ * zero. The first index [2] of its arrays is the parity of the epoch, or of the sequence number
+ * of an exchange. The index [DEVICE_MAX_RANKS] is the rank that writes. */
+#define P2P_MAX_WINDOWS 256 /* maximum number of windows of a context */
+/* number of bits of the offset in a place (p2p_window_words.place) */
+#define P2P_WINDOW_PLACE_BITS 48
 
-/* Words that a kernel which stores into windows sends to each peer when it begins. Each word
- * has its own stamp, so the sender needs no fence between them. */
+/* The permit of a rank: words that a kernel that stores into windows sends to each peer when it
+ * begins. Each word has its own stamp, so the sender needs no fence between the words. */
 typedef struct p2p_window_words {
     /* Number of this rank's tokens that always go through staging, because they are sent before
-     * the plan exists. If the stamp is older than the operation, the rank's kernel moves all
-     * rows through staging. */
+     * the plan exists. If the stamp of this word is older than the operation, the rank's kernel
+     * moves all rows through staging. */
     uint64_t begun;
     uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
     uint64_t rows; /* number of rows of the output */
-    /* Place of the output of the call, as its low and its high 32 bits. A place is (1 + index
-     * of a window) << P2P_WINDOW_PLACE_BITS, plus the offset in the window in bytes. */
+    /* The place of the output of the call: its low 32 bits, then its high 32 bits. A place is
+     * (1 + index of a window) << P2P_WINDOW_PLACE_BITS, plus the offset in the window in
+     * bytes. */
     uint64_t place[2];
     uint64_t reserved[3];
 } p2p_window_words;
@@ -281,7 +295,7 @@ typedef struct p2p_window_words {
  * (src/backend/p2p/windows.c). */
 typedef struct p2p_window_message {
     int64_t bytes;      /* size of the window */
-    int64_t offset;     /* where the window begins in the allocation to which `handle` refers */
+    int64_t offset;     /* offset in the allocation of `handle` at which the window begins */
     uint64_t at;        /* address of the window in the rank's process */
     uint8_t handle[64]; /* cudaIpcMemHandle_t of the allocation */
     uint32_t result;    /* EPIC_OK or the error that the rank has found (epic_result) */
@@ -290,19 +304,20 @@ typedef struct p2p_window_message {
 } p2p_window_message;
 
 typedef struct p2p_window_area {
-    /* num_planned: how many planner CTAs have made their part of the plan. num_stored: how many
-     * CTAs have stored all their rows into windows. The CTA that finishes last sets both to 0.
-     * Only this rank's kernels write them. */
+    /* num_planned: number of planner CTAs that have made their part of the plan. num_stored:
+     * number of CTAs that have stored all their rows into windows. The CTA that finishes last
+     * sets both to 0. Only this rank's kernels write them. */
     uint32_t num_planned, num_stored;
     uint64_t reserved[15];
     p2p_window_words announced[2][DEVICE_MAX_RANKS];
-    /* stored[][q]: the stamped word {epoch, 1} after rank q has stored all its rows of the
-     * epoch into windows of this rank */
+    /* stored[][q] becomes the stamped word {epoch, 1} when rank q has stored all its rows of
+     * the epoch into windows of this rank. */
     uint64_t stored[2][DEVICE_MAX_RANKS];
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
 
-/* The window memory of one rank, which this rank has mapped at address `at`. */
+/* The window memory of one rank, which this rank has mapped at address `at` of its own
+ * process. */
 typedef struct p2p_mapped_window {
     uint8_t *at; /* NULL: not mapped */
     int64_t bytes;
@@ -314,15 +329,15 @@ DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
     return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
 }
 
-/* Returns how many words a rank sends to each rank in one repetition of the search for keep
- * limits (plan/flat_drop.cuh). It is at least num_ranks. */
+/* Returns the number of words that a rank sends to each rank in one repetition of the search
+ * for keep limits (plan/flat_drop.cuh). It is at least num_ranks. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_search_words(int64_t num_ranks)
 {
     return MANY_RANKS ? num_ranks : DEVICE_MAX_RANKS;
 }
 
-/* Returns for how many tokens per rank the array `ids` of a heap has space. Libraries for many
- * ranks have no low-latency kernels. */
+/* Returns the number of tokens per rank for which the array `ids` of a heap has space. It is 0
+ * in libraries for many ranks, which have no low-latency kernels. */
 static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 {
     if (MANY_RANKS) return 0;
@@ -331,8 +346,9 @@ static inline int64_t p2p_lowlat_tokens(int64_t max_tokens)
 
 /* Returns the size in bytes of the part of the staging for one source rank and one half (even
  * or odd epochs). If staging_bytes is 0, the part has space for max_tokens rows. Otherwise
- * staging_bytes limits the whole staging. At least two rows fit, so that a packed row (a row
- * and its scales) fits. */
+ * staging_bytes limits the size of the whole staging. There is always space for two rows of
+ * max_row_bytes, because a packed row (a row and its scales) may be longer than
+ * max_row_bytes. */
 static inline int64_t p2p_source_bytes(int64_t num_ranks, int64_t max_tokens,
                                        int64_t max_row_bytes, int64_t staging_bytes)
 {
@@ -355,14 +371,15 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
      * even number of floats (float_stride()). */
     h.choices = device_round_up(max_tokens * device_round_up(max_top_k, 2), 64);
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* There are 32 escape words per piece of 2 KB, indexed by the token's index in the round;
-     * with longer rows a round has fewer tokens. One more piece per token suffices for packed
-     * rows (a row and its scales), which may have more pieces than a row of max_row_bytes. */
+    /* There are 32 escape words per piece of 2 KB of each token. With longer rows, a round has
+     * fewer tokens. One more piece per token suffices for packed rows (a row and its scales),
+     * which may have more pieces than a row of max_row_bytes. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     if (MANY_RANKS) {
-        /* Here the tokens of a round limit the size. With rows of r bytes, a round has at most
-         * S / r tokens and at most T tokens, where S is source_bytes and T is max_tokens. These
-         * tokens have at most S / 2048 + min(T, S / 16) pieces of 2 KB. */
+        /* With many ranks, the number of tokens of a round limits the size. With rows of r
+         * bytes, a round has at most S / r tokens and at most T tokens, where S is source_bytes
+         * and T is max_tokens. These tokens have at most S / 2048 + min(T, S / 16) pieces of 2
+         * KB. */
         const int64_t most =
             h.source_bytes / 16 < max_tokens ? h.source_bytes / 16 : max_tokens;
         const int64_t words = (h.source_bytes / 2048 + most + 1) * 32;
@@ -404,7 +421,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns where poison begins: a new heap consists of zeros followed by poison (0xffffffff). */
+/* Returns the offset at which poison begins: a new heap consists of zeros up to this offset,
+ * followed by poison (0xffffffff). */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

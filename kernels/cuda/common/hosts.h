@@ -9,9 +9,9 @@
  *
  * A member of a struct that only the backend `hosts` needs is an array of HOSTS elements,
  * mostly `net[HOSTS]`. In `p2p` the array is empty, so the struct does not grow.
- * `__extension__` is necessary because standard C and C++ do not allow empty arrays. Only code
- * for HOSTS, and the functions of common/addressing.cuh (which are valid in both libraries),
- * may read such a member. */
+ * `__extension__` is necessary because standard C and C++ do not allow empty arrays. Only two
+ * kinds of code may read such a member: code for HOSTS, and the functions of
+ * common/addressing.cuh, which are valid in both libraries. */
 #ifndef EPIC_KERNEL_HOSTS_H
 #define EPIC_KERNEL_HOSTS_H
 

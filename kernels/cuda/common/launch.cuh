@@ -8,7 +8,8 @@
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 
-/* Enqueues a kernel, with `shared_bytes` bytes of dynamic shared memory per CTA. */
+/* Enqueues a kernel with `ctas` CTAs of `threads` threads, and `shared_bytes` bytes of dynamic
+ * shared memory per CTA. */
 template <class Kernel, class... Arguments>
 static cudaError_t launch_kernel(Kernel kernel, int ctas, int threads, int shared_bytes,
                                  cudaStream_t stream, const Arguments &...arguments)

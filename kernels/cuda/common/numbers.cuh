@@ -10,7 +10,7 @@
 
 #include "cuda/common/rows.cuh"
 
-/* `type`: EPIC_BF16, EPIC_F16 or EPIC_F32. */
+/* Returns element i of the array p as a float. `type`: EPIC_BF16, EPIC_F16 or EPIC_F32. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return __bfloat162float(((const __nv_bfloat16 *)p)[i]);
@@ -18,6 +18,8 @@ __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64
     return ((const float *)p)[i];
 }
 
+/* Rounds x to the type and stores it as element i of the array p. `type`: as in
+ * load_number(). */
 __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
 {
     if (type == EPIC_BF16)
@@ -28,9 +30,9 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
         ((float *)p)[i] = x;
 }
 
-/* Returns the value of an e4m3 byte. Its exponent and mantissa bits are moved to the positions
- * of a float32. Because the exponents have different biases, the result is 2^120 times too
- * small, which the multiplication corrects. */
+/* Returns the value of an e4m3 byte. The exponent and mantissa bits are moved to their
+ * positions in a float32. The two types have different exponent biases, so the float32 is 2^120
+ * times too small; the multiplication corrects this. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
     const uint32_t size = q & 0x7fu;
@@ -38,12 +40,13 @@ __device__ __forceinline__ float e4m3_value(uint8_t q)
     return size == 0x7f ? __uint_as_float(0x7fc00000u) : q & 0x80u ? -x : x;
 }
 
+/* The epic_type of a type of rows.cuh. */
 template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
 template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
 template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;
 
-/* Loads elements [i, i + V) of an array of type T. V is 1 or T::N, the number of elements of a
- * 16-byte vector. With T::N, i must be a multiple of V. */
+/* Loads elements [i, i + V) of an array of type T. V must be 1 or T::N, the number of elements
+ * of a 16-byte vector. If V is T::N, i must be a multiple of V. */
 template <class T, int V>
 __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64_t i)
 {
@@ -53,7 +56,8 @@ __device__ __forceinline__ void load_numbers(float (&x)[V], const void *p, int64
         x[0] = load_number(p, NUMBER_TYPE<T>, i);
 }
 
-/* Rounds x to type T and stores it as elements [i, i + V); V as in load_numbers(). */
+/* Rounds x to type T and stores it as elements [i, i + V) of an array. V: as in
+ * load_numbers(). */
 template <class T, int V>
 __device__ __forceinline__ void store_numbers(void *p, int64_t i, const float (&x)[V])
 {

@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 
+/* the mark of a word that has not arrived (heap.h) */
 #define POISON 0xffffffffu
 
 __device__ __forceinline__ uint64_t timer_ns()
@@ -21,8 +22,8 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
-/* Load memory to which peers may store at the same time. Each 32-bit or 64-bit word is loaded
- * as a whole, but some words of a vector may be old and others new. */
+/* These functions load memory to which peers may store at the same time. Each 32-bit or 64-bit
+ * word is loaded as a whole. But some words of a vector may be old while others are new. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -57,9 +58,9 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* A fence between this rank and all other ranks (acq_rel.sys). All ranks see the stores before
- * the fence, of this thread and of earlier kernels, before they see the stores after it. Loads
- * after the fence do not read older values than loads before it. */
+/* A fence between this rank and all other ranks (acq_rel.sys). The stores before the fence are
+ * those of this thread and of earlier kernels: all ranks see them before they see the stores
+ * after the fence. Loads after the fence do not read older values than loads before it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -98,7 +99,7 @@ __device__ __forceinline__ void store_release(uint32_t *p, uint32_t v)
     asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
-/* Stores a vector with an ordinary store, which is weaker than a relaxed one. The compiler
+/* Stores a vector with an ordinary store, which is weaker than a relaxed store. The compiler
  * neither moves nor removes it. */
 __device__ __forceinline__ void store_in_place(uint4 *p, uint4 v)
 {
@@ -154,8 +155,9 @@ __device__ __forceinline__ void store_once(void *p, uint32_t v, uint64_t policy)
                  : "memory");
 }
 
-/* Start an asynchronous copy (cp.async) from global to shared memory: of 4 bytes (copy_word())
- * or 16 bytes (the others). `to`: shared-memory address. */
+/* These functions start an asynchronous copy (cp.async) from global to shared memory.
+ * copy_word() copies 4 bytes, the other functions copy 16 bytes. `to`: shared-memory
+ * address. */
 __device__ __forceinline__ void copy_once(uint32_t to, const void *from, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to),
@@ -173,13 +175,14 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Closes a group: the asynchronous copies that this thread has started since the last call. */
+/* Closes a group. It contains the asynchronous copies that this thread has started since the
+ * last call. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Waits for this thread's asynchronous copies, except those of its last PENDING groups. */
+/* Waits for this thread's asynchronous copies, except the copies of its last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_copies()
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -190,8 +193,8 @@ __device__ __forceinline__ uint32_t shared_address(const void *p)
     return (uint32_t)__cvta_generic_to_shared(p);
 }
 
-/* load_shared() loads 16 bytes from shared memory, and store_shared() stores 16 or 4 bytes. p:
- * shared-memory address, aligned to this size. */
+/* load_shared() loads 16 bytes from shared memory. store_shared() stores 16 or 4 bytes. p:
+ * shared-memory address, which must be aligned to this number of bytes. */
 __device__ __forceinline__ uint4 load_shared(uint32_t p)
 {
     uint4 v;
@@ -220,8 +223,8 @@ __device__ __forceinline__ void store_shared(uint32_t p, uint32_t v)
  *
  *   1. threads that wrote the shared memory call fence_bulk(), then synchronize
  *   2. one thread starts bulk stores, then ends the group with end_bulk()
- *   3. the same thread waits: wait_bulk_read() before the shared memory is written again,
- *      wait_bulk() until all stores are complete */
+ *   3. the same thread waits: with wait_bulk_read() before the shared memory is written again,
+ *      or with wait_bulk() until all stores are complete */
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 #define BULK_ASM(...) asm volatile(__VA_ARGS__)
 #else
@@ -247,8 +250,8 @@ __device__ __forceinline__ void bulk_send(void *to, uint32_t from, uint32_t byte
              : "memory");
 }
 
-/* Starts a bulk store to this rank's own staging. A separate function, because the emulator of
- * the tests replaces it. */
+/* Starts a bulk store to this rank's own staging. This is a separate function because the
+ * emulator of the tests replaces it. */
 __device__ __forceinline__ void bulk_store_local(void *to, uint32_t from, uint32_t bytes)
 {
     bulk_send(to, from, bytes);
@@ -260,31 +263,34 @@ __device__ __forceinline__ void bulk_prefetch(const void *from, uint32_t bytes)
     BULK_ASM("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
 
-/* Ends a group of bulk stores of this thread, for wait_bulk_read(). */
+/* Ends a group of bulk stores of this thread. wait_bulk_read() counts these groups. */
 __device__ __forceinline__ void end_bulk(void)
 {
     BULK_ASM("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until this thread's bulk stores, except those of its last PENDING groups, have read
- * their data from shared memory, which may then be overwritten. */
+/* Waits until this thread's bulk stores have read their data from shared memory, which may then
+ * be overwritten. Does not wait for the stores of the last PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_bulk_read(void)
 {
     BULK_ASM("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
+/* Waits until all bulk stores of this thread are complete. */
 __device__ __forceinline__ void wait_bulk(void)
 {
     BULK_ASM("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-/* Makes this thread's stores to shared memory visible to later bulk stores of the CTA. */
+/* Makes this thread's stores to shared memory visible to bulk stores that the CTA starts
+ * later. */
 __device__ __forceinline__ void fence_bulk(void)
 {
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Keeps values in registers. Otherwise the compiler may compute them again at each use. */
+/* Keeps values in registers. Without this, the compiler might compute them again at each
+ * use. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -304,6 +310,7 @@ __device__ __forceinline__ float max_size(float x, float y)
     return size;
 }
 
+/* Returns the maximum of each of the two 16-bit halves of a and b, as unsigned integers. */
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
 {
     return __vmaxu2(a, b);
@@ -321,7 +328,8 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 }
 #else
 /* Converts a float to e4m3 on GPUs before sm_89, which have no instruction for it. The result
- * has the same bits as that of the instruction. kernels/host/convert.h explains the method. */
+ * is bit-identical to the result of the instruction. kernels/host/convert.h explains the
+ * method. */
 __device__ __forceinline__ uint32_t e4m3_of(float x)
 {
     const uint32_t bits = __float_as_uint(x), size = bits & 0x7fffffff;
@@ -338,7 +346,7 @@ __device__ __forceinline__ uint32_t pack_e4m3(float a, float b, float c, float d
 }
 #endif
 
-/* Returns 2^x, with an error in the last one or two bits (ex2.approx). */
+/* Returns 2^x (ex2.approx). The error is in the last one or two bits. */
 __device__ __forceinline__ float exp2_approx(float x)
 {
     float y;
@@ -346,7 +354,7 @@ __device__ __forceinline__ float exp2_approx(float x)
     return y;
 }
 
-/* Returns 1 / x, with an error in the last one or two bits (rcp.approx). */
+/* Returns 1 / x (rcp.approx). The error is in the last one or two bits. */
 __device__ __forceinline__ float reciprocal_approx(float x)
 {
     float y;

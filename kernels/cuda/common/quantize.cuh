@@ -7,8 +7,8 @@
  *                        also 1 word, per 128 elements
  *
  * A warp quantizes one piece of a row at a time: V vectors of N elements per lane. Element i of
- * vector v of lane L is element (v * 32 + L) * N + i of the piece. Elements past the end of the
- * row are zeros. Parameters named `how` are one of the two constants above. */
+ * vector v of lane L is element (v * 32 + L) * N + i of the piece. Elements after the end of
+ * the row are zeros. The value of a parameter named `how` is one of the two constants above. */
 #ifndef EPIC_QUANTIZE_CUH
 #define EPIC_QUANTIZE_CUH
 
@@ -18,22 +18,23 @@
 #define INFINITY_WORD 0x7f800000u
 #define NAN_SCALE 0x7fc00000u
 #define E4M3_LARGEST 448.0f
-/* Between these limits of the scale, all intermediate results of divide_rounded() are normal
- * numbers, so that it is exact. */
+/* If the scale is between these limits, all intermediate results of divide_rounded() are normal
+ * numbers, so the division is exact. */
 #define SMALL_SCALE 0x1p-90f
 #define LARGE_SCALE 0x1p100f
 
 /* The part of a quantized piece of a row that one lane has: some elements, and one word of
- * scales, which has the scales of 128 elements. */
+ * scales. A word of scales contains the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* A word of scales has the scales of vector v of this many adjacent lanes. */
+    /* A word of scales contains the scales of the elements of vector v of this many adjacent
+     * lanes. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
     static constexpr int BYTES = V * WARP * N;
     /* this lane's e4m3 elements, four per word */
     uint32_t q[V][N / 4];
-    /* word word_index() of the piece's words of scales */
+    /* word number word_index() of the piece's words of scales */
     uint32_t scales;
 
     /* Returns true if this lane has a word of scales to store (not all lanes have one). */
@@ -41,14 +42,16 @@ template <int V, int N> struct Quantized {
     {
         return lane_id() % LANES < V;
     }
+    /* Returns the index of this lane's word of scales among those of the piece. */
     static __device__ __forceinline__ int word_index()
     {
         return lane_id() % LANES * (WARP / LANES) + lane_id() / LANES;
     }
 };
 
-/* Returns the largest absolute value of N elements as the bits of a float32. As integers, these
- * bits have the order of nonnegative floats, with NaNs as the largest. */
+/* Returns the largest absolute value of N elements, as the bits of a float32. Compared as
+ * integers, these bits have the order of nonnegative floats, with NaNs as the largest
+ * values. */
 template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&x)[N])
 {
     float size = 0.0f;
@@ -57,7 +60,8 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Like the function above, for 16 elements of type ROW (Bf16 or F16) in `low` and `high`. */
+/* Like the function above, but for 16 elements of type ROW (Bf16 or F16). `low`, `high`: two
+ * vectors of elements. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -69,10 +73,10 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
     return __float_as_uint(pair[0]);
 }
 
-/* Returns in each lane the largest absolute value, as bits of a float32, of the block that
- * contains the lane's vector lane_id() % V. A block consists of vector v of several adjacent
- * lanes. On entry own[v] is the largest absolute value in this lane's vector v. Called by a
- * warp. */
+/* Each lane has V vectors, and a block of elements consists of vector v of several adjacent
+ * lanes. Returns in each lane the largest absolute value, as bits of a float32, of the block
+ * that contains the lane's vector lane_id() % V. On entry, own[v] is the largest absolute value
+ * in this lane's vector v. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -94,7 +98,7 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Like join_lanes(), for the elements x of the lane's vectors. */
+/* Like join_lanes(), but x contains the elements of this lane's vectors. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {
@@ -106,8 +110,8 @@ __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_
 
 /* ------------------------------------------------------------------------------ scales ---- */
 
-/* Returns the scale of a block of 128 elements. `bits`: largest absolute value in the block, as
- * bits of a float32. */
+/* Returns the scale of a block of 128 elements. `bits`: the largest absolute value in the
+ * block, as bits of a float32. */
 __device__ __forceinline__ float scale_1x128(uint32_t bits)
 {
     const float s = __fdiv_rn(__uint_as_float(bits), E4M3_LARGEST);
@@ -115,10 +119,10 @@ __device__ __forceinline__ float scale_1x128(uint32_t bits)
     return s == 0.0f ? 1.0f : s;
 }
 
-/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: largest
+/* Returns the scale of a block of 32 elements as an exponent byte (e8m0). `bits`: the largest
  * absolute value in the block, as bits of a float32. The largest e4m3 value is 448 = 1.75 *
- * 2^8. So the exponent of the scale is the exponent of `bits` minus 8, plus 1 if the mantissa
- * of `bits` is above 1.75. */
+ * 2^8. So the exponent of the scale is the exponent of `bits` minus 8. If the mantissa of
+ * `bits` is above 1.75, the exponent of the scale is greater by 1. */
 __device__ __forceinline__ uint32_t scale_1x32(uint32_t bits)
 {
     if (bits >= INFINITY_WORD) return 255;
@@ -131,15 +135,16 @@ struct BlockScale {
     /* the word of scales to store: this block's scale and, with EPIC_QUANTIZE_1X32, the scales
      * of three other blocks */
     uint32_t word;
-    /* The scale (EPIC_QUANTIZE_1X128), by which elements are divided, or 1 / scale
-     * (EPIC_QUANTIZE_1X32), by which they are multiplied. NaN if the scale is NaN. */
+    /* With EPIC_QUANTIZE_1X128: the scale, by which elements are divided. With
+     * EPIC_QUANTIZE_1X32: 1 / scale, by which elements are multiplied. NaN if the scale is
+     * NaN. */
     float number;
 };
 
-/* Returns the scale of this lane's block (find_largest()), whose elements are multiplied by
- * `weight` and then quantized. `largest`: largest absolute value before the multiplication, as
- * bits of a float32. It is enough to multiply `largest` by the weight, because rounding keeps
- * the order of values. */
+/* Returns the scale of this lane's block (find_largest()), whose elements will be multiplied by
+ * `weight` and then quantized. `largest`: the largest absolute value before the multiplication,
+ * as bits of a float32. The function multiplies only `largest` by the weight. This is enough,
+ * because multiplication and rounding keep the order of absolute values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
 {
@@ -159,7 +164,7 @@ __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, u
 /* ---------------------------------------------------------------------------- division ---- */
 
 /* A divisor s, prepared for fast divisions. high + low is 1 / s with a relative error of 2^-44.
- * low is above 0, so that -0 / s stays -0. */
+ * low is above 0, so that the quotient -0 / s is -0. */
 struct Divisor {
     float s, high, low, minus_r; /* minus_r: -1 / s, rounded */
 };
@@ -172,10 +177,11 @@ __device__ __forceinline__ Divisor divisor_of(float s)
     return {s, high, low, -(high + low)};
 }
 
-/* Returns x / d.s with the bits of a correctly rounded division, if no intermediate result is
- * subnormal. SHORT: x, and the value from which s was computed, have at most 11 significant
- * bits. Then the quotient is never within a relative distance of 2^-44 from the middle between
- * two e4m3 values, so the final correction of the quotient is left out. */
+/* Returns x / d.s. The result has the bits of a correctly rounded division if no intermediate
+ * result is subnormal. SHORT: x, and the value from which s was computed, have at most 11
+ * significant bits. Then the quotient is never within a relative distance of 2^-44 from the
+ * middle between two e4m3 values. So the final correction of the quotient cannot change the
+ * e4m3 value, and is left out. */
 template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, const Divisor &d)
 {
     const float q = __fmaf_rn(x, d.high, __fmul_rn(x, d.low));
@@ -183,8 +189,8 @@ template <bool SHORT> __device__ __forceinline__ float divide_rounded(float x, c
 }
 
 /* Divides N elements of a block of 128 by the block's scale, in place. divide_rounded() is
- * exact only for normal numbers. So for a very small or very large scale, elements and scale
- * are first multiplied by a power of two that moves the scale towards 1. */
+ * exact only for normal numbers. So if the scale is very small or very large, the elements and
+ * the scale are first multiplied by a power of two that moves the scale towards 1. */
 template <bool SHORT, int N>
 __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 {
@@ -201,9 +207,9 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 }
 
 /* Quantizes vector v of a piece into piece.q[v]. x: the vector's elements, already multiplied
- * by the weight; overwritten. `mine`: the scale that this lane has computed; the scale of
- * vector v may come from another lane, by a shuffle. A NaN scale makes all elements NaN. Called
- * by a whole warp. */
+ * by the weight; they are overwritten. `mine`: the scale that this lane has computed. The scale
+ * of vector v may be that of another lane, which is read by a shuffle. A NaN scale makes all
+ * elements NaN. Called by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)
@@ -220,8 +226,8 @@ __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, f
         piece.q[v][i / 4] = pack_e4m3(x[i], x[i + 1], x[i + 2], x[i + 3]);
 }
 
-/* Quantizes a piece of a row; returns this lane's elements and scales. Overwrites x. Called by
- * a warp. */
+/* Quantizes a piece of a row. Returns this lane's elements and scales. Overwrites x. Called by
+ * a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint32_t how)
 {
@@ -235,7 +241,7 @@ __device__ __forceinline__ Quantized<V, N> quantize_piece(float (&x)[V][N], uint
 
 /* ----------------------------------------------------------------------------- storing ---- */
 
-/* Stores the lowest `count` bytes of a word, at most four, to an address of any alignment. */
+/* Stores the lowest `count` bytes of a word (at most four) to an address of any alignment. */
 static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64_t count)
 {
     for (int i = 0; i < 4 && i < count; i++) to[i] = (uint8_t)(word >> i * 8);
@@ -245,13 +251,13 @@ static __device__ __noinline__ void store_some(uint8_t *to, uint32_t word, int64
 struct QuantizedRows {
     uint8_t *rows, *scales;
     int64_t row_bytes, scale_bytes;
-    /* whole: rows are aligned, so a lane can store the N bytes of a vector at once. words: the
-     * scales of every row are aligned to 4 bytes, so lanes can store them as words. */
+    /* whole: rows are aligned, so that a lane can store the N bytes of a vector at once. words:
+     * the scales of every row are aligned to 4 bytes, so that lanes can store them as words. */
     bool whole, words;
 };
 
-/* Stores this lane's N quantized elements q from byte `at` of a slot's row on, except those
- * past the end of the row. */
+/* Stores this lane's N quantized elements q to the row of a slot, from byte `at` of the row on.
+ * Does not store elements after the end of the row. */
 template <int V, int N>
 __device__ __forceinline__ void store_vector(const QuantizedRows &to, int32_t slot, int32_t at,
                                              const uint32_t (&q)[N / 4], uint64_t policy)

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* RankMask, a bit mask of ranks, and RankNumbers, one value per rank that the lanes of a warp
- * share.
+/* RankMask, a bit mask of ranks, and RankNumbers, an array with one value per rank that is
+ * distributed over the lanes of a warp.
  *
- * In the usual libraries a group has at most 32 ranks. There RankMask is one word, a lane has
- * the value of one rank, and every function below is one or two instructions. In the libraries
- * for many ranks (MANY_RANKS, rules/device_layout.h) a mask has DEVICE_RANK_WORDS words, and
- * lane n has the values of the ranks n, n + 32, and so on. */
+ * In the usual libraries a group has at most 32 ranks. In these libraries, RankMask is one
+ * word, a lane has the value of one rank, and every function below is one or two instructions.
+ * In the libraries for many ranks (MANY_RANKS, rules/device_layout.h) a mask has
+ * DEVICE_RANK_WORDS words, and lane n has the values of the ranks n, n + 32, and so on. */
 #ifndef EPIC_RANKS_CUH
 #define EPIC_RANKS_CUH
 
@@ -19,8 +19,9 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Calls use(first) for each group of 32 ranks, `first` to first + 31; the last ones may not
- * exist. In the usual libraries this is use(0) without a loop. Called by a whole warp. */
+/* Calls use(first) for each group of 32 ranks, `first` to first + 31. The last group may
+ * contain ranks that do not exist. In the usual libraries this is use(0) without a loop. Called
+ * by a whole warp. */
 template <class Use>
 __device__ __forceinline__ void for_each_group(const p2p_self &self, Use use)
 {
@@ -96,8 +97,8 @@ __device__ __forceinline__ void remove_first(RankMask &mask)
     remove_rank(mask, first_rank(mask));
 }
 
-/* Returns the `count` ranks from `first` on, as a word whose bit i stands for rank first + i.
- * count: at most 31. */
+/* Returns the part of the mask for the ranks [first, first + count), as a word whose bit i
+ * stands for rank first + i. count: at most 31. */
 __device__ __forceinline__ uint32_t part_of_ranks(const RankMask &mask, int first, int count)
 {
     uint64_t words = mask.words[first / 32];
@@ -105,7 +106,7 @@ __device__ __forceinline__ uint32_t part_of_ranks(const RankMask &mask, int firs
     return (uint32_t)(words >> first % 32) & ((1u << count) - 1);
 }
 
-/* Returns the mask without the ranks outside of [first, first + count). count: at most 31. */
+/* Returns the mask with only the ranks of [first, first + count). count: at most 31. */
 __device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, int count)
 {
     RankMask some = no_ranks();
@@ -114,8 +115,8 @@ __device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, 
     return some;
 }
 
-/* Returns the ranks that the lanes of a warp pass (`rank`; -1: none). Called by a whole
- * warp. */
+/* Returns a mask of the ranks that the lanes of a warp pass. `rank`: this lane's rank; -1:
+ * none. Called by a whole warp. */
 __device__ __forceinline__ RankMask ranks_of_lanes(int rank)
 {
     RankMask mask;
@@ -125,7 +126,7 @@ __device__ __forceinline__ RankMask ranks_of_lanes(int rank)
     return mask;
 }
 
-/* One value per rank. Each lane of the warp has the values of some ranks. */
+/* An array with one value per rank. Each lane of the warp has the values of some ranks. */
 struct RankNumbers {
     int32_t numbers[DEVICE_RANK_WORDS];
 };
@@ -136,13 +137,14 @@ __device__ __forceinline__ void set_number(RankNumbers &n, int first, int32_t va
     n.numbers[first / 32] = value;
 }
 
-/* Returns the value of a rank. Called by a whole warp, with the same rank. */
+/* Returns the value of `rank`. Called by a whole warp; all lanes must pass the same rank. */
 __device__ __forceinline__ int32_t number_of_rank(const RankNumbers &n, int rank)
 {
     return __shfl_sync(ALL_LANES, n.numbers[rank / 32], rank % 32);
 }
 
-/* Returns the largest of the values, which must not be negative. Called by a whole warp. */
+/* Returns the maximum of all values. Requires that no value is negative. Called by a whole
+ * warp. */
 __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
 {
     int32_t most = 0;
@@ -150,8 +152,8 @@ __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
     return (int32_t)__reduce_max_sync(ALL_LANES, (uint32_t)most);
 }
 
-/* Packs a mask of culprits into 32 bits: the lowest ranks, at most MOST_NAMED, 10 bits each.
- * The two highest bits count them. */
+/* Packs a mask of culprits into 32 bits. Bits 0 to 29: the lowest ranks of the mask, at most
+ * MOST_NAMED, 10 bits each. Bits 30 and 31: the number of these ranks. */
 #define MOST_NAMED 3
 __device__ __forceinline__ uint32_t pack_ranks(RankMask mask)
 {
@@ -174,8 +176,9 @@ __device__ __forceinline__ RankMask unpack_ranks(uint32_t packed)
 #else
 typedef uint32_t RankMask;
 
-/* Macros in place of the functions with these names above. The compiler inlines functions only
- * after its first optimizations, so functions would change the machine code of the kernels. */
+/* Macros in place of the functions with these names above. With functions, the machine code of
+ * the kernels would change, because the compiler inlines functions only after its first
+ * optimizations. */
 #define no_ranks() 0u
 #define rank_bit(q) (1u << (q))
 #define has_rank(mask, q) ((mask) >> (q)&1)

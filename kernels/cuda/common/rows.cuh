@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* How rows are divided into pieces, and units of work among warps. This file also has a ring
- * buffer of pieces in shared memory, and the element types of rows.
+/* How rows are divided into pieces, and how units of work are divided among warps. This file
+ * also has a ring buffer of pieces in shared memory, and the element types of rows.
  *
  *   vector  16 bytes: what a lane loads or stores at once
  *   piece   V vectors per lane of a warp (V is 4 for most kernels: 2 KB). Vector v of lane L
@@ -10,9 +10,9 @@
  *
  * Template argument EXACT: if true, rows are aligned to 16 bytes and consist of whole pieces.
  * If false, the last piece may be shorter, and rows may be unaligned (RowShape.aligned).
- * `policy`: policy_once() of ptx.cuh, for rows that no kernel reads again soon. `fill`: value
- * of the words past the end of the row. Functions that handle a piece are called by a whole
- * warp. */
+ * `policy`: the result of policy_once() of ptx.cuh, for rows that no kernel reads again soon.
+ * `fill`: the value of words after the end of the row. Functions that handle a piece are called
+ * by a whole warp. */
 #ifndef EPIC_ROWS_CUH
 #define EPIC_ROWS_CUH
 
@@ -21,23 +21,24 @@
 
 #include "cuda/common/wait.cuh"
 
-struct RowShape { /* Sizes of the rows of an array of the caller. */
+struct RowShape { /* The sizes of the rows of an array of the caller. */
     int64_t row_bytes;
-    /* the last vector may be partly filled */
+    /* number of vectors; the last vector may be partly filled */
     int32_t vectors;
-    int32_t pieces; /* the last piece may be shorter */
+    int32_t pieces; /* number of pieces; the last piece may be shorter */
     bool aligned;   /* the addresses of all rows, and row_bytes, are multiples of 16 */
 };
 
-/* V: number of vectors per lane of a piece. `aligned`: RowShape.aligned. */
+/* Returns the shape of rows. V: number of vectors per lane of a piece. `aligned`:
+ * RowShape.aligned. */
 template <int V> __device__ __forceinline__ RowShape row_shape(int64_t row_bytes, int aligned)
 {
     const int32_t vectors = (int32_t)((row_bytes + 15) / 16);
     return {row_bytes, vectors, (vectors + V * WARP - 1) / (V * WARP), aligned != 0};
 }
 
-/* Returns the offset in bytes of row i from row 0. The factors are unsigned 32-bit words, so
- * that one instruction computes the 64-bit product. */
+/* Returns the offset in bytes of row i from row 0. The factors are converted to unsigned 32-bit
+ * words, so that one instruction computes the 64-bit product. */
 __device__ __forceinline__ int64_t row_offset(int32_t i, const RowShape &s)
 {
     return (int64_t)((uint64_t)(uint32_t)i * (uint32_t)s.row_bytes);
@@ -57,7 +58,8 @@ static __device__ __noinline__ uint4 load_bytes(const uint8_t *row, int64_t at,
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-/* Stores bytes [at, at + 16) of a row that may be unaligned, except those past its end. */
+/* Stores bytes [at, at + 16) of a row that may be unaligned. Does not store bytes after the end
+ * of the row. */
 static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_t row_bytes,
                                                 uint4 q)
 {
@@ -67,7 +69,8 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns a vector of a row that no kernel reads again soon. Bytes past the end are zeros. */
+/* Returns a vector of a row that no kernel reads again soon. Bytes after the end of the row are
+ * zeros. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -85,7 +88,7 @@ __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vect
     return s.aligned ? load_again(row + at) : load_bytes(row, at, s.row_bytes, fill);
 }
 
-/* Stores a vector of a row, except bytes past its end. */
+/* Stores a vector of a row. Does not store bytes after the end of the row. */
 __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const RowShape &s,
                                           uint4 q, uint64_t policy)
 {
@@ -97,8 +100,8 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* Loads this lane's vectors of a piece of a row that is read again soon. `first`: index in the
- * row of the piece's first vector, also in the functions below. */
+/* Loads this lane's vectors of a piece of a row that is read again soon. `first` (also in the
+ * functions below): index in the row of the piece's first vector. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -146,9 +149,9 @@ __device__ __forceinline__ bool has_poison(uint4 q)
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns `word` or, if it is poison (0xffffffff), `nan`. Senders use it because the caller's
- * data may contain such a NaN, which the receiver would take for a word that has not arrived.
- * Results of arithmetic are never poison. */
+/* Returns `word` or, if `word` is poison (0xffffffff), `nan`. Senders call it because the
+ * caller's data may contain a NaN with the bits of poison, which the receiver would take for a
+ * word that has not arrived. Results of arithmetic are never poison. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -168,22 +171,22 @@ __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 }
 
 /* Rounds a size up to whole cache lines of 128 bytes, so that the shared memory of each warp
- * begins at a line. Most rows in global memory also begin at a line, and copies between equal
- * offsets within a line are faster. */
+ * begins at a cache line. Most rows in global memory also begin at a cache line, and copies are
+ * faster if source and destination have the same offset in their lines. */
 static constexpr int round_up_to_lines(int bytes)
 {
     return (bytes + 127) / 128 * 128;
 }
 
 /* A ring buffer of pieces in shared memory, used by one warp. Asynchronous copies (cp.async)
- * fill it in the order in which the warp uses the pieces. Each lane reads only its own copies,
- * so no barrier is needed. The ring has AHEAD + 1 buffers. While the warp uses one of them, the
- * other AHEAD buffers are being filled. */
+ * fill it in the order in which the warp uses the pieces. Each lane reads only the bytes that
+ * it has copied itself, so no barrier is needed. The ring has AHEAD + 1 buffers. While the warp
+ * uses one of them, the other AHEAD buffers are being filled. */
 template <int V, bool EXACT> struct PieceRing {
     static constexpr int AHEAD = V > 4 ? 2 : 3, PIECE_BYTES = V * WARP * 16;
     static constexpr int BYTES = (AHEAD + 1) * PIECE_BYTES;
     uint32_t memory; /* shared-memory address of this lane's bytes in the first buffer */
-    /* offset from `memory` of the buffer that the warp reads, and then fills, next */
+    /* offset from `memory` of the buffer that the warp next reads and then fills again */
     uint32_t next = 0;
 
     /* warp_memory: BYTES bytes of shared memory for this warp. */
@@ -191,9 +194,9 @@ template <int V, bool EXACT> struct PieceRing {
         : memory(shared_address(warp_memory) + lane_id() * 16)
     {
     }
-    /* Starts to copy this lane's vectors of a piece, which begin at `from`, into the next
-     * buffer. `vector`: index in the row of the piece's first vector. `once`: no kernel reads
-     * the row again soon. */
+    /* Starts to copy this lane's vectors of a piece into the next buffer. `from`: address of
+     * the lane's first vector. `vector`: index in the row of the piece's first vector. `once`:
+     * true if no kernel reads the row again soon. */
     __device__ __forceinline__ void copy_piece(const uint8_t *from, int32_t vector,
                                                const RowShape &s, bool once, uint64_t policy)
     {
@@ -207,21 +210,21 @@ template <int V, bool EXACT> struct PieceRing {
                 copy_again(to, from + v * WARP * 16);
         }
     }
-    /* Ends the group of copies of one piece and moves to the next buffer. Called once per
-     * buffer, even without a copy, because wait_next() counts the groups. */
+    /* Ends the group of copies of one piece and moves to the next buffer. Must be called once
+     * per buffer, even if nothing is copied to it, because wait_next() counts the groups. */
     __device__ __forceinline__ void commit_piece()
     {
         end_copies();
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
-    /* Waits until the oldest piece is in shared memory. The caller must have called
+    /* Waits until the oldest piece is in shared memory. Requires that the caller has called
      * commit_piece() for the AHEAD pieces after it. */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
     }
-    /* Like wait_next(), but then also reads this lane's vectors of the piece into q. `first`:
-     * index in the row of the piece's first vector. */
+    /* Like wait_next(), but also reads this lane's vectors of the piece into q. `first`: index
+     * in the row of the piece's first vector. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {
@@ -235,8 +238,8 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of a warp, whose pieces go through a PieceRing. While it processes one
- * unit, the next AHEAD units have begun, and AHEAD pieces are being copied. Units:
+/* Processes all units of a warp whose pieces go through a PieceRing. While the warp processes
+ * one unit, the next AHEAD units have begun, and AHEAD pieces are being copied. Units:
  * CombineStream or GradientStream. Called by a whole warp. Returns false if the group has
  * failed. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
@@ -255,8 +258,9 @@ template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 
 /* ----------------------------------------------------------------------- element types ---- */
 
-/* Element types of rows. Each converts a vector of 16 bytes to N floats and back. NAN_WORD: the
- * word that replaces poison in sent rows. MINUS_ZERO: a word whose elements are all -0. */
+/* Element types of rows. Each type converts a vector of 16 bytes to N floats and back.
+ * NAN_WORD: the word that replaces poison in rows that are sent. MINUS_ZERO: a word whose
+ * elements are all -0. */
 struct Bf16 {
     static constexpr int N = 8; /* number of elements per vector */
     static constexpr uint32_t NAN_WORD = 0x7fff7fffu, MINUS_ZERO = 0x80008000u;
@@ -325,20 +329,22 @@ struct F32 {
 
 /* -------------------------------------------------------------- dealing units to warps ---- */
 
-/* How units are divided among warps. All units of an operation form one list, ordered by token,
- * then by role, then by span of the row. A role is a kind of work, for example to send, or to
- * receive from source rank 1.
+/* How units are divided among warps. All units of an operation form one list, which is ordered
+ * by token, then by role, then by span of the row. A role is a kind of work, for example to
+ * send, or to receive from source rank 1.
  *
  *   index of a unit = (step * roles + role) * spans + span
  *
- * Here `step` is the index of the token. Warp w of the W warps that take part does units w, w +
- * W, w + 2 * W, ... The members `step`, `role` and `span` of a Stride are the distance from a
- * unit of a warp to the warp's next unit. `roles` and `spans` count the roles and the spans of
- * a row, and `total_warps` is W. Each CTA has a Stride in shared memory. */
+ * Here `step` is the index of the token. If W warps take part, warp w processes units w, w + W,
+ * w + 2 * W, ... So the index of its next unit is greater by W. The members `step`, `role` and
+ * `span` of a Stride are this distance W, split in the same way as the index of a unit. `roles`
+ * is the number of roles, `spans` the number of spans of a row, and `total_warps` is W. Each
+ * CTA has a Stride in shared memory. */
 struct Stride {
     int step, role, span, roles, spans, total_warps;
 
-    /* Sets all members. The first num_warps warps of the grid take part. */
+    /* Sets all members, so that total_warps = (step * roles + role) * spans + span. The first
+     * num_warps warps of the grid take part in the work. */
     __device__ void set_strides(int num_warps, int num_roles, int num_spans)
     {
         total_warps = num_warps;
@@ -364,7 +370,8 @@ struct UnitWalk {
         role = first / s.spans % s.roles;
         step = first < s.total_warps ? first / s.spans / s.roles : NO_STEP;
     }
-    /* Moves on to this warp's next unit. Uses only additions, because divisions are slow. */
+    /* Moves on to this warp's next unit. Adds the stride with carries, because divisions are
+     * slow. */
     __device__ __forceinline__ void next_unit(const Stride &s)
     {
         span += s.span;
@@ -385,8 +392,8 @@ static inline int common_divisor(int a, int b)
     return a;
 }
 
-/* Returns how many units a token has: roles times spans. `vectors`: those of a lane and
- * piece. */
+/* Returns the number of units of a token: the number of roles times the number of spans.
+ * `vectors`: number of vectors per lane of a piece. */
 template <class Job> static inline int units_per_token(const Job &job, int roles, int vectors)
 {
     const int64_t span_bytes = (int64_t)job.span * vectors * 512;
@@ -394,20 +401,21 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
 }
 
 /* Decides how a launch divides its units among warps, and stores the result in three fields of
- * the job. `block`: threads of a CTA. `vectors`: vectors per lane of a piece. The rules are
- * measured (docs/lab/cuda.md).
+ * the job. `block`: number of threads of a CTA. `vectors`: number of vectors per lane of a
+ * piece. The rules are measured (docs/lab/cuda.md).
  *
- *   job.span   pieces per unit. A unit has a fixed cost, so long spans are better, as long as
- *              all warps are equally busy.
- *   job.lag    tokens by which receiving stays behind sending: about as many as all warps
- *              together process at a time, so that pieces have arrived when warps read them
+ *   job.span   number of pieces per unit. A unit has a fixed cost, so long spans are better, as
+ *              long as all warps are equally busy.
+ *   job.lag    number of tokens by which receiving stays behind sending. It is about the number
+ *              of tokens that all warps together process at a time, so that pieces have arrived
+ *              when warps read them.
  *   job.total_warps
  *              number of warps that take part. A token has `kinds` units, one for each pair of
  *              role and span. The number of warps and `kinds` have no common divisor above 1,
  *              so that each warp gets all pairs one after the other. The role and span of a
- *              warp's next unit should also be far from those of its last unit. Otherwise a
- *              warp would do similar work for a long time, and get ahead of the other warps or
- *              fall behind. */
+ *              warp's next unit should also be far from those of its last unit. If they were
+ *              close, a warp would do similar work for a long time, and get ahead of the other
+ *              warps or fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
@@ -421,7 +429,7 @@ static inline void deal_units(Job &job, int num_sms, int block, int roles, int v
     if (spans < least) spans = least;
     if (spans > pieces) spans = pieces;
     job.span = (int32_t)((pieces + spans - 1) / spans);
-    /* spans of a long row that is divided into several have at most two pieces each */
+    /* if a long row is divided into several spans, each span has at most two pieces */
     const bool parts = spans > 1 && pieces > 5;
     if (parts && job.span > 2) job.span = 2;
     const int kinds = units_per_token(job, roles, vectors);

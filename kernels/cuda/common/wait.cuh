@@ -3,7 +3,7 @@
  *
  * A waiting warp polls a word until it has the expected value. Every SPINS_PER_CHECK polls it
  * calls wait_should_abort(), which checks the deadline and looks for a failure of the group. If
- * the wait is given up, the CTA ends, and one of its threads calls report_aborted_wait(). This
+ * the wait is aborted, the CTA exits, and one of its threads calls report_aborted_wait(). This
  * thread finds the cause and reports it in this order:
  *
  *   1. set control.claim, so that only one thread of the rank reports
@@ -14,31 +14,33 @@
  * From then on the group is *broken*: functions return false, every later operation finds
  * `broken` and returns at once, and the host reports the error. A group never recovers.
  *
- * Every SPINS_PER_COUNT polls a waiting warp also counts the time for which it has waited
- * (count_wait()), so that the host can find a slow rank. A shorter wait costs nothing. */
+ * Every SPINS_PER_COUNT polls, a waiting warp also adds the time for which it has waited to
+ * counters (count_wait()), so that the host can find a slow rank. A shorter wait costs
+ * nothing. */
 #ifndef EPIC_WAIT_CUH
 #define EPIC_WAIT_CUH
 
 #include "cuda/common/addressing.cuh"
 #include "rules/invariant.h"
 
-/* How long a rank that does not know the culprit of its timeout waits before it reports the
- * timeout, so that a rank that knows the culprit can report first. */
+/* If a rank does not know the culprit of its timeout, it waits for this time before it reports
+ * the timeout. So a rank that knows the culprit can report first. */
 #define REPORT_GRACE_NS 20000000ull
-/* Words in host memory are slow to read, so a rank reads them at most once in this time. Unit:
- * 1024 ns. */
+/* Words in host memory are slow to read, so a rank waits at least this time between two reads.
+ * Unit: 1024 ns. */
 #define POLL_PAUSE 50u
 
-/* Encodes a wait that was given up. `peer`: the rank for which the thread waited, or -1 if it
- * is not known. `phase`: a p2p_phase. */
+/* Encodes a wait that was aborted. `peer`: the rank for which the thread waited, or -1 if it is
+ * not known. `phase`: a p2p_phase. */
 #define WAIT_ABORTED(peer, phase) ((uint32_t)((peer) + 1) << 8 | (uint32_t)(phase))
 
 /* ----------------------------------------------------------------------------- failure ---- */
 
-/* Limits how often a slow word (in host memory or in the net inbox) is read, because the reads
- * of many warps are served one after the other. Returns true if this thread may read it now: at
- * most one thread of the rank in `pause` units of 1024 ns. It stores a copy in control memory,
- * which the others read. *asked is the time of the last true. */
+/* Limits how often a slow word (in host memory or in the net inbox) is read. This is necessary
+ * because the reads of many warps are served one after the other. Returns true if this thread
+ * may read the word now: at most one thread of the rank gets true in `pause` units of 1024 ns.
+ * This thread must store a copy in control memory, which the other threads read. *asked: the
+ * time of the last call that returned true. */
 __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 {
     const uint32_t time = (uint32_t)(timer_ns() >> 10), before = load_relaxed(asked);
@@ -46,18 +48,18 @@ __device__ __forceinline__ bool poll_permit(uint32_t *asked, uint32_t pause)
 }
 
 /* Only in backend `hosts`: copies `word`, a value of the word `broken` (the failure of the
- * group), to control memory, where all warps of this rank check it. Does nothing for 0, or in
- * `p2p`. */
+ * group), to control memory, where all warps of this rank check it. Does nothing if `word` is
+ * 0, or in `p2p`. */
 __device__ __forceinline__ void cache_broken(const OpState &op, uint64_t word)
 {
     if (HOSTS && word) store_relaxed(&control_of(op)->net->broken, word);
 }
 
 /* Reports a failure of the group, unless this rank has already reported one. Writes p2p_status
- * for the host, and stores `broken` into this rank's heap. If this rank found the failure
- * itself, also stores `broken` into the heaps of the peers (in the backend `hosts` the proxy
- * thread sends it). `word`: P2P_BROKEN() of the failure. `theirs`: the signature (hash of
- * arguments) of a peer that called another operation, else 0. */
+ * for the host, and stores `broken` into this rank's heap. If this rank has found the failure
+ * itself, also stores `broken` into the heaps of the peers (in the backend `hosts`, the proxy
+ * thread sends it instead). `word`: P2P_BROKEN() of the failure. `theirs`: the signature (hash
+ * of arguments) of a peer that called another operation, or 0 if there is none. */
 static __device__ __noinline__ void report_failure(const OpState &op, uint64_t word,
                                                    uint32_t theirs)
 {
@@ -82,7 +84,7 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
 }
 
 /* Reports an error in the data to the host, by a notice in host memory. The group does not
- * fail. The error is dropped if all P2P_NOTICES notices are still unread. */
+ * fail. If all P2P_NOTICES notices are still unread, the error is not reported. */
 static __device__ __noinline__ void report_data_error(const p2p_self &self,
                                                       const p2p_notice &notice)
 {
@@ -107,15 +109,15 @@ __device__ __forceinline__ void publish_waits(const OpState &op, uint64_t publis
     if (HOSTS) store_relaxed(&op.self->net->ring.words->waits, published);
 }
 
-/* Returns where in the heap at `heap` the word `waits` of a rank is, which lists the ranks for
- * which that rank waits. */
+/* Returns the address of the word `waits` of a rank in the heap at `heap`. The word lists the
+ * ranks for which that rank waits. */
 __device__ __forceinline__ uint64_t *waits_address(const OpState &op, uint8_t *heap, int rank)
 {
     return (uint64_t *)(heap + op.self->at.waits) + rank;
 }
 
-/* Returns the ranks for which `rank` waits (pack_ranks()), or 0 if it has published none in this
- * epoch. */
+/* Returns the ranks for which `rank` waits (pack_ranks()), or 0 if it has published no wait in
+ * this epoch. */
 __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 {
     const uint64_t published = load_relaxed(waits_address(op, status_base(op, rank), rank));
@@ -124,7 +126,7 @@ __device__ __forceinline__ uint32_t read_waits(const OpState &op, int rank)
 
 /* Publishes to all ranks that this rank waits for `peers` (pack_ranks()), so that other ranks
  * do not report it as the culprit. Called in the last quarter of the time limit. If the
- * deadline moves to a later time, callers withdraw the word with peers = 0. */
+ * deadline moves to a later time, callers withdraw the word by a call with peers = 0. */
 static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
@@ -135,10 +137,11 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
     publish_waits(op, stamp_word(op, peers));
 }
 
-/* Returns the culprits, the ranks that hold up the group, as a bit mask: the ranks that have
- * not announced this epoch, if there are any. Otherwise follows the published waits from the
- * ranks in `awaited`, for which this rank waits, to the ranks that wait for no other rank. If
- * there are none, returns `awaited`. */
+/* Returns a bit mask of the culprits, which are the ranks that delay the group. If some ranks
+ * have not announced this epoch, these are the culprits. Otherwise starts with the ranks in
+ * `awaited`, for which this rank waits, and follows the published waits from rank to rank. The
+ * culprits are then the ranks found in this way that wait for no other rank. If there are none,
+ * returns `awaited`. */
 static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
 {
     const int num_ranks = op.self->num_ranks, own = op.self->rank;
@@ -161,9 +164,9 @@ static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
     return has_any(late) ? late : awaited;
 }
 
-/* Returns a bit mask of the ranks whose processes have died, as the host has found. It is in
- * host memory, where reads by many warps would be slow. So now and then one thread copies it to
- * control memory, and all others read the copy. */
+/* Returns a bit mask of the ranks whose processes have died, as the host has found. The
+ * original mask is in host memory, where reads by many warps would be slow. So from time to
+ * time one thread copies it to control memory, and all other threads read the copy. */
 static __device__ RankMask read_dead_ranks(const OpState &op)
 {
     p2p_control *control = control_of(op);
@@ -181,11 +184,11 @@ static __device__ RankMask read_dead_ranks(const OpState &op)
 #endif
 }
 
-/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Checks
+/* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Looks for
  * these causes in this order:
  *
  *   1. a rank has published a failure
- *   2. a peer has announced another operation; then `theirs` is set to its signature
+ *   2. a peer has announced another operation; `theirs` then becomes its signature
  *   3. a peer has closed its context, or its process has died
  *
  * Does not check the deadline. */
@@ -216,8 +219,8 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 }
 
 #ifndef LOW_LATENCY
-/* 1 in files with low-latency kernels. They poll more often, because few rows compete with
- * their polls for memory bandwidth. */
+/* 1 in files with low-latency kernels, whose waits poll more often. They can do so because few
+ * rows compete with their polls for memory bandwidth. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
@@ -227,19 +230,19 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 /* how often a wait polls before it checks the deadline and looks for a failure */
 #define SPINS_PER_CHECK 256u
 #endif
-/* How often a wait polls before it counts its time, about every 20 to 30 microseconds. Counts every
- * 10 microseconds made a plan of 1,024 tokens 8 % slower. */
+/* Number of polls after which a wait counts its time, about every 20 to 30 microseconds. If it
+ * counted every 10 microseconds, a plan of 1,024 tokens was 8 % slower. */
 #define SPINS_PER_COUNT (SPINS_PER_CHECK / 8u)
 
 /* Returns true if a wait whose deadline has passed may fail, because the host process has run
  * after the deadline. `time`: current device time.
  *
  * The process may be suspended, for example by Ctrl-Z or in a frozen container. Such a stop
- * must not cause a timeout: the device's clock continues, but usually the peers are stopped
- * too, and launch nothing. So a wait fails only after a host thread has run later than the
+ * must not cause a timeout: the device's clock continues, but usually the peers are also
+ * stopped, and launch nothing. So a wait fails only after a host thread has run later than the
  * deadline. Each run of that thread is a beat (P2P_AWAKE). The first call after the deadline
- * stores its time in control->due. A later call that sees a new beat copies it to
- * control->overdue. Waits whose deadline is earlier than that may then fail.
+ * stores its time in control->due. A later call that sees a new beat copies this time to
+ * control->overdue. Waits whose deadline is earlier than control->overdue may then fail.
  *
  * If the host thread has counted a stop, the time limit of all waits restarts, at most
  * P2P_POSTPONE_LIMIT times without progress. Only one thread of the rank at a time reads the
@@ -251,7 +254,7 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
         const uint64_t awake = load_relaxed(&op.self->status->awake);
         const uint32_t beat = (uint32_t)awake, stops = (uint32_t)(awake >> 32);
         const uint64_t due = load_relaxed(&control->due);
-        /* No host thread counts beats: the device's clock alone decides. */
+        /* If no host thread counts beats, the device's clock alone decides. */
         if (!awake) {
             store_relaxed(&control->overdue, time);
         } else if (stops != load_relaxed(&control->host_stops)) {
@@ -271,8 +274,9 @@ static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, 
     return load_relaxed(&control->overdue) > deadline;
 }
 
-/* Returns true if this rank should publish that it also waits for `peer`. `published`: what it has
- * published. With many ranks, a full word gets no further ranks. */
+/* Returns true if this rank should publish that it also waits for `peer`. `published`: the
+ * waits that it has published. With MANY_RANKS, the word has space for only MOST_NAMED ranks;
+ * if it is full, the result is false. */
 __device__ __forceinline__ bool can_publish(uint32_t published, int peer)
 {
 #if MANY_RANKS
@@ -283,9 +287,9 @@ __device__ __forceinline__ bool can_publish(uint32_t published, int peer)
 }
 
 /* Returns true if a wait for `peer` has timed out: its deadline has passed, and the process has
- * run after it (has_host_run_after()). If another wait of this rank has succeeded since the
- * deadline was set, first moves the deadline to a later time. In the last quarter of the time
- * limit, publishes that this rank waits for `peer`. */
+ * run after the deadline (has_host_run_after()). If another wait of this rank has succeeded
+ * since the deadline was set, first moves the deadline to a later time. In the last quarter of
+ * the time limit, also publishes that this rank waits for `peer`. */
 static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
 {
     const p2p_self &self = *op.self;
@@ -304,9 +308,9 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     return false;
 }
 
-/* Returns true if the group has failed. In the backend `hosts` only one thread at a time reads
- * the net inbox, where polls are slow. The others read its result in control memory. `phase`: a
- * p2p_phase. */
+/* Returns true if the group has failed. In the backend `hosts`, only one thread at a time reads
+ * the net inbox, where polls are slow. The other threads read its result in control memory.
+ * `phase`: a p2p_phase. */
 __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
 {
     uint32_t theirs;
@@ -318,11 +322,11 @@ __device__ __forceinline__ bool has_failed(const OpState &op, int phase)
     return word != 0;
 }
 
-/* Returns true if a wait for `peer` must be given up, because the group has failed or the
+/* Returns true if a wait for `peer` must be aborted, because the group has failed or the
  * deadline has passed. A waiting warp calls it every SPINS_PER_CHECK polls. `fresh`: true in
- * the first call of a wait: the previous wait has succeeded, so the deadline moves to a later
- * time. The cause of a failure is left to report_aborted_wait() at the end of the CTA, because
- * waiting warps have few registers. */
+ * the first call of a wait. The previous wait has then succeeded, so the deadline moves to a
+ * later time. This function does not report the cause of a failure, because waiting warps have
+ * few registers; report_aborted_wait() does so at the end of the CTA. */
 static __device__ __noinline__ bool wait_should_abort(const OpState &op, int peer, int phase,
                                                       bool fresh)
 {
@@ -338,19 +342,21 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
     return over;
 }
 
-/* Times with which waits are counted have the unit 1024 ns. They are 32 bits long, so only their
- * differences have a meaning. */
-#define COUNT_PAUSE 2u /* shortest time between two counts of waits for one rank */
+/* The times at which waits are counted have the unit 1024 ns. They are 32 bits long and
+ * overflow, so only their differences have a meaning. */
+#define COUNT_PAUSE 2u /* minimum time between two counts of waits for one rank */
 /* about how long a wait has taken when it is counted for the first time */
 #define FIRST_COUNT 24u
 #ifndef RECENT_COUNT
-/* A rank still waits for a peer if it has counted such a wait within this time. */
+/* A rank is considered to wait for a peer still if it has counted such a wait within this
+ * time. */
 #define RECENT_COUNT 64u
 #endif
 
-/* Returns the time since waits for `peer` were last counted, but not the time before this operation
- * and, with is_first, before this wait. Many warps wait for the same rank at the same time. They
- * share counted_at, so each moment counts once: all but one of them get 0. */
+/* Returns the time since waits for `peer` were last counted. The time before this operation is
+ * left out and, if is_first is true, also the time before this wait. Many warps wait for the
+ * same rank at the same time. They share counted_at, so that each moment is counted once: all
+ * but one of them get 0. */
 static __device__ __noinline__ uint32_t uncounted_time(const OpState &op, uint32_t peer,
                                                        bool is_first)
 {
@@ -372,8 +378,8 @@ static __device__ void add_and_copy(uint64_t *sum, uint64_t *copy, uint64_t age)
         copy, (uint64_t)atomicAdd((unsigned long long *)sum, (unsigned long long)age) + age);
 }
 
-/* Adds `age` to the waiting time for `peer`. It is also counted as alone if no wait for another
- * rank was counted recently in this epoch. */
+/* Adds `age` to the waiting time for `peer`. If no wait for another rank was counted recently
+ * in this epoch, also adds it to the time in which this rank waited for `peer` alone. */
 static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t peer,
                                                   uint32_t age)
 {
@@ -395,10 +401,11 @@ static __device__ __noinline__ void add_wait_time(const OpState &op, uint32_t pe
         add_and_copy(&time->alone, &copy->alone, age);
 }
 
-/* Returns the rank for which this thread counts a wait for `peer`, or -1. If ranks have not
- * announced the operation, the wait counts for those, because other ranks may be late only because
- * they wait for them, too. Each lane looks at other ranks. In the backend `hosts` only two CTAs do
- * so, because the reads may be slow. is_warp: called by a whole warp. */
+/* Returns the rank for which this thread counts a wait for `peer`, or -1. If some ranks have
+ * not announced the operation, the wait is counted for one of these ranks, because `peer` may
+ * be late only because it also waits for them. Each lane looks at different ranks. In the
+ * backend `hosts`, only two CTAs do so, because the reads may be slow. is_warp: true if a whole
+ * warp calls it. */
 static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bool is_warp)
 {
     if (HOSTS && blockIdx.x != 0 && !is_last_cta()) return peer;
@@ -410,7 +417,8 @@ static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bo
     return has_missing ? missing : peer;
 }
 
-/* Counts the time of a wait for `peer`, or for no known rank if it is -1. */
+/* Counts the time of a wait for `peer`; -1: the rank is not known. is_warp: as in
+ * rank_to_count(). is_first: as in uncounted_time(). */
 static __device__ void count_wait(const OpState &op, int peer, bool is_warp, bool is_first)
 {
     peer = rank_to_count(op, peer, is_warp);
@@ -418,10 +426,10 @@ static __device__ void count_wait(const OpState &op, int peer, bool is_warp, boo
     if (age) add_wait_time(op, (uint32_t)peer, age);
 }
 
-/* Counts the time of a wait or, every SPINS_PER_CHECK polls, returns whether the wait must be
- * given up. A waiting warp or thread calls it every SPINS_PER_COUNT polls. Both are in one
- * function, because each loop that waits contains the call: with two calls the kernels for few
- * tokens were up to 9 % slower (docs/lab/cuda.md). */
+/* A waiting warp or thread calls this every SPINS_PER_COUNT polls. In most calls, counts the
+ * time of the wait. Every SPINS_PER_CHECK polls, instead returns whether the wait must be
+ * aborted. One function does both, because each loop that waits contains the call: with two
+ * calls, the kernels for few tokens were up to 9 % slower (docs/lab/cuda.md). */
 static __device__ __noinline__ bool wait_slow_path(const OpState &op, int peer, int phase,
                                                    uint32_t spins, bool is_warp)
 {
@@ -441,9 +449,9 @@ __device__ __forceinline__ void count_operation(const p2p_self &self)
                   1ull);
 }
 
-/* Finds out why a wait was given up, and reports the cause. Called by one thread of the CTA. If
+/* Finds out why a wait was aborted, and reports the cause. Called by one thread of the CTA. If
  * the peer of the wait is not known, first waits for REPORT_GRACE_NS, so that other ranks can
- * report, and then looks for the culprit among the ranks for which threads of this rank have
+ * report. Then looks for the culprit among the ranks for which threads of this rank have
  * published waits. */
 static __device__ __noinline__ void report_aborted_wait(const OpState &op)
 {
@@ -463,10 +471,10 @@ static __device__ __noinline__ void report_aborted_wait(const OpState &op)
     }
 }
 
-/* Polls ready(), which is equal in all lanes, until it returns true. `peer`: the rank for which
- * this lane waits, or -1; a reference, because ready() may change it. `phase`: a p2p_phase, for
- * error reports. Called by a whole warp. Returns false if the wait was given up, because the
- * group has failed. */
+/* Polls ready() until it returns true. ready() must return the same value in all lanes. `peer`:
+ * the rank for which this lane waits, or -1; it is a reference, because ready() may change it.
+ * `phase`: a p2p_phase, for error reports. Called by a whole warp. Returns false if the wait
+ * was aborted because the group has failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, int phase,
                                           Ready ready)
@@ -479,8 +487,8 @@ __device__ __forceinline__ bool wait_warp(const OpState &op, const int &peer, in
     return true;
 }
 
-/* Polls ready() until it returns true, like wait_warp(), but for one thread instead of a warp.
- * Returns false if the wait was given up, because the group has failed. */
+/* Like wait_warp(), but for one thread instead of a warp. Returns false if the wait was aborted
+ * because the group has failed. */
 template <class Ready>
 __device__ __forceinline__ bool wait_thread(const OpState &op, const int &peer, int phase,
                                             Ready ready)

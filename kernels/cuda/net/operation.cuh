@@ -26,8 +26,8 @@
 /* Marks in control memory that an operation of this rank is running. Returns 1 if another
  * operation was already running, which means that the caller has started two operations on
  * streams that are not ordered. Called by one thread of each CTA before it reads the epoch.
- * Only CTA 0 sets and checks the mark: when another CTA starts late, the mark may already
- * belong to the next operation. */
+ * Only CTA 0 sets and checks the mark. If all CTAs did so, their results could differ, because
+ * the other operation may end before a late CTA starts. */
 __device__ __forceinline__ uint32_t mark_running(const p2p_self &self)
 {
     return blockIdx.x == 0 ? atomicOr(&control_of(self)->running, 1u) : 0;

@@ -81,7 +81,8 @@ __device__ __forceinline__ void permit_stores(const p2p_self &self, uint64_t pla
 struct Permit { /* The permit of a peer (p2p_window_words in heap.h). */
     uint64_t place;
     uint32_t rows, num_early_tokens;
-    bool is_valid; /* all words have arrived, and are of the same call as this rank's */
+    /* true: all words have arrived, and are of the same call as this rank's call */
+    bool is_valid;
 };
 
 /* Loads the permit of rank q. Does not wait for it. */
