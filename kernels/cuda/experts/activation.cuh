@@ -23,15 +23,16 @@ struct Activated {
     float value, slope;
 };
 
-/* Returns the sigmoid of x. Uses exp(-|x|), which cannot overflow. */
+/* Returns the sigmoid of x. Computes exp(-|x|) instead of exp(-x), because it cannot
+ * overflow. */
 __device__ __forceinline__ float sigmoid_of(float x)
 {
     const float e = expf(x > 0 ? -x : x);
     return (x > 0 ? 1 : e) / (1 + e);
 }
 
-/* Returns swish(x) = x * s(y) and its derivative s(y) * (1 + y * (1 - s(y))), where y = alpha *
- * x and s is the sigmoid. */
+/* Returns swish(x) = x * s(y) and its derivative s(y) * (1 + y * (1 - s(y))). y is alpha * x,
+ * and s is the sigmoid function. */
 __device__ __forceinline__ Activated compute_swish(float x, float alpha)
 {
     const float s = sigmoid_of(alpha * x);
@@ -51,8 +52,8 @@ __device__ __forceinline__ Activated compute_gelu_tanh(float x)
     return {x / 2 * (1 + t), (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope};
 }
 
-/* Like compute_swish(), with approximate instructions, for rows of 16-bit elements. The error
- * is a few units in the last place of float32. */
+/* Like compute_swish(), but with approximate instructions, for rows of 16-bit elements. The
+ * error is a few units in the last place of float32. */
 __device__ __forceinline__ Activated compute_swish_approx(float x, float alpha)
 {
     const float y = alpha * x, s = reciprocal_approx(1 + exp2_approx(y * -LOG2_E));
@@ -71,16 +72,17 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: constant if x is above ex.limit */
+    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: the value is constant if x is above
+     * ex.limit */
     default:
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};
     }
 }
 
-/* Returns the factor of a gated expert's activation for the up value u: u. With
- * EPIC_CLAMPED_SILU it is the clamped u, and with EPIC_CLAMPED_SWIGLU the clamped u plus 1.
- * Without a gate it is 1. */
+/* Returns the factor by which a gated expert's activation is multiplied, and its derivative. u:
+ * the up value. The factor is usually u. With EPIC_CLAMPED_SILU it is the clamped u, with
+ * EPIC_CLAMPED_SWIGLU the clamped u plus 1, and without a gate 1. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =
@@ -92,12 +94,13 @@ __device__ __forceinline__ Activated compute_up_factor(float u, const epic_exper
             u > ex.limit || u < -ex.limit ? 0.0f : 1.0f};
 }
 
-/* Values of the template argument ACTIVATION. ANY_ACTIVATION reads job.experts at run time. The
- * others are faster, for gated experts with rows of 16-bit elements: EPIC_SILU (GATED_SILU), or
- * EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU (GATED_CLAMPED). */
+/* Values of the template argument ACTIVATION. With ANY_ACTIVATION, the kernel reads job.experts
+ * at run time. The other values are faster, but only for gated experts with rows of 16-bit
+ * elements: GATED_SILU is for EPIC_SILU, and GATED_CLAMPED is for EPIC_CLAMPED_SWIGLU and
+ * EPIC_CLAMPED_SILU. */
 enum { ANY_ACTIVATION, GATED_SILU, GATED_CLAMPED };
 
-/* Like the functions above, with the activation known at compile time. */
+/* Like the functions above, but the activation is known at compile time. */
 template <int ACTIVATION>
 __device__ __forceinline__ Activated compute_activation(float x, const epic_experts &ex)
 {

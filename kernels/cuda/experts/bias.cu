@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gradients of the experts' biases: out[e] is the sum of weight * row over the rows of
+/* The gradients of the experts' biases: out[e] is the sum of weight * row over those rows of
  * expert e that hold a token.
  *
  *   rows  [slots, n]    input
  *   out   [experts, n]  output: overwritten, or added to
  *
  *   CTA   64 columns of one expert
- *   warp  every WARPS-th row of the expert's slab; its lanes add two columns each
+ *   warp  every WARPS-th row of the expert's slab (its rows in the receive buffer); each lane
+ *         adds two columns
  *   the first 64 threads   add the sums of the warps in a fixed order, one column each
  *
  * An earlier kernel on the stream has written the slabs, so no fence is needed. */
@@ -19,8 +20,8 @@
 /* number of rows that a warp loads before it adds the first one, so that the loads overlap */
 #define BIAS_AHEAD 8
 
-/* Adds rows `warp`, warp + WARPS, ... of an expert's slab, each times its weight, to sum. Each
- * lane adds column `column` to sum[0] and column + 32 to sum[1]. */
+/* Adds weight * row to sum for the rows `warp`, warp + WARPS, ... of an expert's slab. Each
+ * lane adds column `column` to sum[0] and column `column` + 32 to sum[1]. */
 template <class T>
 static __device__ __forceinline__ void add_rows(const p2p_bias_job &job, const slab_range &slab,
                                                 int64_t column, int warp, float (&sum)[2])

@@ -7,14 +7,15 @@
  *   losses_kernel     balance loss, z-loss -> their sum  one thread
  *   incoming_kernel   gradients of the two losses        one thread
  *
- * The matrix products of the dense part are in experts/grouped.h; all rows form one slab. */
+ * The GEMMs of the dense part are in experts/grouped.h; for them, all rows form one slab. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Computes to += from or, with job.replace, to = from. `from` is zeros if it is NULL. */
+/* Computes to += from. If job.replace is set, computes to = from. If `from` is NULL, it counts
+ * as zeros. */
 static __global__ void __launch_bounds__(THREADS)
     rows_kernel(const __grid_constant__ p2p_rows_job job)
 {
@@ -26,8 +27,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the n elements (a power of two) of each row of values [2, n] in a binary tree, and
- * writes the sums to values[0] and values[1]. One warp works on both rows as one array. */
+/* Adds the n elements of each of the two rows of values [2, n] in a binary tree, and writes the
+ * sums to values[0] and values[1]. n must be a power of two. One warp processes both rows as
+ * one array. */
 static __global__ void trees_kernel(float *values, int64_t n)
 {
     for (int64_t distance = 1; distance < n; distance *= 2) {

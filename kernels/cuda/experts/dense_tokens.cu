@@ -29,19 +29,22 @@ static __device__ __forceinline__ int64_t first_token()
     return (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
 }
 
-/* Distance between two tokens of this warp: the number of warps in the grid. */
+/* Returns the distance between two consecutive tokens of this warp, which is the number of
+ * warps in the grid. */
 static __device__ __forceinline__ int64_t token_step()
 {
     return (int64_t)gridDim.x * WARPS;
 }
 
-/* Returns true if a choice is a zero-expert. The plan reports larger ids as errors. */
+/* Returns true if the expert of a choice (a token and one of its top_k experts) is a
+ * zero-expert. The plan reports ids that are even larger as errors. */
 static __device__ __forceinline__ bool is_zero_expert(const layer_tokens &t, int64_t choice)
 {
     return t.topk_idx[choice] >= t.num_experts && t.topk_idx[choice] < t.num_columns;
 }
 
-/* Returns the sum of the weights of a token's zero-experts, on every lane. */
+/* Returns the sum of the weights of those choices of a token that are zero-experts, on every
+ * lane. */
 static __device__ __forceinline__ float zero_weight(const layer_tokens &t, int64_t token)
 {
     float w = 0;
@@ -59,7 +62,7 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* Adds in float64, as the CPU code does. */
+/* Adds the products in float64, as the CPU code does. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -86,7 +89,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* The output of a zero-expert is weight * x, so the gradient of the weight is dot(d_out, x). */
+/* The output of a zero-expert is weight * x, so the gradient of the weight is dot(d_out, x).
+ * One warp per token computes it. */
 static __global__ void __launch_bounds__(THREADS)
     zero_weights_kernel(const __grid_constant__ layer_tokens t)
 {
@@ -104,7 +108,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* sum += factor * rows, for V elements of `rows` from index `at` on. */
+/* Adds factor * rows to sum, for V elements of `rows` from index `at` on. */
 template <class T, int V>
 static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *rows, int64_t at,
                                                 float factor)
@@ -115,8 +119,8 @@ static __device__ __forceinline__ void add_rows(float (&sum)[V], const void *row
     for (int v = 0; v < V; v++) sum[v] += x[v] * factor;
 }
 
-/* Adds the parts of each token's output row or, in backward, of its gradient row, and stores
- * the sum to rows.to. zero_weight is the sum of the token's weights of zero-experts.
+/* Adds the parts of each token's output row, and stores the sum to rows.to. In backward, does
+ * the same for its gradient row. zero_weight is the sum of the token's weights of zero-experts.
  *   forward   out = rows.a (from combine) + zero_weight * x + rows.b (from the shared expert)
  *   backward  d_x = rows.a + zero_weight * d_out + rows.b + d_shared_weights * w_shared_gate */
 template <class T, int V>
@@ -146,7 +150,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns how many CTAs to launch for `units` tokens or choices, `each` per CTA. */
+/* Returns the number of CTAs to launch for `units` tokens or choices if each CTA processes
+ * `each` of them at a time. */
 static int ctas_of(int64_t units, int each, int sms)
 {
     const int64_t ctas = (units + each - 1) / each, most = 8 * (int64_t)sms;

@@ -13,34 +13,36 @@
 extern "C" {
 #endif
 
-/* Copies topk_idx to choices [num_tokens, top_k], with -1 in place of each zero-expert, to
- * which dispatch then sends no rows. */
+/* Copies topk_idx to choices [num_tokens, top_k]. Each zero-expert becomes -1, so that dispatch
+ * sends no row to it. */
 cudaError_t p2p_launch_sent(const layer_tokens *t, int32_t *choices, int sms,
                             cudaStream_t stream);
 /* Computes the weight of the shared expert for each token: shared_weights [num_tokens] =
  * sigmoid(dot(x, w_shared_gate)). */
 cudaError_t p2p_launch_shared_gate(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Replaces d_shared_weights [num_tokens], the gradient of shared_weights, by the gradient of
- * dot(x, w_shared_gate), in place. */
+/* On entry, d_shared_weights [num_tokens] is the gradient of shared_weights. Replaces it, in
+ * place, by the gradient of dot(x, w_shared_gate). */
 cudaError_t p2p_launch_shared_slope(const layer_tokens *t, int sms, cudaStream_t stream);
-/* Computes the gradients of the weights of zero-experts (whose output is weight * x): d_weights
- * = dot(d_out, x). Other elements of d_weights stay unchanged. */
+/* Computes the gradients of the weights of zero-experts: d_weights = dot(d_out, x), because
+ * their output is weight * x. Other elements of d_weights stay unchanged. */
 cudaError_t p2p_launch_zero_weights(const layer_tokens *t, int sms, cudaStream_t stream);
 /* Adds the outputs of the zero-experts and of the shared expert to the rows [num_tokens,
- * hidden] that combine returned. In backward, adds the gradients of their inputs to the
- * gradient rows instead. layer_rows (src/rules/layer_tokens.h) has the formulas. */
+ * hidden] that combine returned. In backward, instead adds the gradients of their inputs to the
+ * gradient rows. layer_rows (src/rules/layer_tokens.h) has the formulas. */
 cudaError_t p2p_launch_finish(const layer_tokens *t, const layer_rows *rows, int sms,
                               cudaStream_t stream);
-/* Loads the kernels on the current device at open, so that no later launch has to load them. */
+/* Loads the kernels on the current device when a context is opened, so that no later launch has
+ * to load them. */
 cudaError_t p2p_load_dense_tokens(void);
 
 /* Arguments of p2p_launch_fits(), which checks that a plan fits its layer. */
 typedef struct p2p_fits_job {
     p2p_self self;
     uint8_t *plan;
-    /* outputs [num_local]: zero if the plan does not fit, so that no rows are processed */
+    /* outputs [num_local]; they become zeros if the plan does not fit, so that no rows are
+     * processed */
     int32_t *expert_rows, *expert_tokens;
-    /* the layer's memory has space for this many experts per rank */
+    /* maximum number of experts per rank for which the layer's memory has space */
     int32_t num_local;
 } p2p_fits_job;
 

@@ -16,7 +16,7 @@
 
 #define THREADS 256
 
-/* Returns the first token of block `index` of the call, counted from the call's first token. */
+/* Returns the first token of block `index` of the call. Token 0 is the call's first token. */
 static __device__ __forceinline__ int64_t begin_of(const gate_blocks &b, int64_t index)
 {
     return ((b.first + index) * b.units / b.total - b.first * b.units / b.total) * b.unit;
@@ -49,8 +49,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the terms of each leaf (one block) in order, then the leaves in a binary tree: x[b +
- * distance] to x[b], for distances 1, 2, 4 and so on. Loads the terms of all leaves at once. */
+/* Adds the terms of each leaf in order, and then adds the leaves in a binary tree: x[b +
+ * distance] to x[b], for distances 1, 2, 4 and so on. A leaf is one block of tokens (not a
+ * CTA). Processes term t of all leaves together, so that their loads overlap. */
 static __global__ void __launch_bounds__(THREADS)
     leaves_kernel(const __grid_constant__ p2p_leaves_job job)
 {

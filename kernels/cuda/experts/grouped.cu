@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Chooses the kernel of a matrix product over slabs:
+/* Chooses the kernel of a grouped GEMM (a matrix product over slabs):
  *
  *     experts/grouped_hopper.cu   Hopper's tensor cores
  *     experts/grouped_plain.cu    plain loops, for every GPU, type and shape

@@ -3,15 +3,16 @@
  * src/backend/p2p. This header is plain C.
  *
  * A *slab* is the contiguous rows of one local expert in the receive buffer. A *tile* is up to
- * EXPERTS_TILE_ROWS rows of one slab. "x" is the matrix that a forward product multiplies by
- * weights, "y" is the result; "d_x" and "d_y" are their gradients. In shapes, `slots` is
- * p2p_slabs.num_slots, the number of rows of the receive buffer. `inner` is the number of
- * columns of the activations. `width` is inner, or 2 * inner for experts with a gate.
+ * EXPERTS_TILE_ROWS rows of one slab. "Product" means a GEMM. "x" is the matrix that a forward
+ * product multiplies by weights, and "y" is the result; "d_x" and "d_y" are their gradients. In
+ * shapes, `slots` is p2p_slabs.num_slots, the number of rows of the receive buffer. `inner` is
+ * the number of columns of the activations. `width` is inner, or 2 * inner for experts with a
+ * gate.
  *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
- * device knows how many rows each expert has. So a launcher chooses the grid for the maximum
- * number of rows, and each kernel reads the actual counts. Every launcher enqueues on `stream`
- * and returns the error of the launch. */
+ * device knows the number of rows of each expert. So a launcher chooses the grid for the
+ * maximum number of rows, and each kernel reads the actual numbers. Every launcher enqueues on
+ * `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_GROUPED_H
 #define EPIC_CUDA_GROUPED_H
 
@@ -23,13 +24,15 @@
 #include "rules/gate_layout.h"
 #include "rules/rule.h"
 
-/* number of terms that kernels without tensor cores add per step (experts/grouped_plain.cu) */
+/* number of terms of a sum that kernels without tensor cores add per step
+ * (experts/grouped_plain.cu) */
 #define EXPERTS_PLAIN_STEP 16
 /* maximum number of rows of the kernel for few rows (experts/grouped_few.cu) */
 #define EXPERTS_FEW_ROWS 128
 
-/* Returns how many terms a slice has in the kernels without tensor cores: a multiple of
- * EXPERTS_PLAIN_STEP. `depth`: terms of the sum. The last slices may be short or empty. */
+/* Returns the number of terms of a slice of a sum (split-K) in the kernels without tensor
+ * cores. It is a multiple of EXPERTS_PLAIN_STEP. `depth`: number of terms of the whole sum. The
+ * last slices may be shorter or empty. */
 RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 {
     const int64_t cut = slices * EXPERTS_PLAIN_STEP;
@@ -40,26 +43,29 @@ RULE int64_t experts_plain_slice(int64_t depth, int64_t slices)
 extern "C" {
 #endif
 
-/* The slabs of the experts' rows, and their tiles. p2p_launch_slabs() computes `tiles` and
- * `slabs` once for each call of the library. */
+/* The slabs of the experts' rows, and the tiles of the slabs. p2p_launch_slabs() computes
+ * `tiles` and `slabs` once for each call of the library. */
 typedef struct p2p_slabs {
-    /* [num_experts]: rows of each slab; NULL: one expert has all rows of the buffer */
+    /* [num_experts]: number of rows of each slab; NULL: one expert has all rows of the
+     * buffer */
     const int32_t *expert_rows;
-    /* [num_experts]: rows of each slab that hold a token, not padding; NULL: all rows */
+    /* [num_experts]: number of rows of each slab that hold a token and are not padding; NULL:
+     * all rows hold a token */
     const int32_t *expert_tokens;
-    int32_t *num_tiles; /* [1]: number of tiles that the slabs have */
+    int32_t *num_tiles; /* [1]: number of tiles of all slabs */
     /* [most_tiles]: up to EXPERTS_TILE_ROWS rows of one slab each */
     slab_tile *tiles;
-    slab_range *slabs; /* [num_experts]: first row and token count of each slab */
+    slab_range *slabs; /* [num_experts]: first row and number of tokens of each slab */
     int64_t num_slots;
-    int32_t num_experts; /* local experts */
+    int32_t num_experts; /* number of local experts */
     int32_t most_tiles;  /* upper bound of *num_tiles; the host knows only this bound */
 } p2p_slabs;
 
-/* Arguments of a matrix product over slabs. `pass` (epic_gemm_pass) selects FORWARD (y), INPUT
- * (the gradient of x) or WEIGHT (the gradient of the weights). FORWARD and INPUT read matrix b
- * as [experts, k, n]. But FORWARD of e4m3 reads [experts, n, k], because the tensor cores can
- * read e4m3 only if the summed dimension (k) is contiguous. WEIGHT does not support e4m3. */
+/* Arguments of a grouped GEMM. `pass` (epic_gemm_pass) selects FORWARD (computes y), INPUT (the
+ * gradient of x) or WEIGHT (the gradient of the weights). FORWARD and INPUT read matrix b as
+ * [experts, k, n]. Exception: FORWARD of e4m3 reads [experts, n, k], because the tensor cores
+ * can read e4m3 only if the summed dimension (k) is contiguous. WEIGHT does not support
+ * e4m3. */
 typedef struct p2p_gemm {
     p2p_slabs slabs;
     const void *a; /* FORWARD: x [slots, k]; INPUT: d_y [slots, n]; WEIGHT: x [slots, k] */
@@ -69,9 +75,11 @@ typedef struct p2p_gemm {
     const void *bias;
     /* [slots]: factor of the bias in each row; NULL: 1 */
     const float *bias_weights;
-    /* row_type EPIC_E4M3: [slots, blocks], scales of a, one for each 128 elements of a row */
+    /* row_type EPIC_E4M3: [slots, blocks]: scales of a, one for each block of 128 elements of a
+     * row */
     const float *a_scales;
-    /* row_type EPIC_E4M3: [experts, blocks, blocks], scales of b for 128 x 128 elements each */
+    /* row_type EPIC_E4M3: [experts, blocks, blocks]: scales of b, one for each block of 128 x
+     * 128 elements */
     const float *b_scales;
     /* INPUT: an array with the shape and type of out that is added to the result; NULL: none */
     const void *addend;
@@ -87,13 +95,14 @@ typedef struct p2p_gemm {
     uint32_t out_type;
     /* only in WEIGHT and INPUT; 1: add the result to out; 0: overwrite out */
     int32_t accumulate;
-    /* FORWARD, INPUT; 0: rows of `out` without a token become zero; 1: they need not */
+    /* Only for FORWARD and INPUT. 0: rows of `out` without a token become zero. 1: they are
+     * left as they are. */
     int32_t leave_padding;
     int32_t sms; /* maximum number of CTAs to launch */
-    /* The kernel computes the tiles of `out` in groups of this many rows of tiles (with
-     * clusters of two CTAs: pairs of rows of tiles), and in a group column by column, so that
-     * the tiles of a column read the same part of matrix b from the L2 cache. 0: chosen by the
-     * launcher. */
+    /* The kernel computes the tiles of `out` group by group, and the tiles of a group column by
+     * column, so that the tiles of a column read the same part of matrix b from the L2 cache. A
+     * group has this many rows of tiles or, with clusters of two CTAs, this many pairs of rows
+     * of tiles. 0: the launcher chooses it. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
     /* Above 1: split-K. Each sum is divided into this many slices, which different CTAs
@@ -101,13 +110,14 @@ typedef struct p2p_gemm {
      * p2p_launch_plain_gemm() adds the sums of the slices. p2p_launch_hopper_slices() leaves
      * this addition to its caller. p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
-    /* with slices: [slices, rows of out, columns of out], the sum of each slice */
+    /* with slices: [slices, rows of out, columns of out]: the sum of each slice */
     float *slice_sums;
 } p2p_gemm;
 
-/* Returns an INPUT product that computes the same sums as the e4m3 product `g`, because the
- * kernels for e4m3 are compiled only for INPUT. FORWARD becomes INPUT by swapping k and n,
- * because FORWARD of e4m3 reads matrix b in the layout of INPUT. */
+/* Returns an INPUT product that computes the same sums as the e4m3 product `g`. It is needed
+ * because the kernels for e4m3 are compiled only for INPUT. A FORWARD product becomes an INPUT
+ * product if k and n are swapped, because FORWARD of e4m3 reads matrix b in the layout of
+ * INPUT. */
 RULE p2p_gemm p2p_as_input(p2p_gemm g)
 {
     const int64_t k = g.k;
@@ -118,40 +128,43 @@ RULE p2p_gemm p2p_as_input(p2p_gemm g)
     return g;
 }
 
-/* Arguments of the kernels that run between the experts' two matrix products. They compute the
- * activations (forward) or their gradients (backward). "Backward" marks fields that only
- * p2p_launch_activation_backward() uses. */
+/* Arguments of the kernels that run between the experts' two GEMMs. They compute the
+ * activations (forward) or their gradients (backward). A comment that begins with "backward"
+ * describes a field that only p2p_launch_activation_backward() uses. */
 typedef struct p2p_activation_job {
     p2p_slabs slabs;
     epic_experts experts; /* the caller's description of the experts, with defaults filled in */
-    /* [slots, width]: result of the first product, before the input weight and the bias */
+    /* [slots, width]: result of the first GEMM, before the input weight and the bias are
+     * applied */
     const void *gate_up;
     const void *bias; /* [experts, width]; NULL: none */
     /* [slots]: weight of the choice in each slot; NULL with EPIC_WEIGHT_LATE */
     const float *slot_weights;
-    /* [slots, inner]. Forward: output. Backward: on entry the gradient of the activations; on
-     * return the activations themselves. */
+    /* [slots, inner]. Forward: output. Backward: on entry, the gradient of the activations; on
+     * return, the activations themselves. */
     void *activations;
-    /* Forward: output [slots, blocks of 128 elements], the scales of activations in e4m3. NULL:
-     * the activations have row_type. */
+    /* Forward: output [slots, blocks of 128 elements]: the scales of the activations in e4m3.
+     * NULL: the activations have row_type. */
     float *scales;
-    /* backward: output [slots, width], gradient of the first product's result */
+    /* backward: output [slots, width]: gradient of the first GEMM's result */
     void *d_gate_up;
-    /* backward: [slots, hidden], gradient of the experts' output. Used only with
-     * EPIC_WEIGHT_EARLY and b_down: dot(d_y, b_down) is a part of d_slot_weights. */
+    /* backward: [slots, hidden]: gradient of the experts' output. Used only with
+     * EPIC_WEIGHT_EARLY and b_down, because dot(d_y, b_down) is then a part of
+     * d_slot_weights. */
     const void *d_y;
-    /* backward: [experts, hidden], bias of the second product; NULL: none */
+    /* backward: [experts, hidden]: bias of the second GEMM; NULL: none */
     const void *b_down;
     float *d_slot_weights; /* backward: output [slots]; NULL: not computed */
     int32_t aligned;       /* 1: all rows start and end at multiples of 16 bytes */
-    /* backward with EPIC_WEIGHT_INPUT; 1: multiply rows of d_gate_up by the slots' weights */
+    /* backward with EPIC_WEIGHT_INPUT. 1: the rows of d_gate_up are multiplied by the slots'
+     * weights. */
     int32_t weigh_d;
     int32_t sms;
     int32_t pad;
 } p2p_activation_job;
 
 /* Arguments of p2p_launch_bias(), which computes the gradient of a bias: out[e] is the sum of
- * weight * row over the rows of expert e that hold a token. */
+ * weight * row over those rows of expert e that hold a token. */
 typedef struct p2p_bias_job {
     p2p_slabs slabs;
     const void *rows;     /* [slots, n] of row_type: the rows to add */
@@ -163,13 +176,13 @@ typedef struct p2p_bias_job {
     int32_t pad;
 } p2p_bias_job;
 
-/* Arguments of p2p_launch_scale(), which multiplies rows by weights, or adds a weighted bias,
- * in place. It follows a matrix product of the caller (epic_experts.gemm). */
+/* Arguments of p2p_launch_scale(), which multiplies rows by weights in place, or adds a
+ * weighted bias to them. It runs after a GEMM that the caller computes (epic_experts.gemm). */
 typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
     const float *weights; /* [slots]; NULL: all weights are 1 */
-    /* [experts, n] of weight_type: rows += weight * bias. NULL: rows *= weight */
+    /* [experts, n] of weight_type; then rows += weight * bias. NULL: rows *= weight. */
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;
@@ -190,7 +203,8 @@ typedef struct p2p_quantize_job {
 
 /* The jobs below are for experts/dense.cu: the gate, the shared expert and the losses. */
 
-/* Arguments of p2p_launch_rows(), which adds the array `from` to `to`, or copies it. */
+/* Arguments of p2p_launch_rows(), which adds the array `from` to the array `to`, or copies it
+ * there. */
 typedef struct p2p_rows_job {
     void *to;
     const void *from; /* NULL: zeros */
@@ -199,18 +213,19 @@ typedef struct p2p_rows_job {
     int32_t replace;  /* 1: to = from; 0: to += from */
 } p2p_rows_job;
 
-/* Arguments of p2p_launch_losses(), which copies the balance loss (`first`) and the z-loss
- * (`second`) to to_first and to_second, and stores their sum to `sum`. Each pointer is to one
- * float. An input of NULL counts as 0; an output of NULL is not written. */
+/* Arguments of p2p_launch_losses(). It copies the balance loss (`first`) to to_first and the
+ * z-loss (`second`) to to_second, and stores their sum to `sum`. Each pointer is to one float.
+ * An input that is NULL counts as 0. An output that is NULL is not written. */
 typedef struct p2p_sum_losses_job {
     const float *first, *second;
     float *sum, *to_first, *to_second;
 } p2p_sum_losses_job;
 
-/* Arguments of p2p_launch_incoming(), which computes the gradients of a layer's two losses: to
- * = {all + balance, all + z}, from the caller's gradients of the sum and of each loss. */
+/* Arguments of p2p_launch_incoming(), which computes the gradients of a layer's two losses. The
+ * caller passes the gradients of the sum and of each loss. to[0] = all + balance, and to[1] =
+ * all + z. */
 typedef struct p2p_loss_gradients_job {
-    const float *all, *balance, *z; /* NULL counts as 1 for `all`, as 0 for `balance` and `z` */
+    const float *all, *balance, *z; /* NULL: 1 for `all`, 0 for `balance` and `z` */
     float *to;                      /* output [2]: the two gradients */
 } p2p_loss_gradients_job;
 
@@ -221,27 +236,30 @@ typedef struct p2p_loss_gradients_job {
  * sums for each result. fold adds these sums, and fold_slices adds the sums of all slices of
  * the product. */
 typedef struct p2p_components_job {
-    /* Input, float32. split: the values [rows, columns]. fold: the sums of the product [rows,
-     * GATE_COMPONENTS, columns]. fold_slices: the sums of the product [slices, rows,
+    /* Input, float32. split: the values [rows, columns]. fold: the sums of the GEMM [rows,
+     * GATE_COMPONENTS, columns]. fold_slices: the sums of the GEMM [slices, rows,
      * GATE_COMPONENTS, columns]. */
     const float *from;
-    /* output; split: bf16 [rows, places, columns]; others: float32 [rows, columns] */
+    /* Output. split: bf16 [rows, places, columns]. fold, fold_slices: float32 [rows,
+     * columns]. */
     void *to;
-    /* [columns], added to each row of the result; NULL: none; not used by split */
+    /* [columns]: bias that is added to each row of the result; NULL: none; not used by split */
     const float *bias;
     int64_t rows, columns;
-    /* split: components stored per value; the same component may be stored several times */
+    /* split: number of components that are stored per value; the same component may be stored
+     * several times */
     int32_t places;
     /* split: bits 2 * i and 2 * i + 1 select the component at position i: 0 is the high
-     * component, 1 the middle one, 2 the low one. */
+     * component, 1 the middle component, and 2 the low component. */
     uint32_t order;
     /* fold: 1: add the result to `to`; 0: overwrite `to` */
     int32_t accumulate;
     int32_t sms;
 } p2p_components_job;
 
-/* Launch the kernels of p2p_components_job. For p2p_launch_fold_slices(), which overwrites
- * `to`, columns must be a multiple of 4, and `from` and `to` aligned to 16 bytes. */
+/* These functions launch the kernels of p2p_components_job. p2p_launch_fold_slices() overwrites
+ * `to`. It requires that columns is a multiple of 4, and that `from` and `to` are aligned to 16
+ * bytes. */
 cudaError_t p2p_launch_split(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold(const p2p_components_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_fold_slices(const p2p_components_job *job, int32_t slices,
@@ -252,16 +270,17 @@ cudaError_t p2p_load_components(void);
 typedef struct p2p_gate_blocks_job {
     p2p_slabs all;     /* output: one slab with all tokens, and its tiles */
     slab_range *slabs; /* output [blocks.count]: the tokens of each block */
-    /* output [blocks.count, slices]: the tokens of each slice (p2p_gemm) of a block */
+    /* output [blocks.count, slices]: the tokens of each slice (p2p_gemm.slices) of each
+     * block */
     slab_range *cuts;
     gate_blocks blocks;
     int32_t slices;
     int32_t pad;
 } p2p_gate_blocks_job;
 
-/* Arguments of p2p_launch_leaves(), which adds the `terms` arrays of each of up to GATE_BLOCKS
- * leaves, and then the leaves in a binary tree. Element [row, column] of term t of a leaf is at
- * from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
+/* Arguments of p2p_launch_leaves(). It adds the `terms` arrays of each of up to GATE_BLOCKS
+ * leaves, and then adds the leaves in a binary tree. Element [row, column] of term t of a leaf
+ * is at from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
 typedef struct p2p_leaves_job {
     const float *from;
     float *to; /* [rows, columns]: the sum */
@@ -271,7 +290,7 @@ typedef struct p2p_leaves_job {
     int32_t sms;
 } p2p_leaves_job;
 
-/* Launch the kernels in experts/gate_blocks.cu. */
+/* These functions launch and load the kernels of experts/gate_blocks.cu. */
 cudaError_t p2p_launch_gate_blocks(const p2p_gate_blocks_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_leaves(const p2p_leaves_job *job, cudaStream_t stream);
 cudaError_t p2p_load_gate_blocks(void);
@@ -284,32 +303,35 @@ cudaError_t p2p_launch_losses(const p2p_sum_losses_job *job, cudaStream_t stream
 cudaError_t p2p_launch_incoming(const p2p_loss_gradients_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
-/* Computes slabs->slabs and slabs->tiles from the caller's row and token counts
- * (experts/slabs.cu). Must run before all kernels that read `slabs`. */
+/* Computes slabs->slabs and slabs->tiles from the numbers of rows and tokens that the caller
+ * passes (experts/slabs.cu). Must run before all kernels that read them. */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
-/* Launch a matrix product. p2p_launch_gemm() uses tensor cores if p2p_gemm_is_slow() returns
- * NULL, else plain loops. The other two always use plain loops or Hopper's tensor cores. */
+/* These functions launch a grouped GEMM. p2p_launch_gemm() uses tensor cores if
+ * p2p_gemm_is_slow() returns NULL, otherwise plain loops. p2p_launch_plain_gemm() always uses
+ * plain loops, and p2p_launch_hopper_gemm() always uses Hopper's tensor cores. */
 cudaError_t p2p_launch_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_plain_gemm(const p2p_gemm *job, cudaStream_t stream);
 cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows: for FORWARD products of
- * at most EXPERTS_FEW_ROWS rows with float32 weights and slices, if it is faster. This kernel
- * does not read job->slabs.slabs and job->slabs.tiles. */
+/* Returns true if p2p_launch_plain_gemm() uses the kernel for few rows for this product. This
+ * is so for FORWARD products of at most EXPERTS_FEW_ROWS rows with float32 weights and slices,
+ * if the kernel is faster. This kernel does not read job->slabs.slabs and job->slabs.tiles. */
 bool p2p_gemm_has_few_rows(const p2p_gemm *job);
 /* Launches the kernel for few rows. It writes the sums of the slices to job->slice_sums. */
 cudaError_t p2p_launch_few_rows(const p2p_gemm *job, cudaStream_t stream);
 
-/* Launches a FORWARD product of bf16 matrices with float32 results and slices of
- * gate_slice_terms() terms, on Hopper's tensor cores. p2p_gemm_is_slow() must support it.
- * Writes the sums of the slices to job->slice_sums, and does not use job->out. */
+/* Launches a FORWARD product of bf16 matrices with float32 results on Hopper's tensor cores.
+ * Its slices have gate_slice_terms() terms. Requires that p2p_gemm_is_slow() returns NULL for
+ * the product. Writes the sums of the slices to job->slice_sums, and does not use job->out. */
 cudaError_t p2p_launch_hopper_slices(const p2p_gemm *job, cudaStream_t stream);
 
-/* Returns NULL if this GPU's tensor cores support the product, otherwise a short reason. */
+/* Returns NULL if this GPU's tensor cores support the product, otherwise a short text with the
+ * reason. */
 const char *p2p_gemm_is_slow(const p2p_gemm *job);
 
-/* Returns 1 if this build contains tensor-core kernels for GPUs of the compute capability. */
+/* Returns 1 if this build contains tensor-core kernels for GPUs of compute capability
+ * major.minor. */
 int p2p_gemm_is_built(int major, int minor);
 
 /* Launchers of the kernels in experts/rows.cu. */
@@ -320,7 +342,8 @@ cudaError_t p2p_launch_scale(const p2p_scale_job *job, cudaStream_t stream);
 /* Launcher of the kernel in experts/bias.cu. */
 cudaError_t p2p_launch_bias(const p2p_bias_job *job, cudaStream_t stream);
 
-/* Load the kernels on the current device at open, so that no later launch has to load them. */
+/* These functions load the kernels on the current device when a context is opened, so that no
+ * later launch has to load them. */
 cudaError_t p2p_load_slabs(void);
 cudaError_t p2p_load_activation(void);
 cudaError_t p2p_load_bias(void);

@@ -3,11 +3,11 @@
  * float32 value x into three bf16 values, its components: high = bf16(x), middle = bf16(x -
  * high), and low = bf16(x - high - middle). Together they have all 24 significant bits of x.
  *
- * If only one matrix is float32, the components of a row become separate columns. One matrix
- * product computes three sums for each result, which fold_kernel adds. If both matrices are
- * float32, the components of both follow one another along the k dimension, which becomes
- * GATE_PAIRS times as long. One matrix product adds the products of GATE_PAIRS pairs of
- * components. The other pairs are too small to change the result.
+ * If only one matrix is float32, the components of a row become separate columns. One GEMM
+ * computes three sums for each result, and fold_kernel adds them. If both matrices are float32,
+ * the components of both follow one another along the k dimension, which becomes GATE_PAIRS
+ * times as long. One GEMM then adds the products of GATE_PAIRS pairs of components. The other
+ * pairs are too small to change the result.
  *
  *   split_kernel  from [rows, columns]    -> to  [rows, places, columns] one thread per element
  *   fold_kernel   sums [rows, 3, columns] -> out [rows, columns]         one thread per element
@@ -42,7 +42,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the sums of the low, middle and high components in this order, and then the bias. */
+/* Adds the sum of the low components, the sum of the middle components and the sum of the high
+ * components in this order, and then adds the bias. */
 static __global__ void __launch_bounds__(THREADS)
     fold_kernel(const __grid_constant__ p2p_components_job job)
 {
@@ -59,8 +60,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the slices of the low components of each result in order, then those of the middle and
- * of the high components, and then the bias. The order depends on `slices` only. */
+/* Adds the slices of the low components of each result in order, then the slices of the middle
+ * components, then the slices of the high components, and then the bias. The order depends only
+ * on `slices`. */
 static __global__ void __launch_bounds__(THREADS)
     fold_slices_kernel(const __grid_constant__ p2p_components_job job, int slices)
 {
@@ -74,7 +76,8 @@ static __global__ void __launch_bounds__(THREADS)
         for (int p = GATE_COMPONENTS - 1; p >= 0; p--) {
 #pragma unroll
             for (int s = 0; s < GATE_SLICES; s++) {
-                /* always GATE_SLICES iterations, so that the loop is unrolled */
+                /* The loop always has GATE_SLICES iterations, so that the compiler unrolls
+                 * it. */
                 const float4 more =
                     s < slices ? sums[s * slice + p * fours] : make_float4(0, 0, 0, 0);
                 x.x += more.x, x.y += more.y, x.z += more.z, x.w += more.w;
@@ -88,7 +91,7 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns how many CTAs to launch for `count` threads, at most 8 per SM. */
+/* Returns the number of CTAs to launch for `count` threads, which is at most 8 per SM. */
 static int ctas_for(const p2p_components_job *job, int64_t count)
 {
     const int64_t ctas = (count + THREADS - 1) / THREADS;

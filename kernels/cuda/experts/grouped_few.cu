@@ -1,14 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Product of a few rows and float32 weights, with sums that are cut into slices (split-K): the
- * gate of a layer that decodes.
+/* GEMM of a few rows and float32 weights, with sums that are cut into slices (split-K). It is
+ * used for the gate of a layer that decodes.
  *
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
- * The tiles of plain_kernel (experts/grouped_plain.cu) have 128 rows, and with few rows they
- * are mostly empty. Here a CTA computes one slice of the sums of ROWS rows and COLUMNS columns.
- * A thread computes one column of ROWS_EACH rows, and loads BATCH weights of its column before
- * it uses the first one. It adds the terms of a slice in the order of plain_kernel, and
- * slices_kernel adds the slices. So a row has the same bits whichever kernel computes it. */
+ * The tiles of plain_kernel (experts/grouped_plain.cu) have 128 rows, so with few rows they
+ * would be mostly empty. In this kernel, a CTA computes one slice of the sums of ROWS rows and
+ * COLUMNS columns. A thread computes one column of ROWS_EACH rows. It loads BATCH weights of
+ * its column before it uses the first one. It adds the terms of a slice in the same order as
+ * plain_kernel, and slices_kernel then adds the slices. So a row has the same bits whichever
+ * kernel computes it. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -18,8 +19,8 @@
 #define THREADS 128
 #define ROWS_EACH (ROWS * COLUMNS / THREADS)
 #define TERMS 128 /* number of terms of all rows that are in shared memory at a time */
-#define BATCH 32  /* weights that a thread loads at a time */
-/* with more than ROWS rows and more multiplications than this, plain_kernel is faster */
+#define BATCH 32  /* number of weights that a thread loads at a time */
+/* plain_kernel is faster if there are more than ROWS rows and more multiplications than this */
 #define MOST_PRODUCTS (INT64_C(1) << 26)
 
 static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, int64_t size)
@@ -28,7 +29,7 @@ static __host__ __device__ __forceinline__ int64_t count_blocks(int64_t count, i
 }
 
 /* Adds `terms` products to the sums of ROWS_EACH rows of one column. `rows`: the terms of these
- * rows. `weights`: the column's weights, `stride` elements apart. */
+ * rows. `weights`: the column's weights, which are `stride` elements apart. */
 static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
                                                  const float (*rows)[TERMS],
                                                  const float *weights, int64_t stride,
@@ -47,7 +48,8 @@ static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
     }
 }
 
-/* CTAs with the same slice and columns are neighbors, so that they share weights in the L2. */
+/* The kernel. CTAs with the same slice and columns have consecutive indices, so that they share
+ * weights in the L2 cache. */
 static __global__ void __launch_bounds__(THREADS)
     few_rows_kernel(const __grid_constant__ p2p_gemm g)
 {

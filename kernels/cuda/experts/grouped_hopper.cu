@@ -14,7 +14,7 @@
 #include "cuda/experts/grouped.h"
 
 /* Without nvcc, for example in the emulator, only the functions at the end of this file are
- * compiled, which report that the kernels are missing. */
+ * compiled. They report that the kernels are missing. */
 #if defined(__NVCC__)
 
 #include "cuda/experts/grouped_hopper.cuh"
@@ -28,11 +28,11 @@ typedef CUresult (*encode_function)(CUtensorMap *, CUtensorMapDataType, cuuint32
 /* the driver's cuTensorMapEncodeTiled; NULL if the kernels cannot be used on this GPU */
 static encode_function encode;
 
-/* `count` matrices of the same shape, one after the other. A TMA copy moves a box:
- * `lines` rows x 128 bytes. */
+/* `count` matrices of the same shape, one after the other in memory. A TMA copy moves a box:
+ * `lines` rows of 128 bytes. */
 struct Matrix {
     const void *data;
-    /* count: 0 means one matrix, with a tensor map of two dimensions */
+    /* count: number of matrices; 0: one matrix, with a tensor map of two dimensions */
     int64_t columns, rows, count;
     uint32_t type; /* epic_type of the elements */
     int lines;
@@ -62,7 +62,7 @@ static bool has_slices(const p2p_gemm *g)
     return g->pass == EPIC_GEMM_FORWARD && g->slices > 1;
 }
 
-/* Sets *maps to the tensor maps of a, b and out, whose shapes and boxes depend on the pass. */
+/* Sets *maps to the tensor maps of a, b and out. Their shapes and boxes depend on the pass. */
 static cudaError_t make_maps(Maps *maps, const p2p_gemm *g)
 {
     const bool weight = g->pass == EPIC_GEMM_WEIGHT, input = g->pass == EPIC_GEMM_INPUT;
@@ -121,8 +121,8 @@ static Job job_of(const p2p_gemm *g)
     return job;
 }
 
-/* Returns how many CTAs to launch: at most g->sms, at most one for each possible tile, and a
- * multiple of `pair`, the CTAs of a cluster (1 or 2). */
+/* Returns the number of CTAs to launch. It is at most g->sms, at most one for each possible
+ * tile, and a multiple of `pair`, the number of CTAs of a cluster (1 or 2). */
 static int ctas_of(const p2p_gemm *g, const Job &job, int pair)
 {
     const int64_t down =
@@ -155,7 +155,7 @@ static cudaError_t launch_hopper(const p2p_gemm *g, cudaStream_t stream)
     return cudaLaunchKernelEx(&how, hopper_kernel<T, Out, PASS, CTAS>, maps, job);
 }
 
-/* Launches an e4m3 product, as INPUT (p2p_as_input()). */
+/* Launches an e4m3 product as an INPUT product (p2p_as_input()). */
 template <int CTAS> static cudaError_t launch_e4m3(const p2p_gemm *forward, cudaStream_t stream)
 {
     const p2p_gemm g = p2p_as_input(*forward);
@@ -185,7 +185,7 @@ static cudaError_t launch_typed(const p2p_gemm *g, cudaStream_t stream)
 }
 
 /* INPUT products of bf16 that also add g->addend or the old values of out run without clusters,
- * because only that instance contains the addition. */
+ * because only the instance without clusters contains this addition. */
 extern "C" cudaError_t p2p_launch_hopper_gemm(const p2p_gemm *g, cudaStream_t stream)
 {
     if (g->row_type == EPIC_E4M3)
@@ -206,7 +206,8 @@ static bool is_16_byte_aligned(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Returns why the kernel does not support an e4m3 product, or NULL if it does. */
+/* Returns a text with the reason why the kernel does not support an e4m3 product, or NULL if it
+ * does. */
 static const char *why_e4m3_is_slow(const p2p_gemm *g)
 {
     const bool input = g->pass == EPIC_GEMM_INPUT;
@@ -238,9 +239,9 @@ extern "C" const char *p2p_gemm_is_slow(const p2p_gemm *g)
     return g->k % 8 || g->n % 8 ? "8 does not divide k and n" : NULL;
 }
 
-/* Loads one instance of the kernel and raises its limit of dynamic shared memory. If the build
- * has no code for this GPU, the kernel's body is empty and has 0 bytes of static shared memory;
- * in this case sets *good to false. */
+/* Loads one instance of the kernel and raises its limit of dynamic shared memory. Sets *good to
+ * false if the build has no code for this GPU. In this case the kernel's body is empty, so that
+ * it has 0 bytes of static shared memory. */
 template <class T, class Out, int PASS, int CTAS> static cudaError_t load_hopper(bool *good)
 {
     cudaFuncAttributes attributes;
@@ -270,8 +271,8 @@ template <class T, int CTAS> static cudaError_t load_typed(bool *good)
     return error == cudaSuccess ? load_hopper<T, float, EPIC_GEMM_WEIGHT, CTAS>(good) : error;
 }
 
-/* Returns the driver's cuTensorMapEncodeTiled, or NULL if the driver does not have it. The CUDA
- * runtime looks it up, because EPIC does not link with libcuda. */
+/* Returns the driver's cuTensorMapEncodeTiled, or NULL if the driver does not have it. It is
+ * looked up through the CUDA runtime, because EPIC does not link with libcuda. */
 static encode_function find_encode()
 {
     void *function = NULL;

@@ -18,8 +18,8 @@
  *              x 128 bytes (boxes) through shared memory
  *
  * The grid is persistent, and producer and consumers process the same tiles in the same order.
- * The two CTAs of a cluster compute two tiles that are neighbours in a column, and then go on
- * to the next pair of tiles. If both tiles belong to one expert, they need the same part of
+ * The two CTAs of a cluster compute a pair of tiles that are neighbours in a column. Then they
+ * continue with the next pair. If both tiles belong to one expert, they need the same part of
  * matrix b. Each CTA then copies half of the part, and its multicast copy writes this half to
  * both CTAs. The CTAs decide for each pair of tiles whether they share the copies. So the two
  * tiles of a pair may also belong to different experts.
@@ -33,9 +33,9 @@
  *     WEIGHT   x   [slot, k] transposed   d_y [slot, n] transposed    slots of the slab
  * The sums of WEIGHT must contain only the slab's tokens, not its padding or the next slab. A
  * stage has a block of 64 slots. WEIGHT starts with the last block of the slab, which can be
- * incomplete, and the consumers set the lines after the slab's last token to zero in shared
- * memory. FORWARD and INPUT compute 64 rows if at least one of them holds a token, and store
- * only rows of the slab. */
+ * incomplete, and the consumers zero the lines after the slab's last token in shared memory.
+ * FORWARD and INPUT compute 64 rows if at least one of them holds a token, and store only rows
+ * of the slab. */
 #ifndef EPIC_GROUPED_HOPPER_CUH
 #define EPIC_GROUPED_HOPPER_CUH
 
@@ -44,8 +44,8 @@
 /* --------------------------------------------------------------------------- consumers ---- */
 
 /* Releases a stage of the ring to the producer: arrives at the barrier `empty`. With clusters,
- * also arrives at the same barrier of the other CTA, whose producer writes into this stage too.
- * Called after the warpgroup's wgmma have read the stage. */
+ * also arrives at the same barrier of the other CTA, because the producer of that CTA also
+ * writes into this stage. Called after the warpgroup's wgmma have read the stage. */
 template <int CTAS>
 static __device__ __forceinline__ void release_stage(const SharedLayout &at, int stage,
                                                      int thread)
@@ -59,7 +59,7 @@ static __device__ __forceinline__ void release_stage(const SharedLayout &at, int
 }
 
 /* Only in the pass WEIGHT: zeroes lines `first` to 63 of both matrices in a stage. These lines
- * are slots without tokens of the slab, which must add nothing to the sums. Each consumer
+ * are slots that have no token of the slab, so they must add nothing to the sums. Each consumer
  * zeroes half of the columns. `stage`: shared-memory address of the stage. */
 static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int warpgroup,
                                                   int thread)
@@ -78,15 +78,15 @@ static __device__ __forceinline__ void zero_lines(uint32_t stage, int first, int
 }
 
 /* Returns x, which must be equal in all lanes of a warp. The vote shows this to ptxas, so that
- * a branch on x leaves the wgmma descriptors in uniform registers. Otherwise ptxas computes
- * them again before each wgmma, which made products of many tokens 4 to 6 % slower. */
+ * the wgmma descriptors stay in uniform registers in a branch on x. Without the vote, ptxas
+ * computes them again before each wgmma, which made products of many tokens 4 to 6 % slower. */
 static __device__ __forceinline__ bool uniform_in_warp(bool x)
 {
     return __any_sync(0xffffffffu, x);
 }
 
-/* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token: waits for each
- * stage of the tile and releases it. Only the first warp does so. The others wait at the
+/* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token. Waits for each
+ * stage of the tile and releases it. Only the first warp does so. The other warps wait at the
  * barrier in store_tile(), so that no warp falls a whole round of the ring behind. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
@@ -102,14 +102,16 @@ static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayo
 }
 
 /* Computes this warpgroup's 64 rows of a tile from 16-bit elements. Issues the wgmma of each
- * stage before it waits for those of the previous stage, so that the tensor cores stay busy. */
+ * stage before it waits for the wgmma of the previous stage, so that the tensor cores stay
+ * busy. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile &w,
                                                      const SharedLayout &at, Stage &s,
                                                      int warpgroup, int thread)
 {
     constexpr int TRANSPOSE_A = PASS == EPIC_GEMM_WEIGHT, TRANSPOSE_B = PASS != EPIC_GEMM_INPUT;
-    /* distance of two blocks of 16 elements of the summed dimension, in units of 16 bytes */
+    /* distance between two blocks of 16 elements along the summed dimension, in units of 16
+     * bytes */
     constexpr int STEP_A = TRANSPOSE_A ? 128 : 2, STEP_B = TRANSPOSE_B ? 128 : 2;
     if (PASS == EPIC_GEMM_WEIGHT && w.tokens % BK != 0) {
         barrier_wait(at.full + 8 * s.index, s.parity);
@@ -137,13 +139,15 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
         }
         s.next_stage();
     }
-    /* Every path must wait here. Otherwise ptxas runs the wgmma one after the other (C7518). */
+    /* Every path must wait here. If one did not, ptxas would serialize the wgmma (warning
+     * C7518). */
     wait_wgmma<0>();
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
 
-/* Positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines. Result d[4
- * * j + i] is in row `row` (i < 2) or row + 8, and in column 8 * j + column + i % 2. */
+/* Positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines them. The
+ * result d[4 * j + i] is in row `row` if i < 2, otherwise in row `row` + 8. It is in column 8 *
+ * j + column + i % 2. */
 struct Lane {
     int row, column;
 
@@ -178,7 +182,8 @@ static __device__ __forceinline__ uint32_t pack_pair(float x, float y, __half)
     return *(const uint32_t *)&pair;
 }
 
-/* Adds the expert's bias, times the row's weight if job.bias_weights is set, to each row. */
+/* Adds the expert's bias to each row. If job.bias_weights is set, first multiplies the bias by
+ * the row's weight. */
 template <class T>
 static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job, const Tile &w,
                                                 int warpgroup, const Lane &lane)
@@ -202,8 +207,8 @@ static __device__ __forceinline__ void add_bias(float (&d)[128], const Job &job,
 }
 
 /* Adds rows of `from` to the results before they are rounded. Each thread adds elements of the
- * rows `row` and row + 8, if they are below num_rows. Not for float32 results, which add_box()
- * adds in memory. */
+ * rows `row` and row + 8, if these rows are below num_rows. Not used for float32 results, which
+ * add_box() adds in memory. */
 template <class Out>
 static __device__ __forceinline__ void add_rows(float (&d)[128], const void *from,
                                                 const Job &job, const Tile &w, int64_t row,
@@ -224,8 +229,8 @@ static __device__ __forceinline__ void add_rows(float (&d)[128], const void *fro
     }
 }
 
-/* Adds job.addend, if it is set, and with job.accumulate the old values of out, before the
- * results are rounded. In WEIGHT, the callers check job.accumulate. */
+/* Before the results are rounded, adds job.addend to them if it is set, and the old values of
+ * out if job.accumulate is set. In WEIGHT, the callers check job.accumulate. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void
 add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, const Lane &lane)
@@ -240,7 +245,8 @@ add_existing(float (&d)[128], const Job &job, const Tile &w, int warpgroup, cons
     if (job.accumulate) add_rows<Out>(d, job.out, job, w, w.row + line, w.tokens - line, lane);
 }
 
-/* Zeroes the rows without a token. `tokens`: rows of this warpgroup with a token. */
+/* Zeroes the rows without a token. `tokens`: number of rows of this warpgroup that hold a
+ * token. */
 static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
                                                     const Lane &lane)
 {
@@ -252,9 +258,9 @@ static __device__ __forceinline__ void zero_padding(float (&d)[128], int tokens,
     }
 }
 
-/* Writes box q of this warpgroup's results (0 is the leftmost one) to shared memory for a
- * TMA copy: 64 rows of 64 columns (float32: 32). With the 128-byte swizzle of TMA copies,
- * 16-byte vector v of line r is at position v ^ r % 8. */
+/* Writes box q of this warpgroup's results to shared memory for a TMA copy. Box 0 is the
+ * leftmost box. A box has 64 rows of 64 columns (with float32: 32 columns). With the 128-byte
+ * swizzle of TMA copies, 16-byte vector v of line r is at position v ^ r % 8. */
 template <class T>
 static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[128], int q,
                                                  int thread, T)
@@ -287,9 +293,9 @@ static __device__ __forceinline__ void write_box(uint32_t box, const float (&d)[
     }
 }
 
-/* Copies the first `rows` lines of a box to out by ordinary stores, because a TMA copy that
- * reaches past the end of the slab would overwrite the next slab. `line_bytes`: bytes of a row
- * of out. `vectors`: 16-byte vectors of a line that are inside out. */
+/* Copies the first `rows` lines of a box to out by ordinary stores. A TMA copy that extends
+ * past the end of the slab would overwrite the next slab. `line_bytes`: size in bytes of a row
+ * of out. `vectors`: number of 16-byte vectors of a line that are inside out. */
 static __device__ __forceinline__ void
 store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vectors, int thread)
 {
@@ -304,21 +310,23 @@ store_lines(uint8_t *out, int64_t line_bytes, uint32_t box, int rows, int vector
     }
 }
 
+/* Returns the first row of a tile in the tensor map of out. */
 template <int PASS> static __device__ __forceinline__ int out_row(const Job &job, const Tile &w)
 {
     return PASS == PASS_SLICES ? w.expert * (int)job.lines + w.row : w.row;
 }
 
 /* Rounds the results of a tile to type Out and stores them, one box of 64 rows after the other.
- * If not all rows of a box are stored, uses boxes of FEW_LINES rows or, if the row count is not
- * a multiple of FEW_LINES, store_lines(). The warpgroup writes one box in shared memory while a
- * TMA copy reads the other. */
+ * If not all rows of a box are stored, uses boxes of FEW_LINES rows. If the number of rows is
+ * not a multiple of FEW_LINES, uses store_lines() instead. The warpgroup writes one box in
+ * shared memory while a TMA copy reads the other box. */
 template <class Out, int PASS>
 static __device__ __forceinline__ void store_tile(const float (&d)[128], const Maps &maps,
                                                   const Job &job, const Tile &w, uint32_t boxes,
                                                   int warpgroup, int thread)
 {
-    /* WIDE: number of columns of a box. COUNT: boxes next to each other in the tile. */
+    /* WIDE: number of columns of a box. COUNT: number of boxes next to each other in the
+     * tile. */
     constexpr int WIDE = 128 / sizeof(Out), COUNT = BN / WIDE;
     /* number of rows of the slab, from this warpgroup's first row on */
     const int rows = w.rows - warpgroup * 64;
@@ -355,15 +363,17 @@ static __device__ __forceinline__ void store_tile(const float (&d)[128], const M
 /* ------------------------------------------------------------------------- scaled e4m3 ---- */
 
 /* The scales that a thread needs for an e4m3 tile. The thread has results in two rows: `first`,
- * and `second`, 8 rows below. Index 0 of the arrays is the left 128 columns of the tile, index
- * 1 the right ones. Each block of 128 elements along the summed dimension has its own scales.
- * Four lanes have results in the same rows and share the loads: lane i loads the scales of
- * blocks i, i + 4, and so on, four blocks before they are used. */
+ * and `second`, which is 8 rows below. Index 0 of the arrays is for the left 128 columns of the
+ * tile, and index 1 is for the right 128 columns. Each block of 128 elements along the summed
+ * dimension has its own scales. Four lanes have results in the same rows and share the loads:
+ * lane i of the four loads the scales of blocks i, i + 4, and so on, four blocks before they
+ * are used. */
 struct Scales {
-    /* scales of the two rows of matrix a (NULL: no token), and of b for the left 128 columns */
+    /* first, second: scales of the two rows of matrix a (NULL: the row has no token). b: scales
+     * of matrix b for the left 128 columns. */
     const float *first, *second, *b;
-    /* steps: blocks along the summed dimension. right: distance in b from the scales of the
-     * left columns to those of the right ones. */
+    /* steps: number of blocks along the summed dimension. right: distance in b from the scales
+     * of the left columns to the scales of the right columns. */
     int steps, right;
     float next_first, next_second, next_b[2];
     /* products of the scales of a and b for the four blocks in use */
@@ -393,8 +403,8 @@ struct Scales {
         next_b[1] = __ldg(b + right + step);
     }
     /* Called before every fourth block, when the four lanes have loaded the scales of the next
-     * four blocks. Multiplies this lane's scales of a by its scales of b, and starts to load
-     * the scales of block `step`, which is among the four blocks after them. */
+     * four blocks. Multiplies this lane's scales of a by its scales of b. Then starts to load
+     * the scales of block `step`, which is one of the four blocks after the next four. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -407,10 +417,10 @@ struct Scales {
 };
 
 /* Computes this warpgroup's 64 rows of a tile from e4m3 elements. The tensor cores keep fewer
- * bits of a sum than float32 has, so they add only the 128 products of one block. Each thread
- * multiplies its sums by the scale of the block and adds them to d. This takes a quarter as
- * many clock cycles as the products, and overlaps with the copies, but not with the products of
- * this warpgroup. */
+ * bits of a sum than float32 has, so they add only the 128 products of one block. Then each
+ * thread multiplies its sums by the scale of the block and adds them to d. This multiplication
+ * takes a quarter as many clock cycles as the wgmma. It overlaps with the copies, but not with
+ * the wgmma of this warpgroup. */
 template <int CTAS>
 static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const Job &job,
                                                           const Tile &w, const SharedLayout &at,
@@ -452,7 +462,8 @@ static __device__ __forceinline__ void multiply_tile_e4m3(float (&d)[128], const
     }
 }
 
-/* Computes and stores the first (warpgroup 0) or last 64 rows of each tile of the CTA. */
+/* Computes and stores 64 rows of each tile of the CTA: warpgroup 0 the first 64 rows, warpgroup
+ * 1 the last 64 rows. */
 template <class T, class Out, int PASS, int CTAS>
 static __device__ __forceinline__ void
 run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpgroup, int rank)
@@ -488,14 +499,15 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
 /* ------------------------------------------------------------------------------ kernel ---- */
 
 /* The kernel. T: type of matrices a and b. Out: type of the result. PASS: an epic_gemm_pass, or
- * PASS_SLICES. CTAS: CTAs in a cluster. The body is compiled only for sm_90a. */
+ * PASS_SLICES. CTAS: number of CTAs in a cluster. The body is compiled only for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ uint8_t memory[];
-    /* load_hopper() detects by this static shared memory that the body was compiled */
+    /* This array is in static shared memory. Its size shows load_hopper() that the body was
+     * compiled. */
     __shared__ uint64_t barriers[2 * STAGES];
     const int group = threadIdx.x / 128, rank = CTAS == 2 ? cluster_rank() : 0;
     SharedLayout at;
@@ -524,7 +536,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
         run_consumer<T, Out, PASS, CTAS>(maps, job, at, warpgroup, rank);
     }
     __syncwarp();
-    /* the other CTA may still copy into this CTA's memory */
+    /* The other CTA may still copy into this CTA's shared memory, so this CTA must not exit
+     * yet. */
     if (CTAS == 2) cluster_sync();
 #endif
 }

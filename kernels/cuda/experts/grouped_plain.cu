@@ -15,14 +15,15 @@
  * registers.
  *
  * The kernel does not read rows without a token. If a row without a token is inside a slab, the
- * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per 1 x 128 elements
- * (matrix a) or per 128 x 128 elements (matrix b). Every e4m3 product runs as the pass INPUT
- * (p2p_as_input), which reads both matrices contiguously along the summed dimension.
+ * kernel writes zeros to the same row of out. An e4m3 matrix has one scale per block of
+ * elements: 1 x 128 elements in matrix a, 128 x 128 elements in matrix b. Every e4m3 product
+ * runs as the pass INPUT (p2p_as_input), which reads both matrices contiguously along the
+ * summed dimension.
  *
- * A product with few tiles and long sums would leave most SMs idle. So the host sets
- * p2p_gemm.slices. Then each sum is cut into slices (split-K), which different CTAs compute.
- * plain_kernel, or few_rows_kernel (experts/grouped_few.cu), stores the partial sum of each
- * slice, and slices_kernel adds the partial sums in order. */
+ * A product with few tiles and long sums would leave most SMs idle. For such a product, the
+ * host sets p2p_gemm.slices. Each sum is then cut into slices (split-K), which different CTAs
+ * compute. plain_kernel, or few_rows_kernel (experts/grouped_few.cu), stores the partial sum of
+ * each slice, and slices_kernel adds the partial sums in order. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/experts/grouped.h"
@@ -31,25 +32,28 @@
 #define BN 64
 #define BK EXPERTS_PLAIN_STEP
 #define THREADS 128
-#define SLICES_AT_ONCE 8 /* slices_kernel loads this many partial sums before it adds them */
-#define THREAD_TILE 8    /* a thread computes THREAD_TILE x THREAD_TILE elements of a tile */
-/* unused floats after each row in shared memory, which avoid bank conflicts */
+/* number of partial sums that slices_kernel loads before it adds them */
+#define SLICES_AT_ONCE 8
+#define THREAD_TILE 8 /* a thread computes THREAD_TILE x THREAD_TILE elements of a tile */
+/* number of unused floats after each row in shared memory, which avoid bank conflicts */
 #define ROW_PADDING 4
-/* groups of four elements that each thread loads from matrix a per step */
+/* number of groups of four elements that each thread loads from matrix a per step */
 #define A_FOURS (BM * BK / 4 / THREADS)
-/* groups of four elements that each thread loads from matrix b per step */
+/* number of groups of four elements that each thread loads from matrix b per step */
 #define B_FOURS (BN * BK / 4 / THREADS)
 
-/* The work of a CTA at a time: one tile of out, or one slice of the sums of a tile. */
+/* The work that a CTA does at a time: one tile of out, or one slice of the sums of a tile. */
 struct TileSlice {
-    /* first row of the tile, in a and out; WEIGHT: first row of the slab, in a and b */
+    /* first row of the tile in a and out; in WEIGHT: first row of the slab in a and b */
     int64_t row;
-    int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; else 0 */
+    int64_t first;  /* in WEIGHT: the tile's first row in out[expert]; otherwise 0 */
     int64_t column; /* the tile's first column in out */
-    /* local expert of the tile, terms of a whole sum (all its slices), columns of out */
+    /* expert: local expert of the tile. depth: number of terms of a whole sum (of all slices).
+     * columns: number of columns of out. */
     int64_t expert, depth, columns;
     int64_t begin, end; /* the slice consists of terms begin to end - 1 of each sum */
-    /* rows of the tile that are stored, and those of them that hold a token and are computed */
+    /* rows: number of rows of the tile that are stored. tokens: number of those rows that hold
+     * a token and are computed. */
     int rows, tokens;
 };
 
@@ -59,7 +63,7 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
 }
 
 /* Finds tile slice `index`. The order is: first all slices of a tile, then the tiles of a row
- * of tiles, then the rows. */
+ * of tiles, and then the rows of tiles. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -106,8 +110,8 @@ static __device__ uint32_t y_type(const p2p_gemm &g)
     return g.y_type ? g.y_type : g.row_type;
 }
 
-/* Returns elements at, ..., at + 3 of the e4m3 array p, times *scale. Elements from num_valid
- * on are outside of the matrix and returned as 0. */
+/* Returns elements at, ..., at + 3 of the e4m3 array p, multiplied by *scale. Only the first
+ * num_valid of them are inside the matrix; the others are returned as 0. */
 static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t at,
                                                         int num_valid, const float *scale)
 {
@@ -119,7 +123,7 @@ static __device__ __forceinline__ float4 load_four_e4m3(const void *p, int64_t a
                        num_valid > 3 ? e4m3_value(from[3]) * s : 0);
 }
 
-/* Like load_four_e4m3(), for array p of type `type`, without a scale. */
+/* Like load_four_e4m3(), but for an array p of type `type`, without a scale. */
 static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type, int64_t at,
                                                    int num_valid)
 {
@@ -142,7 +146,8 @@ static __device__ __forceinline__ float4 load_four(const void *p, uint32_t type,
     return make_float4(x[0], x[1], x[2], x[3]);
 }
 
-/* Stores the first `num_valid` elements of x, at most four, from index `at` of p on. */
+/* Stores the first `num_valid` elements of x (at most four) to the array p, from index `at`
+ * on. */
 static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, int64_t at,
                                                         int num_valid, const float *x)
 {
@@ -160,8 +165,8 @@ static __device__ __forceinline__ void store_numbers_at(void *p, uint32_t type, 
         *(uint2 *)to = make_uint2(F16::pack_pair(x[0], x[1]), F16::pack_pair(x[2], x[3]));
 }
 
-/* Writes four elements to a matrix [BK][PITCH] in shared memory, from element [s][line] on:
- * down a column (TRANSPOSED) or along a row. */
+/* Writes four elements to a matrix [BK][PITCH] in shared memory, from element [s][line] on.
+ * Writes them down a column if TRANSPOSED is true, otherwise along a row. */
 template <bool TRANSPOSED, int PITCH>
 static __device__ __forceinline__ void put_four_shared(float *to, int s, int line, float4 x)
 {
@@ -175,7 +180,8 @@ static __device__ __forceinline__ void put_four_shared(float *to, int s, int lin
     }
 }
 
-/* Returns how many scales `numbers` elements have: one for each 128, rounded up. */
+/* Returns the number of scales for `numbers` elements: one for each block of 128 elements,
+ * rounded up. */
 static __device__ __forceinline__ int64_t num_blocks(int64_t numbers)
 {
     return (numbers + 127) / 128;
@@ -187,8 +193,8 @@ static __device__ __forceinline__ int count_four(int64_t end, int64_t at)
     return (int)max((int64_t)0, min((int64_t)4, end - at));
 }
 
-/* The elements of matrices a and b that one thread copies to shared memory in one step. It
- * first loads them into registers. A_TRANSPOSED and B_TRANSPOSED are true if the summed
+/* The elements of matrices a and b that one thread copies to shared memory in one step. The
+ * thread first loads them into registers. A_TRANSPOSED and B_TRANSPOSED are true if the summed
  * dimension is contiguous in the caller's matrix. */
 template <int PASS, bool SCALED> struct StepTiles {
     static constexpr bool A_TRANSPOSED = PASS != EPIC_GEMM_WEIGHT;
@@ -196,9 +202,10 @@ template <int PASS, bool SCALED> struct StepTiles {
     static constexpr int A_PITCH = BM + ROW_PADDING, B_PITCH = BN + ROW_PADDING;
     float4 a[A_FOURS], b[B_FOURS];
 
-    /* Return the position in the tile of this thread's n-th group of four elements: its first
-     * index along the summed dimension, and its row of matrix a or column of matrix b. `lines`:
-     * rows or columns of the tile. */
+    /* These two functions return the position in the tile of this thread's n-th group of four
+     * elements. step_in_tile(): the group's first index along the summed dimension.
+     * line_in_tile(): its row of matrix a or column of matrix b. `lines`: number of rows or
+     * columns of the tile. */
     static __device__ __forceinline__ int step_in_tile(bool transposed, int lines, int n)
     {
         const int i = n * THREADS + (int)threadIdx.x;
@@ -209,7 +216,8 @@ template <int PASS, bool SCALED> struct StepTiles {
         const int i = n * THREADS + (int)threadIdx.x;
         return transposed ? i / (BK / 4) : i % (lines / 4) * 4;
     }
-    /* Loads this thread's elements of the step from index `first` of the summed dimension. */
+    /* Loads this thread's elements for the step that begins at index `first` of the summed
+     * dimension. */
     __device__ __forceinline__ void load_step(const p2p_gemm &g, const TileSlice &p,
                                               int64_t first)
     {
@@ -248,7 +256,8 @@ template <int PASS, bool SCALED> struct StepTiles {
                 b[n] = load_four(g.b, b_type, at, num_valid);
         }
     }
-    /* Writes the loaded elements to shared memory at `to`: the tile of a, then that of b. */
+    /* Writes the loaded elements to shared memory at `to`: the tile of a, and then the tile of
+     * b. */
     __device__ __forceinline__ void store_step(float *to) const
     {
         float *const to_a = to, *const to_b = to + BK * A_PITCH;
@@ -263,15 +272,16 @@ template <int PASS, bool SCALED> struct StepTiles {
     }
 };
 
-/* Returns the row in the tile of a thread's row i. A thread computes two blocks of four
- * adjacent rows, which are `block_distance` (half of the tile's rows) apart. `first`: row of
- * the thread in the grid that the threads form over the tile. Also called for columns. */
+/* Returns the index in the tile of row i of a thread. The threads of a CTA form a grid over the
+ * tile, and `first` is the thread's row in this grid. A thread computes two blocks of four
+ * adjacent rows. The distance between the blocks is `block_distance`, half of the tile's rows.
+ * Also called for columns. */
 static __device__ __forceinline__ int thread_line(int first, int i, int block_distance)
 {
     return first * 4 + i % 4 + (i < 4 ? 0 : block_distance);
 }
 
-/* Reads a thread's eight elements of a row of shared memory, at the positions of
+/* Reads eight elements of a row of shared memory for a thread, at the positions of
  * thread_line(). */
 static __device__ __forceinline__ void load_eight(const float *from, int block_distance,
                                                   float (&x)[THREAD_TILE])
@@ -281,9 +291,9 @@ static __device__ __forceinline__ void load_eight(const float *from, int block_d
     x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
 }
 
-/* Stores four results x to row m of the tile, from column `column` of out on. A row without a
- * token gets zeros. Otherwise the bias and g.addend are added, if they are set. With
- * g.accumulate, the old values of out are added to every row. */
+/* Stores four results x to row m of the tile, from column `column` of out on. If the row has no
+ * token, the results become zeros. If it has one, the bias and g.addend are added, if they are
+ * set. If g.accumulate is set, the old values of out are added to every row. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)
@@ -312,7 +322,8 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileS
     store_numbers_at(g.out, type, at, num_valid, x);
 }
 
-/* Returns how many rows out has, for sums in slices, which have one slab. */
+/* Returns the number of rows of out if the sums are divided into slices, so that there is only
+ * one slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
@@ -330,8 +341,9 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
         store_numbers_at(g.slice_sums, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* Computes every gridDim.x-th tile slice. Shared memory has two buffers: the CTA multiplies one
- * step from one buffer, and writes the next step to the other. */
+/* The kernel. Each CTA computes every gridDim.x-th tile slice. Shared memory has two buffers:
+ * the CTA multiplies the data of one step from one buffer, and writes the data of the next step
+ * to the other buffer. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)
@@ -382,8 +394,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Adds the partial sums of all slices in order, and stores the results, four elements per
- * thread. Runs after plain_kernel or few_rows_kernel. */
+/* Adds the partial sums of all slices in order, and stores the results. A thread processes four
+ * elements at a time. Runs after plain_kernel or few_rows_kernel. */
 template <int PASS>
 static __global__ void __launch_bounds__(THREADS)
     slices_kernel(const __grid_constant__ p2p_gemm g)
@@ -415,8 +427,9 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* Returns how many CTAs to launch: one for each tile slice that the product can have, but at
- * most four per SM. The host does not know how many rows the slabs have. */
+/* Returns the number of CTAs to launch. It is one for each tile slice that the product can
+ * have, but at most four per SM. The host can only use the maximum number of tiles, because it
+ * does not know how many rows the slabs have. */
 static int ctas_of(const p2p_gemm *g)
 {
     const int64_t columns = g->pass == EPIC_GEMM_INPUT ? g->k : g->n;

@@ -4,7 +4,7 @@
  *
  * The producer thread copies parts of matrices a and b to shared memory, a ring of STAGES
  * *stages* with one part of each matrix. A *tile* is BM x BN elements of the result `out`. A
- * *slab* is the rows of one expert. PASS selects one of three products (epic_gemm_pass). The
+ * *slab* is the rows of one expert. PASS selects one of three GEMMs (epic_gemm_pass). The
  * *summed dimension* is K of a GEMM:
  *
  *   product   result                                       summed dimension
@@ -13,9 +13,9 @@
  *   WEIGHT    gradient of the weights; out[expert] [k, n]  slots of the expert's slab
  *
  * PASS_SLICES is FORWARD with one slab, in which each sum is cut into slices of equal length
- * (split-K). In the code, slices take the place of experts: job.num_experts counts slices, and
- * `out` is [slices, slots, n]. The last slice may extend past the end of k, where TMA copies
- * read zeros.
+ * (split-K). In the code, slices take the place of experts: job.num_experts is the number of
+ * slices, and `out` is [slices, slots, n]. The last slice may extend past the end of k, where
+ * TMA copies read zeros.
  *
  *   find_tile      rows, columns and expert of tile t
  *   Stage          position in the ring of stages, with the parity of its barriers
@@ -32,7 +32,7 @@
 
 #define BM EXPERTS_TILE_ROWS
 #define BN 256
-/* 16-bit elements along the summed dimension in a stage; e4m3 has 128 */
+/* number of 16-bit elements along the summed dimension in a stage; with e4m3 it is 128 */
 #define BK 64
 #define STAGES 4
 /* size in bytes of one box of a TMA copy: 64 lines of 128 bytes, with 128-byte swizzle */
@@ -42,14 +42,14 @@
 #define STAGE_BYTES (A_BYTES + B_BYTES)
 /* number of rows of the smaller boxes for parts of tiles; the swizzle repeats after 8 rows */
 #define FEW_LINES 16
-/* space for two boxes of results per consumer warpgroup */
+/* size in bytes of two boxes of results, which each consumer warpgroup has */
 #define STORE_BYTES (2 * GROUP_BYTES)
 #define SHARED_BYTES (STAGES * STAGE_BYTES + 2 * STORE_BYTES + 1024)
 #define THREADS 384
 #define CONSUMERS 256
 
-/* ^Ids of the CTA's named barriers. __syncthreads() uses id 0. */
-/* barrier of consumer warpgroup 0; the next id is that of warpgroup 1 */
+/* The next values are ids of the CTA's named barriers. __syncthreads() uses id 0. */
+/* barrier of consumer warpgroup 0; the barrier of warpgroup 1 has the next id */
 #define BARRIER_OWN 1
 /* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3
@@ -58,19 +58,21 @@
 #define PASS_SLICES 3
 static_assert(PASS_SLICES > EPIC_GEMM_WEIGHT, "PASS_SLICES is another value than each pass");
 
-/* An e4m3 element. As template argument T it selects the code for matrices with scales. */
+/* An e4m3 element. As the template argument T, this type selects the code for matrices with
+ * scales. */
 struct E4m3 {
     uint8_t bits;
 };
 
-/* Tensor maps, which describe the three matrices to the hardware of TMA copies. */
+/* Tensor maps, which describe three matrices to the hardware of TMA copies. */
 struct Maps {
     CUtensorMap a, b, out;
-    /* the matrices a and out in boxes of FEW_LINES rows; not in WEIGHT */
+    /* the matrices a and out in boxes of FEW_LINES rows; not set in WEIGHT */
     CUtensorMap a_few, out_few;
 };
 
-/* Arguments of the kernel. p2p_gemm and p2p_slabs (experts/grouped.h) explain other fields. */
+/* Arguments of the kernel. p2p_gemm and p2p_slabs (experts/grouped.h) explain the fields that
+ * have no comment here. */
 struct Job {
     slab_range *slabs;
     slab_tile *tiles;
@@ -82,14 +84,16 @@ struct Job {
     void *out;
     const void *addend; /* only in INPUT: an array that is added to the result; NULL: none */
     int64_t columns;    /* number of columns of out */
-    int64_t lines;      /* only in WEIGHT and PASS_SLICES: rows of out[expert] */
-    int num_experts;    /* in PASS_SLICES: slices of each sum */
-    int tiles_down;     /* only in WEIGHT: rows of tiles of out[expert] */
-    /* tiles next to each other in one row of tiles of out */
+    int64_t lines;      /* only in WEIGHT and PASS_SLICES: number of rows of out[expert] */
+    int num_experts;    /* in PASS_SLICES: number of slices of each sum */
+    int tiles_down;     /* only in WEIGHT: number of rows of tiles of out[expert] */
+    /* number of tiles in one row of tiles of out */
     int tiles_across;
-    /* not in WEIGHT: stages of a tile; each adds BK (e4m3: 128) products to every sum */
+    /* not in WEIGHT: number of stages of a tile; each stage adds BK (e4m3: 128) products to
+     * every sum */
     int steps;
-    /* number of rows of tiles (with clusters: pairs of rows) in a group (p2p_gemm.group) */
+    /* number of rows of tiles in a group; with clusters: number of pairs of rows
+     * (p2p_gemm.group) */
     int group;
     int accumulate;
     int leave_padding;
@@ -100,24 +104,25 @@ struct Tile {
     /* FORWARD, INPUT: first row in matrices a and out. WEIGHT: first row in out[expert].
      * PASS_SLICES: first row in matrix a and in out[slice]. */
     int row;
-    /* first column in out, local expert (PASS_SLICES: slice), how many stages */
+    /* column: first column in out. expert: local expert (PASS_SLICES: slice). steps: number of
+     * stages. */
     int column, expert, steps;
     /* WEIGHT: first slot of the slab. PASS_SLICES: first term of the slice. Otherwise 0. */
     int first;
-    /* number of rows of the tile (WEIGHT: of the slab) that hold a token */
+    /* number of rows of the tile that hold a token (WEIGHT: number of rows of the slab) */
     int tokens;
-    /* FORWARD, INPUT: rows of the tile that are stored (rows_to_store()) */
+    /* FORWARD, INPUT: number of rows of the tile that are stored (rows_to_store()) */
     int rows;
-    /* false: this CTA does not store the tile. The other CTA of the cluster stores it, or the
-     * results are added to out (job.accumulate) and the expert has no token. */
+    /* false: this CTA does not store the tile. Either the other CTA of the cluster stores it,
+     * or the results are added to out (job.accumulate) and the expert has no token. */
     bool store;
     /* true: both CTAs of the cluster need the same part of b; each copies one half to both */
     bool share;
 };
 
-/* Returns how many rows of a tile are stored: all, including the padding. With
- * job.leave_padding it is only the rows with a token, rounded up to whole boxes if the slab has
- * as many rows. */
+/* Returns the number of rows of a tile that are stored. Usually all rows are stored, including
+ * the padding. With job.leave_padding, only the rows with a token are stored. If the tile has
+ * enough rows, their number is rounded up to whole boxes. */
 static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_tile &tile)
 {
     const int whole_boxes = (tile.tokens + FEW_LINES - 1) / FEW_LINES * FEW_LINES;
@@ -125,13 +130,13 @@ static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_t
 }
 
 /* Sets w to tile t. With clusters, t is the index of a pair of tiles, and w becomes the tile of
- * CTA `rank` of the cluster. `num_tiles`: rows of tiles, not in WEIGHT. Returns false if t is
- * past the last tile.
+ * CTA `rank` of the cluster. `num_tiles`: number of rows of tiles; not used in WEIGHT. Returns
+ * false if t is after the last tile.
  *
- * Tiles are ordered group by group (job.group), and column by column in a group, which keeps
- * the part of matrix b that is in use in the L2 cache. In WEIGHT, all tiles of one expert come
- * before those of the next expert. In PASS_SLICES, all rows of tiles of one slice come before
- * those of the next slice. */
+ * Tiles are ordered group by group (job.group), and column by column in a group, so that the
+ * part of matrix b that is in use stays in the L2 cache. In WEIGHT, all tiles of one expert
+ * come before the tiles of the next expert. In PASS_SLICES, all rows of tiles of one slice come
+ * before those of the next slice. */
 template <int PASS, int CTAS>
 static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int num_tiles, int t,
                                                  int rank)
@@ -189,9 +194,9 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
     return true;
 }
 
-/* The position of a thread in the ring of stages. `parity` is the parity of the phase for which
- * the thread waits at the barriers of stage `index`. It changes each time the thread comes back
- * to stage 0. */
+/* The position of a thread in the ring of stages. `index` is the stage. `parity` is the parity
+ * of the phase for which the thread waits at the barriers of this stage. It changes each time
+ * the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 
@@ -208,7 +213,8 @@ struct Stage {
     }
 };
 
-/* Shared-memory addresses of the ring, the boxes for results, and the stages' barriers. */
+/* Shared-memory addresses of the ring of stages, of the boxes for results, and of the stages'
+ * barriers. */
 struct SharedLayout {
     uint32_t stages, stores, full, empty;
 };
@@ -217,8 +223,8 @@ struct SharedLayout {
 
 /* Starts to copy the part of matrix a for one stage to shared memory. `step`: the part's first
  * index along the summed dimension. The barrier `full` counts the bytes. FEW: copies only rows
- * with a token, in boxes of FEW_LINES rows. The other rows keep old values, which change only
- * results of rows without a token. */
+ * with a token, in boxes of FEW_LINES rows. The other rows in shared memory then keep old
+ * values. This does no harm, because they change only results of rows without a token. */
 template <int PASS, bool FEW>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
@@ -235,9 +241,9 @@ static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Starts to copy the part of matrix b for one stage. `step`: as in load_a(). With `share`, CTA
- * `rank` of the cluster copies only half of the part, but to both CTAs. The barrier `full`
- * counts the bytes. */
+/* Starts to copy the part of matrix b for one stage. `step`: as in load_a(). If `share` is
+ * true, CTA `rank` of the cluster copies only half of the part, but copies it to both CTAs. The
+ * barrier `full` counts the bytes. */
 template <int PASS>
 static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step, bool share, int rank)
@@ -257,8 +263,8 @@ static __device__ __forceinline__ void load_b(uint32_t to, const Maps &maps, uin
     }
 }
 
-/* Copies the parts of matrices a and b that a tile needs into the ring. Fills a stage when the
- * consumers have released it. FEW: as in load_a(). */
+/* Copies the parts of matrices a and b that a tile needs into the ring. Waits before each stage
+ * until the consumers have released it. FEW: as in load_a(). */
 template <class T, int PASS, bool FEW>
 static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedLayout &at,
                                                  const Tile &w, Stage &s, int rank)
@@ -278,8 +284,8 @@ static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedL
 }
 
 /* Main loop of the producer thread. If most experts have only one row of tiles, the kernel
- * mostly waits for memory. In this case, if a tile is at most half full, the producer copies
- * only its rows with a token. */
+ * mostly waits for memory. Then, for a tile that is at most half full, the producer copies only
+ * the rows with a token. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

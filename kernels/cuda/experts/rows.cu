@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels that run between the two matrix products of the experts (p2p_activation_job in
+/* Kernels that run between the two GEMMs of the experts (p2p_activation_job in
  * experts/grouped.h).
  *
  *   activation_kernel            gate_up -> activations
@@ -8,9 +8,10 @@
  *   activation_backward_kernel   gradient of activations -> d_gate_up, d_slot_weights
  *   scale_kernel                 rows * weight, or rows + weight * bias
  *
- * A warp works on one row. The kernels neither read nor write rows without a token, but
- * d_slot_weights gets zeros for them. Memory bandwidth should limit their speed, so the usual
- * activations are compiled separately, without a branch for each element. */
+ * A warp processes one row at a time. The kernels neither read nor write rows without a token,
+ * except that elements of d_slot_weights become zero for them. Memory bandwidth should limit
+ * the speed of the kernels, so the usual activations are compiled separately, without a branch
+ * for each element. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/numbers.cuh"
 #include "cuda/common/quantize.cuh"
@@ -33,13 +34,14 @@ static __device__ float add_lanes(float x)
 /* A slot, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
-    /* The slot's weight and 1, in one of two orders: `input` multiplies the result of the first
-     * product, `early` the activation. */
+    /* The slot's weight and 1, in one of two orders. `input` is the factor of the result of the
+     * first GEMM, and `early` is the factor of the activation. */
     float input, early;
 };
 
-/* Divides the slots among the warps of the grid. A warp calls f(slot, expert) for each of its
- * slots with a token, and padding(slot) for each padding slot, with all lanes. */
+/* Divides the slots among the warps of the grid. For each of its slots, a warp calls f(slot,
+ * expert) if the slot holds a token, or padding(slot) if it is a padding slot. All lanes call
+ * it. */
 template <class F, class P>
 static __device__ __forceinline__ void each_slot(const p2p_slabs &s, F f, P padding)
 {
@@ -69,9 +71,9 @@ template <int V> struct Pair {
     float gate[V], up[V];
 };
 
-/* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row has all gate columns
- * and then all up columns or, with job.experts.interleaved, one gate and one up column
- * alternately. Without a gate, the columns of the row become `gate`. */
+/* Loads columns [i, i + V) of gate and up from row `slot` of `from`. A row contains all gate
+ * columns and then all up columns. With job.experts.interleaved, gate and up columns alternate.
+ * Without a gate, the columns of the row become `gate`. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> load_pair(const p2p_activation_job &job,
                                                     const void *from, int64_t slot, int64_t i)
@@ -152,8 +154,8 @@ static __device__ __forceinline__ void add_bias(const p2p_activation_job &job, c
     }
 }
 
-/* Returns the arguments of the activation function: raw gate and up (load_pair()) times the
- * input weight, plus the bias. */
+/* Returns the arguments of the activation function: the raw gate and up values (load_pair()),
+ * multiplied by the input weight, plus the bias. */
 template <class T, int V, int ACTIVATION>
 static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activation_job &job,
                                                                 const Slot &s, int64_t i,
@@ -169,9 +171,9 @@ static __device__ __forceinline__ Pair<V> apply_weight_and_bias(const p2p_activa
     return p;
 }
 
-/* Computes the activations of all slots. Each warp has few loads in flight, because the
+/* Computes the activations of all slots. Each warp has only few loads in flight, because the
  * compiler moves no load before a store that may write the same memory. So the launch bounds
- * require several CTAs on each SM, which hide the latency of loads. */
+ * require several CTAs on each SM, whose warps hide the latency of the loads. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 4)
     activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -198,8 +200,8 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         [](int64_t) {});
 }
 
-/* Returns the bits of the largest |x| in a block of 128 elements to the LANES adjacent lanes
- * that call it with N elements each. */
+/* Called by the LANES adjacent lanes that have the N elements each of a block of 128 elements.
+ * Returns the bits of the largest absolute value in the block to all of them. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {
@@ -210,9 +212,9 @@ static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
     return bits;
 }
 
-/* Quantizes 32 * N elements of a row of n columns, from column `base` on, to the rows `to` and
- * `scales`. Each lane passes N of them in x: adjacent columns if V > 1, else columns 32 apart.
- * Called by a whole warp. */
+/* Quantizes 32 * N elements of a row of n columns, from column `base` on, and stores them to
+ * the rows `to` and `scales`. Each lane passes N of these elements in x. If V is above 1, they
+ * are adjacent columns, otherwise columns that are 32 apart. Called by a whole warp. */
 template <int V, int N>
 static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *to,
                                                        float *scales, int64_t base, int64_t n)
@@ -235,8 +237,9 @@ static __device__ __forceinline__ void store_quantized(float (&x)[N], uint8_t *t
     }
 }
 
-/* Computes activations and stores them in e4m3, with one scale for each 128 elements. A lane
- * handles one vector of V elements at a time or, if V is 1, four elements 32 columns apart. */
+/* Computes activations and stores them in e4m3, with one scale for each block of 128 elements.
+ * A lane processes one vector of V elements at a time. If V is 1, it processes four elements
+ * that are 32 columns apart. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS)
     quantized_activation_kernel(const __grid_constant__ p2p_activation_job job)
@@ -335,7 +338,7 @@ static __device__ __forceinline__ float backward_row(const p2p_activation_job &j
 }
 
 /* Returns this lane's part of dot(d_y, b_down) for one slot. With EPIC_WEIGHT_EARLY the slot's
- * weight multiplies b_down, so this is a part of the gradient of the weight. */
+ * weight multiplies b_down, so this dot product is a part of the gradient of the weight. */
 template <class T, int V>
 static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot &s)
 {
@@ -360,8 +363,8 @@ static __device__ float down_bias_dot(const p2p_activation_job &job, const Slot 
     return dot;
 }
 
-/* Computes the activations, d_gate_up and, if the caller wants it, d_slot_weights of all
- * slots. */
+/* Computes the activations and d_gate_up of all slots and, if the caller requests it,
+ * d_slot_weights. */
 template <class T, int V, int ACTIVATION>
 static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ? 1 : 3)
     activation_backward_kernel(const __grid_constant__ p2p_activation_job job)
@@ -405,8 +408,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* -------------------------------------------------------------------------- launching ---- */
 
-/* Returns how many CTAs to launch: one warp per slot that may hold a token, but at most
- * CTAS_OF_SM CTAs per SM. */
+/* Returns the number of CTAs to launch. There is one warp for each slot that may hold a token,
+ * but there are at most CTAS_OF_SM CTAs per SM. */
 static int ctas_of(const p2p_slabs *slabs, int sms)
 {
     const int64_t rows = (int64_t)slabs->most_tiles * EXPERTS_TILE_ROWS;
@@ -424,8 +427,8 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Launches the instance for vectors or single elements, and for the activation. float32 rows
- * use ANY_ACTIVATION, whose functions have full precision. */
+/* Launches the instance for vectors or for single elements, and for the activation. float32
+ * rows use ANY_ACTIVATION, because its functions have full precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

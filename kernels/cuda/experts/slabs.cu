@@ -6,17 +6,19 @@
  *     out  slabs  [num_experts]        first row and token count of each slab
  *     out  tiles  [num_tiles]          the slabs, cut after every EXPERTS_TILE_ROWS rows
  *
- * One CTA runs, with one expert per thread. A prefix sum over the threads gives the expert's
- * first row and first tile. The caller's counts can be wrong, so rows past num_slots are
- * ignored. Otherwise a later kernel could access memory outside of the buffers. */
+ * One CTA runs, with one expert per thread. A prefix sum over the threads computes each
+ * expert's first row and first tile. The numbers that the caller passes can be wrong, so rows
+ * after num_slots are ignored. If they were not, a later kernel could access memory outside of
+ * the buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/experts/grouped.h"
 
 #define THREADS 256
 
-/* Returns the sum of x over all threads with a lower index, and sets *total to the sum over all
- * threads. Called by all threads of the CTA. `memory`: THREADS elements in shared memory. */
+/* Returns the sum of x over all threads with a lower index (an exclusive prefix sum). Sets
+ * *total to the sum over all threads. Called by all threads of the CTA. `memory`: THREADS
+ * elements in shared memory. */
 static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
 {
     const int i = threadIdx.x;
@@ -34,14 +36,15 @@ static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
     return before;
 }
 
-/* Returns the caller's count of expert e, limited to [0, most] because it may be wrong. */
+/* Returns the caller's value for expert e. Limits it to [0, most], because it may be wrong. */
 static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
 {
     const int64_t count = counts[e];
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* Each iteration handles THREADS experts, from first_row and first_tile on. */
+/* The kernel. Each iteration of the outer loop handles THREADS experts, with rows from
+ * first_row on and tiles from first_tile on. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

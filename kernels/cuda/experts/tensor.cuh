@@ -5,7 +5,7 @@
  *
  *   barrier_*          mbarrier in shared memory: counts arrivals and bytes of TMA copies
  *   load_box*          global -> shared memory; a barrier counts the copied bytes
- *   store_box, add_box shared -> global memory; commit_boxes(), then wait_boxes*() to wait
+ *   store_box, add_box shared -> global memory; then commit_boxes(), then wait_boxes*() to wait
  *   issue_wgmma        asynchronous product of two matrices in shared memory: fence_wgmma(),
  *                      issue_wgmma(), commit_wgmma(), then wait_wgmma() */
 #ifndef EPIC_TENSOR_CUH
@@ -24,7 +24,7 @@ __device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals)
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
 
-/* Arrives at the barrier. Its phase also waits for `bytes` bytes of TMA copies. */
+/* Arrives at the barrier. Its phase then also waits for `bytes` bytes of TMA copies. */
 __device__ __forceinline__ void barrier_expect(uint32_t barrier, int bytes)
 {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
@@ -51,8 +51,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-/* Arrives at the same barrier of CTA `cta` of the cluster. Needs no memory order, because it
- * only reports that wgmma has read shared memory. A .release.cluster would be slow. */
+/* Arrives at the same barrier of CTA `cta` of the cluster. No memory order is needed, because
+ * this only reports that wgmma has read shared memory. A .release.cluster would be slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
@@ -85,13 +85,15 @@ __device__ __forceinline__ int cluster_rank()
     return rank;
 }
 
-/* Waits until `threads` threads of the CTA have called it with the same barrier id. */
+/* Waits until `threads` threads of the CTA have called this function with the same barrier
+ * id. */
 __device__ __forceinline__ void named_barrier_sync(int barrier, int threads)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-/* Change the number of registers of a thread to N. Called by all threads of the warpgroup. */
+/* These functions change the number of registers of a thread to N. Called by all threads of the
+ * warpgroup. */
 template <int N> __device__ __forceinline__ void grow_registers()
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
@@ -124,8 +126,8 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap *map, ui
                  : "memory");
 }
 
-/* Starts the TMA copy of a box to the same shared address in both CTAs of the cluster. In
- * each CTA, the barrier at the same offset counts the bytes. */
+/* Starts the TMA copy of a box to the same shared-memory address in both CTAs of the cluster.
+ * In each CTA, the barrier at the same offset counts the bytes. */
 __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMap *map,
                                                    uint32_t barrier, int x, int y, int z)
 {
@@ -135,8 +137,8 @@ __device__ __forceinline__ void load_box_multicast(uint32_t to, const CUtensorMa
                  : "memory");
 }
 
-/* Start the TMA copy of a box from shared memory to a matrix in global memory, which it
- * overwrites (store_box()) or to which it is added (add_box()). */
+/* These functions start the TMA copy of a box from shared memory to a matrix in global memory.
+ * store_box() overwrites the matrix there; add_box() adds the box to it. */
 __device__ __forceinline__ void store_box(const CUtensorMap *map, uint32_t from, int x, int y,
                                           int z)
 {
@@ -155,14 +157,15 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Closes a group of the box stores that this thread has started since the last call. */
+/* Closes a group. It contains the box stores that this thread has started since the last
+ * call. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/* Waits until all groups of box stores except the newest PENDING ones have read shared memory,
- * which may then be overwritten. */
+/* Waits until this thread's box stores have read their data from shared memory, which may then
+ * be overwritten. Does not wait for the newest PENDING groups. */
 template <int PENDING> __device__ __forceinline__ void wait_boxes_read()
 {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
@@ -182,7 +185,7 @@ __device__ __forceinline__ void fence_async_proxy()
 
 /* ---------------------------------------------------------------------- shared memory ---- */
 
-/* Store four words, or two float32, to an address of shared memory. */
+/* These functions store four words, or two float32 values, to an address of shared memory. */
 __device__ __forceinline__ void write_shared(uint32_t to, uint4 v)
 {
     asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y),
@@ -196,8 +199,8 @@ __device__ __forceinline__ void write_shared(uint32_t to, float x, float y)
 }
 
 /* Stores four 8 x 8 matrices of 16-bit elements to shared memory (stmatrix). Lane L passes the
- * address of row L % 8 of matrix L / 8, and two elements of each of the four matrices in a, b,
- * c and d. Called by a whole warp. */
+ * address of row L % 8 of matrix L / 8. It also passes two elements of each of the four
+ * matrices, in a, b, c and d. Called by a whole warp. */
 __device__ __forceinline__ void write_matrices(uint32_t to, uint32_t a, uint32_t b, uint32_t c,
                                                uint32_t d)
 {
@@ -217,7 +220,7 @@ __device__ __forceinline__ uint64_t describe_factor(uint32_t address, int leadin
 }
 
 /* fence_wgmma() orders earlier accesses to registers before the next wgmma. commit_wgmma()
- * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are incomplete. */
+ * closes a group of wgmma. wait_wgmma() waits until at most PENDING groups are not complete. */
 __device__ __forceinline__ void fence_wgmma()
 {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -233,7 +236,8 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-/* Operands of inline assembly: 8, 64 or 128 registers with sums of wgmma, from d[i] on. */
+/* Operands of inline assembly: 8, 64 or 128 registers with accumulators of wgmma, from d[i]
+ * on. */
 #define SUMS_8(d, i)                                                            \
     "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), \
         "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -242,8 +246,9 @@ template <int PENDING> __device__ __forceinline__ void wait_wgmma()
         SUMS_8(d, i + 40), SUMS_8(d, i + 48), SUMS_8(d, i + 56)
 #define SUMS_128(d) SUMS_64(d, 0), SUMS_64(d, 64)
 
-/* One wgmma: d [64, 256] += a [64, 16] * b [16, 256], or d = a * b if `add` is 0. TRANSPOSE_A
- * (TRANSPOSE_B) is 1 if the summed dimension is not contiguous in matrix a (b). */
+/* One wgmma: d [64, 256] += a [64, 16] * b [16, 256]. If `add` is 0: d = a * b. TRANSPOSE_A is
+ * 1 if the summed dimension is not contiguous in matrix a; TRANSPOSE_B is the same for matrix
+ * b. */
 #define WGMMA_256(type)                                                                        \
     asm volatile(                                                                              \
         "{\n"                                                                                  \
@@ -279,7 +284,7 @@ __device__ __forceinline__ void issue_wgmma(float (&d)[128], uint64_t a, uint64_
     WGMMA_256("f16");
 }
 
-/* One wgmma of e4m3: d [64, 128] += a [64, 32] * b [32, 128], or d = a * b if `add` is 0. The
+/* One wgmma of e4m3: d [64, 128] += a [64, 32] * b [32, 128]. If `add` is 0: d = a * b. The
  * summed dimension must be contiguous in both matrices. */
 __device__ __forceinline__ void issue_wgmma(float (&d)[64], uint64_t a, uint64_t b, int add)
 {
