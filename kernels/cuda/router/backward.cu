@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Router backward: computes the gradient of the logits from the gradient of the weights.
+/* Router backward: computes the gradient of the logits from the gradient of the weights. A
+ * *choice* is a token and one of its top_k experts.
  *
  *   in   d_weights          [num_tokens, top_k]
  *   out  d_logits           [num_tokens, columns]    router_backward_kernel, one warp per token
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
- * The kernels compute the weights again from the logits: from all logits of a token if the
- * weights come from a softmax over all experts (needs_full_softmax()), otherwise from the
+ * The kernels compute the weights again from the logits. If the weights come from a softmax
+ * over all experts (needs_full_softmax()), they use all logits of a token, otherwise only the
  * logits of the chosen experts. Lane L handles choices L and L + 32 of a token, at index j = 0
  * and 1 (struct Chosen). */
 #include "cuda/common/launch.cuh"
@@ -14,9 +15,9 @@
 
 #define MOST_WARPS 4
 
-/* Computes the parts and the divisor of a token's choices (struct Shares) as forward did. s
- * [columns]: the softmax over all columns. If s is NULL, loads the logits of the chosen experts
- * into z. */
+/* Computes the parts and the divisor of a token's choices (struct Shares) in the same way as
+ * forward. s [columns]: the softmax over all columns, or NULL. If s is NULL, the function loads
+ * the logits of the chosen experts into z. */
 __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_job &job,
                                                       const Chosen<2> &c, const float *s,
                                                       float (&z)[2], int64_t token)
@@ -37,8 +38,9 @@ __device__ __forceinline__ Shares<2> recompute_shares(const p2p_router_backward_
     return compute_shares(job.rows, c, x);
 }
 
-/* Replaces g, the gradient of the weights, by the gradient of the parts (struct Shares).
- * `scale`: the scale of the router. share_backward() in src/router explains the formula. */
+/* On entry, g is the gradient of the weights. Replaces it by the gradient of the parts (struct
+ * Shares). `scale`: the scale of the router. share_backward() in src/router explains the
+ * formula. */
 __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<2> &c,
                                                float scale, float (&g)[2])
 {
@@ -54,9 +56,10 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
         if (s.divisor != 0) g[j] -= mean;
 }
 
-/* Adds the gradient of the scores or logits of the chosen experts to row d [columns] in shared
- * memory. g: gradient of the parts (struct Shares). z: logits of the chosen experts. Adds one
- * choice after the other, because two choices of a token may have the same expert. */
+/* Adds the gradient of the scores or logits of the chosen experts to d [columns], a row in
+ * shared memory. g: gradient of the parts (struct Shares). z: logits of the chosen experts.
+ * Adds one choice after the other, because two choices of a token may have the same expert, and
+ * the order of additions must be fixed. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)
@@ -77,8 +80,9 @@ __device__ __forceinline__ void parts_backward(const epic_router &r, const Share
     }
 }
 
-/* Writes the gradient of all logits of a token. d [columns]: gradient of the scores or, if
- * weights come from logits, of the logits. s [columns]: softmax over all columns, or NULL. */
+/* Writes the gradient of all logits of a token. d [columns]: the gradient of the scores or, if
+ * the weights come from logits, of the logits. s [columns]: the softmax over all columns, or
+ * NULL. */
 template <int V>
 __device__ __forceinline__ void write_gradient(const p2p_router_backward_job &job,
                                                const float *s, const float *d, int64_t token)
@@ -112,12 +116,15 @@ __device__ __forceinline__ Chosen<2> read_choices(const p2p_router_backward_job 
     return c;
 }
 
+/* Returns true if the weights come from a softmax over all experts. */
 __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r)
 {
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
-/* d and s are this warp's rows in shared memory. */
+/* The kernel. One warp processes one token. d: the warp's row of gradients in shared memory. s:
+ * the warp's row with the softmax of the logits in shared memory, or NULL if it is not
+ * needed. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -153,16 +160,17 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 /* maximum number of warps of a CTA; the warps divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* Returns, on all lanes, what choice `place` (token * top_k + k) adds to the gradient of its
- * expert's scale: the gradient of the choice's weight times the weight without this scale. `s`:
- * this warp's row in shared memory. */
+/* Returns, on all lanes, the term of one choice in the gradient of its expert's scale. The term
+ * is the gradient of the choice's weight, multiplied by the weight without this scale. `place`:
+ * index of the choice (token * top_k + k). `s`: this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
     const int k = (int)job.rows.router.top_k, choice = (int)(place % k);
     const int64_t token = place / k;
     float z[2];
-    /* all lanes must have read the row of the previous token, which is overwritten next */
+    /* All lanes must have read the row of the previous token, because it is overwritten
+     * next. */
     __syncwarp();
     if (needs_full_softmax(job.rows.router)) {
         load_row<0>(s, job.rows, token);
@@ -178,9 +186,10 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     return (double)job.d_weights[place] * (double)weight;
 }
 
-/* A CTA works on one expert, and each of its warps on a part of the tokens. A warp searches its
- * tokens for choices of this expert, and computes only their weights. Thread 0 adds the sums of
- * the warps in a fixed order, so that the bits do not change. */
+/* The kernel. A CTA processes one expert, and each of its warps processes a part of the tokens.
+ * A warp searches its tokens for choices of this expert, and computes only the weights of these
+ * choices. Thread 0 adds the sums of the warps in a fixed order, so that the result always has
+ * the same bits. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Chooses the experts of a token: the ids with the k largest selection values (score or logit
- * plus bias). Of equal values, the lower id wins. NaN counts as less than any other value. An
- * id is a column of the logits: an expert or a zero-expert.
+ * plus bias). If values are equal, the lower id is chosen first. NaN counts as less than any
+ * other value. An id is a column of the logits: an expert or a zero-expert (an expert whose
+ * output is its input).
  *
  *   key          a selection value, mapped to an unsigned value in the same order; 0 equals -0
  *   IdOwnership  which lane owns which ids. Each lane has consecutive ids, in the order of
  *                lanes
  *   Owned        the keys of a lane's ids: sorted in registers, or, if V is 0, in shared memory
  *
- * One warp works on one token. It repeats k times: find the largest key of all lanes, and
- * remove it from the first lane that has it, which owns the lowest id with this key. If the
- * router has groups of experts, the warp first computes the score of each group, and keeps only
- * the ids of the topk_groups groups with the largest scores. */
+ * One warp processes one token. It repeats the following k times: it finds the largest key of
+ * all lanes, and removes it from the first lane that has it. This lane owns the lowest id with
+ * this key. If the router has groups of experts, the warp first computes the score of each
+ * group, and keeps only the ids of the topk_groups groups with the largest scores. */
 #ifndef EPIC_CHOOSE_CUH
 #define EPIC_CHOOSE_CUH
 
@@ -22,6 +23,7 @@
 #define KEY_NAN 1u
 #define KEY_ZERO 0x80000000u
 
+/* Returns the key of a selection value. */
 /* Convert a selection value to its key, and a key to its selection value. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
@@ -31,13 +33,15 @@ __device__ __forceinline__ uint32_t key_of(float x)
     return x != x ? KEY_NAN : key;
 }
 
+/* Returns the selection value of a key. */
 __device__ __forceinline__ float value_of_key(uint32_t key)
 {
     const uint32_t bits = key & 0x80000000u ? key ^ 0x80000000u : ~key;
     return key == KEY_NAN ? NAN : __uint_as_float(bits);
 }
 
-/* The keys of ids [first, first + count) of a lane, in V registers, in descending order. */
+/* The keys of the ids [first, first + count) of a lane. They are in V registers, in descending
+ * order. */
 template <int V> struct Owned {
     int first, count;
     uint32_t key[V];
@@ -46,7 +50,8 @@ template <int V> struct Owned {
     {
         return key[0];
     }
-    /* Sorts with a bitonic network of constant indices, so that the keys stay in registers. */
+    /* Sorts the keys with a bitonic network whose indices are constants, so that the keys stay
+     * in registers. */
     __device__ __forceinline__ void sort_keys()
     {
 #pragma unroll
@@ -62,7 +67,8 @@ template <int V> struct Owned {
                     key[j] = i & size ? high : low;
                 }
     }
-    /* Makes this lane the owner of ids [first_id, first_id + num_ids), at most V. */
+    /* Makes this lane the owner of the ids [first_id, first_id + num_ids). num_ids: at most
+     * V. */
     __device__ __forceinline__ void read_keys(const uint32_t *keys, int first_id, int num_ids)
     {
         first = first_id;
@@ -72,8 +78,8 @@ template <int V> struct Owned {
             key[v] = v < count ? keys[padded_index(first + v)] : KEY_NONE;
         sort_keys();
     }
-    /* Sets the keys of all ids of this lane to `value`. Also sets them in `keys` in shared
-     * memory unless `value` is KEY_NONE, because choose_by_lanes() compares the keys there to
+    /* Sets the keys of all ids of this lane to `value`. If `value` is not KEY_NONE, also sets
+     * them in `keys` in shared memory, because choose_by_lanes() compares the keys there to
      * find ids. */
     __device__ __forceinline__ void set_keys(uint32_t *keys, uint32_t value)
     {
@@ -90,9 +96,9 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of any number of expert ids [first, first + count) of one lane, unsorted in shared
- * memory. `best` is the current key: the largest one that has not been removed. Its id is first
- * + position. Equal keys come in ascending order of ids. */
+/* The keys of the ids [first, first + count) of a lane, for any count. They are not sorted, in
+ * shared memory. `best` is the current key: the largest key that has not been removed. Its id
+ * is first + position. Equal keys are removed in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
@@ -106,8 +112,8 @@ template <> struct Owned<0> {
     {
         return first + position;
     }
-    /* Makes the next smaller key after `last` the current one. Keys that equal `last`, at
-     * positions after last_position, come first. */
+    /* Makes the next key after `last` the current key, in descending order of keys. Keys that
+     * equal `last` and are at positions after last_position come first. */
     __device__ void find_next(uint32_t last, int last_position)
     {
         best = KEY_NONE;
@@ -117,7 +123,8 @@ template <> struct Owned<0> {
             if (left && key > best) best = key, position = v;
         }
     }
-    /* Makes this lane the owner of ids [first_id, first_id + num_ids), with keys in `from`. */
+    /* Makes this lane the owner of the ids [first_id, first_id + num_ids), whose keys are in
+     * `from`. */
     __device__ void read_keys(const uint32_t *from, int first_id, int num_ids)
     {
         keys = from;
@@ -126,24 +133,25 @@ template <> struct Owned<0> {
         position = 0;
         find_next(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value`, and makes the first id current. */
+    /* Sets the keys of all ids of this lane to `value`, and makes the key of the first id
+     * current. */
     __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
         find_next(0xffffffffu, -1);
     }
-    /* Removes this lane's largest key if `mine` is true, and makes the next one current. */
+    /* If `mine` is true, removes this lane's largest key, and makes the next key current. */
     __device__ void drop_largest(bool mine)
     {
         if (mine) find_next(best, position);
     }
 };
 
-/* How a warp's lanes divide the expert ids. With at most 32 groups of experts, 1 << lane_bits
- * lanes share the ids of a group. With more groups, each lane owns all ids of groups_per_lane
- * groups. */
+/* How the lanes of a warp divide the expert ids. If there are at most 32 groups of experts, 1
+ * << lane_bits lanes share the ids of one group. If there are more groups, each lane owns all
+ * ids of groups_per_lane groups. */
 struct IdOwnership {
-    int groups; /* groups of experts; 1 if the router has no groups */
+    int groups; /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;
     int lane_bits;       /* log2 of the number of lanes that share a group */
     int groups_per_lane; /* 1 if lanes share groups */
@@ -163,6 +171,7 @@ struct IdOwnership {
     }
 };
 
+/* Returns how lanes divide the ids of `columns` columns. */
 static inline IdOwnership id_ownership(const epic_router &r, int columns)
 {
     IdOwnership d = {r.num_groups ? (int)r.num_groups : 1, 0, 0, 1, 0};
@@ -174,11 +183,12 @@ static inline IdOwnership id_ownership(const epic_router &r, int columns)
     return d;
 }
 
+/* The ids [first, first + count). */
 struct IdRange {
     int first, count;
 };
 
-/* For routers with at most 32 groups. */
+/* Returns the ids of this lane. Only for routers with at most 32 groups. */
 __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
 {
     const int begin = d.lane_of_group() * d.ids_per_lane;
@@ -187,15 +197,16 @@ __device__ __forceinline__ IdRange own_ids(const IdOwnership &d)
     return {d.group_of_lane() * d.ids_per_group + begin, max(count, 0)};
 }
 
-/* Returns the first lane whose `top` is the largest of the warp. Called by all lanes. */
+/* Returns the first lane whose `top` is the maximum of the warp. Called by all lanes. */
 __device__ __forceinline__ int best_lane(uint32_t top)
 {
     const uint32_t largest = __reduce_max_sync(ALL_LANES, top);
     return __ffs(__ballot_sync(ALL_LANES, top == largest)) - 1;
 }
 
-/* Returns the score of this lane's group of experts: the sum of the m largest selection values,
- * added from the largest to the smallest. Removes keys from `own`. Called by all lanes. */
+/* Returns the score of this lane's group of experts: the sum of its m largest selection values,
+ * which are added from the largest to the smallest. Removes keys from `own`. Called by all
+ * lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {
@@ -214,7 +225,7 @@ __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own,
     return score;
 }
 
-/* Returns true if `score`, the score of this lane's group, is among the topk_groups largest
+/* Returns true if `score`, the score of this lane's group, is one of the topk_groups largest
  * scores. Called by all lanes. */
 __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, int topk_groups)
 {
@@ -229,10 +240,10 @@ __device__ __forceinline__ bool keep_group(const IdOwnership &d, float score, in
     return is_kept;
 }
 
-/* Selects the topk_groups groups of experts with the largest scores, if there are more than 32
- * groups. Each lane computes the scores of its groups, which are sums of m selection values,
- * and writes their keys to group_keys. Ids in other groups get the key `others`. Called by a
- * warp. */
+/* For routers with more than 32 groups of experts: selects the topk_groups groups with the
+ * largest scores. Each lane computes the scores of its groups, which are sums of m selection
+ * values, and writes their keys to group_keys. The keys of the ids in all other groups become
+ * `others`. Called by a whole warp. */
 __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwnership &d,
                                               uint32_t *keys, uint32_t *group_keys, int m,
                                               uint32_t others)
@@ -261,9 +272,10 @@ __device__ __noinline__ void keep_many_groups(const epic_router &r, const IdOwne
             keys[padded_index(g * d.ids_per_group + i)] = others;
 }
 
-/* Reads the keys of this lane's ids into `own`. With groups of experts, also selects groups.
- * The keys of ids in other groups become KEY_NONE or, if router_others_out() returns false,
- * KEY_ZERO. on_logits: the keys come from logits, not from scores. */
+/* Reads the keys of this lane's ids into `own`. If the router has groups of experts, also
+ * selects groups. The keys of ids in the other groups become KEY_NONE or, if
+ * router_others_out() returns false, KEY_ZERO. on_logits: true if the keys come from logits,
+ * false if they come from scores. */
 template <int V>
 __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwnership &d,
                                               Owned<V> &own, uint32_t *keys,
@@ -287,8 +299,9 @@ __device__ __forceinline__ void read_own_keys(const epic_router &r, const IdOwne
     __syncwarp();
 }
 
-/* Chooses k experts for a token with keys in shared memory (V is 0): k times, finds the lane
- * with the largest key, chooses the key's id and removes the key. */
+/* Chooses k experts for a token whose keys are in shared memory (V is 0). Does the following k
+ * times: finds the lane with the largest key, chooses the id of this key and removes the
+ * key. */
 template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &own, int k)
 {
     Chosen<J> c = {k, {-1}};
@@ -303,9 +316,10 @@ template <int J> __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<0> &
     return c;
 }
 
-/* Chooses k experts for a token with keys in registers, where keys have no ids. So the warp
- * first finds the k largest keys and their owners. Then lane i compares key i with the keys of
- * all ids of its owner. If an owner has equal keys, the lower id comes first. */
+/* Chooses k experts for a token whose keys are in registers. These keys do not show their ids.
+ * So the warp first finds the k largest keys and the lanes that own them. Then lane i compares
+ * key i with the keys of all ids of its owner. If several ids of an owner have this key, the
+ * lower id comes first. */
 template <int J, int V>
 __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const uint32_t *keys)
 {
@@ -322,7 +336,7 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
     const int last_lane = __shfl_up_sync(ALL_LANES, lane, 1);
     const bool begins = key != last_key || lane != last_lane || lane_id() == 0;
     const uint32_t upto = __ballot_sync(ALL_LANES, begins) & ((2u << lane_id()) - 1);
-    /* earlier choices of this token with the same key and the same owner */
+    /* number of earlier choices of this token that have the same key and the same owner */
     int before = lane_id() - (31 - __clz((int)upto));
     const int first = __shfl_sync(ALL_LANES, own.first, lane);
     const int count = __shfl_sync(ALL_LANES, own.count, lane);
@@ -334,8 +348,8 @@ __device__ __forceinline__ Chosen<J> choose_by_lanes(Owned<V> &own, int k, const
 }
 
 /* Chooses top_k experts for a token by its keys [columns] in shared memory. group_keys: shared
- * memory for one key per group, if there are more than 32. on_logits: see read_own_keys().
- * Called by a whole warp. */
+ * memory for one key per group; used only if there are more than 32 groups. on_logits: as in
+ * read_own_keys(). Called by a whole warp. */
 template <int V, int J>
 __device__ __forceinline__ Chosen<J> choose_experts(const epic_router &r, const IdOwnership &d,
                                                     uint32_t *keys, uint32_t *group_keys,

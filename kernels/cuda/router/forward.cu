@@ -6,9 +6,9 @@
  *   out  weights   [num_tokens, top_k]
  *   out  scores    [num_tokens, columns], if the caller wants them
  *
- * One warp works on one token, whose logits, scores and keys are in shared memory. Experts are
- * compared by keys (choose.cuh). The weight of a choice is its part divided by the divisor of
- * the token (struct Shares):
+ * One warp processes one token, whose logits, scores and keys are in shared memory. Experts are
+ * compared by keys (choose.cuh). A *choice* is a token and one of its top_k experts. The weight
+ * of a choice is its part divided by the divisor of the token (struct Shares):
  *
  *   logits -> scores -> keys -> choices (choose.cuh) -> parts, divisor -> weights */
 #include "cuda/common/launch.cuh"
@@ -16,8 +16,8 @@
 
 #define MOST_WARPS 4
 
-/* Returns the experts of a token from row token_ids[token] of the caller's table. An id that is
- * too large becomes -1. If the table does not have this row, all ids become -1. */
+/* Returns the experts of a token from row token_ids[token] of the caller's table. If an id is
+ * too large, it becomes -1. If the table does not have this row, all ids become -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, int64_t token)
 {
@@ -34,7 +34,8 @@ __device__ __forceinline__ Chosen<J> read_table_row(const p2p_router_job &job, i
     return c;
 }
 
-/* Returns the experts that the caller forces for a token. Ids that are too large become -1. */
+/* Returns the experts that the caller forces for a token. If an id is too large, it becomes
+ * -1. */
 template <int J>
 __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, int64_t token)
 {
@@ -49,7 +50,7 @@ __device__ __forceinline__ Chosen<J> read_forced_row(const p2p_router_job &job, 
 }
 
 /* The router's bias for the columns of this lane, or zeros. It is loaded before the logits, so
- * that the two loads overlap. */
+ * that both loads overlap. */
 template <int V> struct Bias {
     float x[V > 0 ? V : 1];
 
@@ -58,14 +59,15 @@ template <int V> struct Bias {
 #pragma unroll
         for (int v = 0; v < V; v++) x[v] = read_bias(job, v * WARP + lane_id());
     }
-    /* Returns the bias of one column; 0 if there is no bias or no such column. */
+    /* Returns the bias of one column. Returns 0 if there is no bias or no such column. */
     static __device__ __forceinline__ float read_bias(const p2p_router_job &job, int column)
     {
         return job.bias && column < job.rows.columns ? __ldg(job.bias + column) : 0.0f;
     }
 };
 
-/* Computes the sort key (choose.cuh) of each column i from values[i] plus the column's bias. */
+/* Computes the key (choose.cuh) of each column i. The selection value is values[i] plus the
+ * bias of the column. */
 template <int V>
 __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *keys,
                                           const float *values, const Bias<V> &bias)
@@ -85,8 +87,8 @@ __device__ __forceinline__ void make_keys(const p2p_router_job &job, uint32_t *k
     __syncwarp();
 }
 
-/* Computes the weights of a token's choices, and writes ids and weights to the output. `from`
- * [columns]: the token's scores or logits, as the router's weight_rule requires. */
+/* Computes the weights of a token's choices, and writes ids and weights to the outputs. `from`
+ * [columns]: the token's scores or logits, whichever the router's weight_rule requires. */
 template <int J>
 __device__ __forceinline__ void write_weights(const p2p_router_job &job, const Chosen<J> &c,
                                               const float *from, int64_t token)
@@ -101,7 +103,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     for (int j = 0; j < J; j++) {
         if (!c.has_choice(j)) continue;
         const int64_t index = token * c.k + j * WARP + lane_id();
-        /* Copies an invalid id of the caller unchanged, so that the plan reports the error. */
+        /* An invalid id of the caller is copied unchanged, so that the plan reports the
+         * error. */
         job.topk_idx[index] = job.topk_idx_in ? job.topk_idx_in[index] : c.id[j];
         float weight = s.divisor != 0 ? s.parts[j] / s.divisor * job.rows.scale : 0;
         if (job.scale_of_expert && c.id[j] >= 0 && s.divisor != 0)
@@ -110,7 +113,7 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* V: upper bound of the columns per lane; 0: no bound. */
+/* The kernel. V: upper bound of the number of columns per lane; 0: no bound. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job,
@@ -119,7 +122,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     float *const memory = (float *)dynamic_shared();
     const epic_router &r = job.rows.router;
     const int columns = job.rows.columns, words = row_words_of<V>(columns);
-    /* J: choices per lane. With more than 32 choices, V is 0 (p2p_launch_router()). */
+    /* J: number of choices per lane. With more than 32 choices, V is 0
+     * (p2p_launch_router()). */
     constexpr int J = V > 0 ? 1 : 2;
     const int64_t token = (int64_t)blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP;
     const int group_words = r.num_groups > WARP ? row_words((int)r.num_groups) : 0;
@@ -157,8 +161,9 @@ static cudaError_t launch_width(const p2p_router_job *job, const IdOwnership &de
 }
 
 /* Launches the instance with the smallest V (4, 8 or 16) that is at least the number of columns
- * and of ids per lane. Launches the instance for any router (V = 0) if 16 is too small, if
- * there are more than 32 groups of experts, or if top_k is above 32. */
+ * per lane and at least the number of ids per lane. If 16 is too small, if there are more than
+ * 32 groups of experts, or if top_k is above 32, launches the instance for any router (V =
+ * 0). */
 extern "C" cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream)
 {
     const IdOwnership d = id_ownership(job->rows.router, job->rows.columns);

@@ -7,10 +7,10 @@
  *   loss_kernel<BACKWARD>   logits, d_loss -> d_logits [num_tokens, columns]
  *   bias_update_kernel      load [num_experts] -> bias [num_experts]            one CTA
  *
- * One warp works on one *run* of consecutive tokens (rules/rule.h). How tokens are divided into
- * runs depends only on the number of tokens, so the order of the additions does not depend on
- * the GPU. For the balance loss by sequences, each CTA counts the choices in every sequence
- * that has tokens in one of its runs. */
+ * One warp processes one *run* of consecutive tokens (rules/rule.h). How tokens are divided
+ * into runs depends only on the number of tokens, so the order of the additions does not depend
+ * on the GPU. For the balance loss by sequences, each CTA counts the choices (a choice is a
+ * token and one of its top_k experts) in every sequence that has tokens in one of its runs. */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 #include "rules/device_layout.h"
@@ -20,8 +20,9 @@
 
 enum Pass { FORWARD, BACKWARD };
 
-/* Writes the probabilities of a token's experts to p [columns]: the scores divided by their
- * sum. Returns the sum, or 1 for a softmax. If the sum is 0, all probabilities are 0. */
+/* Writes the probabilities of a token's experts to p [columns]. They are the scores divided by
+ * their sum. Returns the sum; for a softmax, returns 1. If the sum is 0, all probabilities are
+ * 0. */
 __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &rows, float *p,
                                                        int64_t token)
 {
@@ -38,10 +39,10 @@ __device__ __forceinline__ float compute_probabilities(const p2p_router_rows &ro
     return sum;
 }
 
-/* FORWARD: returns one token's term of the balance loss, the sum of probability * load over the
- * experts. BACKWARD: writes the gradient of the token's logits. `load` [num_experts]: choices
- * of each expert. `factor` (BACKWARD): gradient of the loss, times factor_of(). p [columns]:
- * output in shared memory, the probabilities. */
+/* FORWARD: returns the token's term of the balance loss, which is the sum of probability * load
+ * over the experts. BACKWARD: writes the gradient of the token's logits. `load` [num_experts]:
+ * number of choices of each expert. `factor` (only BACKWARD): the gradient of the loss,
+ * multiplied by factor_of(). p [columns]: output in shared memory, the probabilities. */
 template <Pass PASS>
 __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const int32_t *load,
                                                float *p, double factor, int64_t token)
@@ -66,9 +67,9 @@ __device__ __forceinline__ double balance_term(const p2p_loss_job &job, const in
     return 0;
 }
 
-/* FORWARD: returns one token's term of the z-loss, the square of the logsumexp of its logits.
- * BACKWARD: writes the gradient of the token's logits. `factor`: as in balance_term(). p
- * [columns]: shared memory of the warp. */
+/* FORWARD: returns the token's term of the z-loss, which is the square of the logsumexp of its
+ * logits. BACKWARD: writes the gradient of the token's logits. `factor`: as in balance_term().
+ * p [columns]: shared memory of the warp. */
 template <Pass PASS>
 __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, double factor,
                                          int64_t token)
@@ -84,8 +85,8 @@ __device__ __forceinline__ double z_term(const p2p_loss_job &job, float *p, doub
     return 0;
 }
 
-/* Counts the choices of each expert in the sequence that begins with token `first`, in counts
- * [columns] in shared memory. Called by all threads of the CTA. */
+/* Counts the choices of each expert in the sequence that begins with token `first`. The result
+ * is in counts [columns] in shared memory. Called by all threads of the CTA. */
 __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t *counts,
                                                int64_t first)
 {
@@ -100,12 +101,13 @@ __device__ __forceinline__ void count_sequence(const p2p_loss_job &job, int32_t 
     __syncthreads();
 }
 
+/* The tokens [begin, end). */
 struct TokenInterval {
     int64_t begin, end;
 };
 
-/* Returns the tokens of s in the sequence that begins with token `first`, or all tokens of s if
- * there are no sequences (sequence_tokens is 0). */
+/* Returns those tokens of s that are in the sequence that begins with token `first`. If there
+ * are no sequences (sequence_tokens is 0), returns all tokens of s. */
 __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64_t first,
                                                           int64_t sequence_tokens)
 {
@@ -113,9 +115,9 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor of the sum over the tokens: job.factor or, if job.plan is set, job.factor
- * divided job.num_divisions times by the number of tokens of all ranks, which the plan
- * records. */
+/* Returns the factor of the sum over the tokens. This is job.factor. If job.plan is set,
+ * job.factor is divided by the number of tokens of all ranks, which the plan contains. The
+ * division is done job.num_divisions times. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;
@@ -127,9 +129,10 @@ static __device__ double factor_of(const p2p_loss_job &job)
     return job.factor / (job.num_divisions == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
-/* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
- * of the tokens' logits. Each warp works on one run. For the balance loss by sequences, the
- * warps of a CTA work on one sequence at a time together. Z: z-loss, otherwise balance loss. */
+/* The kernel. FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes
+ * the gradient of the tokens' logits. Each warp processes one run. For the balance loss by
+ * sequences, the warps of a CTA process the same sequence at the same time, because they count
+ * its choices together. Z: true for the z-loss, false for the balance loss. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -149,7 +152,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* all threads of the CTA run the loop equally often: count_sequence() has barriers */
+    /* All threads of the CTA must execute the loop equally often, because count_sequence() has
+     * barriers. */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-/* One CTA adds the sums of all runs in a binary tree, and writes the loss. */
+/* The kernel. One CTA adds the sums of all runs in a binary tree, and writes the loss. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {
@@ -180,12 +184,12 @@ __global__ void __launch_bounds__(ADDERS)
         *(float *)job.loss = (float)(factor_of(job) * runs[0]);
 }
 
-/* Launches loss_kernel, with as many warps per CTA as shared memory and MOST_WARPS allow. */
+/* Launches loss_kernel. A CTA has as many warps as shared memory and MOST_WARPS permit. */
 template <Pass PASS, bool Z>
 static cudaError_t launch_pass(const p2p_loss_job *job, cudaStream_t stream)
 {
     const int words = row_words(job->rows.columns);
-    /* warps whose rows fit into shared memory next to the counts of one sequence */
+    /* number of warps whose rows fit into shared memory next to the counts of one sequence */
     const int left = SHARED_BYTES / 4 / words - 1;
     const int warps = left < MOST_WARPS ? left : MOST_WARPS;
     return launch_kernel(loss_kernel<PASS, Z>, (LOSS_RUNS + warps - 1) / warps, warps * WARP,
@@ -209,8 +213,8 @@ extern "C" cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStr
 
 /* ----------------------------------------------------------------------------- bias ---- */
 
-/* Computes bias += rate * sign(mean load - load), with the sign of the integer total load -
- * num_experts * load, which has no rounding errors. The grid has one CTA. */
+/* Computes bias += rate * sign(mean load - load). The sign is computed from the integer total
+ * load - num_experts * load, which has no rounding errors. The grid has one CTA. */
 __global__ void __launch_bounds__(ADDERS)
     bias_update_kernel(float *bias, const int32_t *load, int64_t num_experts, float rate)
 {

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions for a warp that works on the logits of one token, for the kernels of this folder.
+/* Functions for a warp that processes the logits of one token, for the kernels of this folder.
+ * A *choice* is a token and one of its top_k experts.
  *
  *   column i       logit i of the token; it belongs to lane i % 32, and is stored in shared
  *                  memory at padded_index(i)
- *   template V     columns per lane, known to the compiler; 0: any number of columns
- *   template J     choices per lane: 1 if top_k is at most 32, else 2
+ *   template V     number of columns per lane, as a constant; 0: any number of columns
+ *   template J     number of choices per lane: 1 if top_k is at most 32, otherwise 2
  *
- * The results have the same bits as those of the CPU code (src/router): both use the same
+ * The results have the same bits as the results of the CPU code (src/router): both use the same
  * scalar functions, add in the same order, and are compiled without fused multiply-add. */
 #ifndef EPIC_ROUTER_CUH
 #define EPIC_ROUTER_CUH
@@ -40,26 +41,28 @@ __device__ __forceinline__ int lane_id()
     return threadIdx.x % WARP;
 }
 
-/* Returns the index of column i in shared memory. A word of padding follows every 32 words, so
- * that lanes that read 8 consecutive words have no bank conflicts. */
+/* Returns the index of column i in shared memory. A word of padding follows every 32 words. It
+ * avoids bank conflicts between lanes that read 8 consecutive words each. */
 __host__ __device__ __forceinline__ int padded_index(int i)
 {
     return i + (i >> 5);
 }
 
-/* Returns how many words a row needs in shared memory: multiples of 32 columns, padded. */
+/* Returns the number of words that a row needs in shared memory. The number of columns is
+ * rounded up to a multiple of 32, and each 32 columns need 33 words. */
 __host__ __device__ __forceinline__ int row_words(int columns)
 {
     return (columns + WARP - 1) / WARP * (WARP + 1);
 }
 
-/* Returns row_words() of V columns per lane or, if V is 0, of `columns` columns. */
+/* Returns row_words() for V columns per lane. If V is 0, returns it for `columns` columns. */
 template <int V> __host__ __device__ __forceinline__ int row_words_of(int columns)
 {
     return V > 0 ? V * (WARP + 1) : row_words(columns);
 }
 
-/* Calls f(i) for this lane's columns i in [first, end), ascending. first: a multiple of 32. */
+/* Calls f(i) for each of this lane's columns i in [first, end), in ascending order. first must
+ * be a multiple of 32. */
 template <int V, class F> __device__ __forceinline__ void each_column(int first, int end, F f)
 {
     if (V > 0) {
@@ -75,8 +78,8 @@ template <int V, class F> __device__ __forceinline__ void each_column(int first,
 }
 
 /* Calls f(i) for each of this lane's columns i below `end`. If V is not 0, also calls it for
- * columns from `end` on, up to 32 * V - 1, for which shared memory has words. This saves a
- * comparison per column. */
+ * columns from `end` to 32 * V - 1, for which shared memory has words. This saves a comparison
+ * per column. */
 template <int V, class F> __device__ __forceinline__ void each_place(int end, F f)
 {
     if (V > 0) {
@@ -87,8 +90,8 @@ template <int V, class F> __device__ __forceinline__ void each_place(int end, F 
     }
 }
 
-/* Returns the sum of x over the lanes of the warp, on every lane. Adds at distances 16, 8, 4, 2
- * and 1, in this order, as the CPU code does. */
+/* Returns the sum of x over the lanes of the warp, on every lane. Adds lanes at distance 16,
+ * then 8, 4, 2 and 1, as the CPU code does. */
 template <class T> __device__ __forceinline__ T add_lanes(T x)
 {
 #pragma unroll
@@ -98,8 +101,8 @@ template <class T> __device__ __forceinline__ T add_lanes(T x)
 }
 
 /* Returns the sum of f(i) over all columns, on every lane. Adds in the order of the CPU code:
- * block after block of SUM_BLOCK columns, and in each block first the columns of a lane, then
- * the lanes. */
+ * one block of SUM_BLOCK columns after the other. In each block, each lane first adds its
+ * columns, and then the lanes' sums are added. */
 template <int V, class T, class F> __device__ __forceinline__ T add_columns(int columns, F f)
 {
     T total = 0;
@@ -129,7 +132,7 @@ __device__ __forceinline__ float load_element(const __half *p)
     return __half2float(*p);
 }
 
-/* Load and store element i of an array whose type (F32, BF16 or F16) is known at run time. */
+/* Returns element i of an array whose type (F32, BF16 or F16) is known at run time. */
 __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64_t i)
 {
     if (type == EPIC_BF16) return load_element((const __nv_bfloat16 *)p + i);
@@ -137,6 +140,7 @@ __device__ __forceinline__ float load_number(const void *p, uint32_t type, int64
     return load_element((const float *)p + i);
 }
 
+/* Stores x to element i of an array. `type`: as in load_number(). */
 __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, float x)
 {
     if (type == EPIC_BF16)
@@ -167,7 +171,8 @@ __device__ __forceinline__ void load_row(float *z, const p2p_router_rows &rows, 
         load_typed<V>(z, (const float *)rows.logits + first, rows.columns);
 }
 
-/* Writes the gradients d(i) of all logits of a token or, with `accumulate`, adds them. */
+/* Writes the gradients d(i) of all logits of a token. If `accumulate` is set, adds them to the
+ * old values. */
 template <int V, class F>
 __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t type,
                                                      int accumulate, int64_t token, int columns,
@@ -183,8 +188,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the largest `mine` of all lanes, without NaNs. But if `first`, the first value of the
- * row, is NaN, returns NaN, as the CPU code does. */
+/* Returns the maximum of `mine` over all lanes, without NaNs. Exception, as in the CPU code: if
+ * `first`, the first value of the row, is NaN, returns NaN. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
@@ -198,7 +203,7 @@ struct Softmax {
     float largest, sum;
 };
 
-/* Writes the softmax of row z to p. Both are in shared memory and may be the same array. */
+/* Writes the softmax of row z to p. z and p are in shared memory and may be the same array. */
 template <int V>
 __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int columns)
 {
@@ -215,15 +220,15 @@ __device__ __forceinline__ Softmax compute_softmax(float *p, const float *z, int
     return s;
 }
 
-/* Returns the score of one logit z. `score`: an EPIC_SCORE_* value except EPIC_SCORE_SOFTMAX,
- * which depends on all logits. */
+/* Returns the score of one logit z. `score`: an EPIC_SCORE_* value, but not EPIC_SCORE_SOFTMAX,
+ * because a softmax depends on all logits. */
 __device__ __forceinline__ float score_of(float z, uint32_t score)
 {
     if (score == EPIC_SCORE_SIGMOID) return score_sigmoid(z);
     return score == EPIC_SCORE_SQRTSOFTPLUS ? score_sqrtsoftplus(z) : z;
 }
 
-/* Writes the scores of row z to s. Both are in shared memory and may be the same array. */
+/* Writes the scores of row z to s. z and s are in shared memory and may be the same array. */
 template <int V>
 __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t score,
                                             int columns)
@@ -243,8 +248,8 @@ __device__ __forceinline__ void make_scores(float *s, const float *z, uint32_t s
 
 /* -------------------------------------------------------------------------- weights ---- */
 
-/* The k chosen experts of a token. Lane L has choice L (index j = 0) and, if J is 2, also
- * choice L + 32 (j = 1). */
+/* The k chosen experts of a token. Lane L has choice L, at index j = 0. If J is 2, it also has
+ * choice L + 32, at index j = 1. */
 template <int J> struct Chosen {
     int k;
     int id[J]; /* expert id of choice lane + 32 * j; negative: no expert */
@@ -260,7 +265,7 @@ template <int J> struct Chosen {
 };
 
 /* Returns the sum of x over the token's choices (struct Chosen), on every lane. Adds in
- * ascending order of choices, as the CPU code does. */
+ * ascending order of k, as the CPU code does. */
 template <int J>
 __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&x)[J])
 {
@@ -271,7 +276,8 @@ __device__ __forceinline__ float add_in_order(const Chosen<J> &c, const float (&
     return sum;
 }
 
-/* Replaces p, the logits of the chosen experts, by their softmax; 0 without an expert. */
+/* Replaces p, the logits of the chosen experts, by their softmax. A choice without an expert
+ * gets 0. */
 template <int J>
 __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J])
 {
@@ -297,15 +303,17 @@ __device__ __forceinline__ void softmax_chosen(const Chosen<J> &c, float (&p)[J]
 
 /* The values from which the weights of a token's choices are computed: weight = part / divisor
  * * scales of the router. parts[j] is the part of choice lane + 32 * j. is_divisor_variable:
- * the divisor depends on the parts, so backward also needs its gradient. */
+ * true if the divisor depends on the parts; backward then also needs the gradient of the
+ * divisor. */
 template <int J> struct Shares {
     float parts[J];
     float divisor;
     bool is_divisor_variable;
 };
 
-/* Computes the parts and the divisor of a token by the router's weight_rule and normalize. x
- * has one value per choice: the expert's score or logit, as weight_rule requires. */
+/* Computes the parts and the divisor of a token, as the router's weight_rule and normalize
+ * require. x has one value per choice: the expert's score or logit, whichever weight_rule
+ * requires. */
 template <int J>
 __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
                                                     const Chosen<J> &c, const float (&x)[J])
@@ -333,8 +341,8 @@ __device__ __forceinline__ Shares<J> compute_shares(const p2p_router_rows &rows,
 
 /* ------------------------------------------------------------------------ launching ---- */
 
-/* Returns how many warps a CTA has, at most `most`; each needs `words` words of shared
- * memory. */
+/* Returns the number of warps of a CTA. It is at most `most`, and so low that shared memory
+ * suffices. `words`: number of words of shared memory that each warp needs. */
 static inline int router_warps(int words, int most)
 {
     const int fit = SHARED_BYTES / (words * 4);

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments ("jobs") and launchers of the kernels of the router and its losses, for the host
- * code of src/backend/p2p. Plain C. A *column* is one logit of a token, for an expert or
- * zero-expert. All arrays are in device memory of this rank. Every launcher enqueues on
- * `stream` and returns the error of the launch. */
+ * code of src/backend/p2p. This header is plain C. A *column* is one logit of a token, for an
+ * expert or a zero-expert (an expert whose output is its input). A *choice* is a token and one
+ * of its top_k experts. All arrays are in device memory of this rank. Every launcher enqueues
+ * on `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_ROUTER_H
 #define EPIC_CUDA_ROUTER_H
 
@@ -22,7 +23,7 @@ typedef struct p2p_router_rows {
     epic_router router; /* the caller's options, with defaults filled in */
     const void *logits;
     int64_t num_tokens;
-    int32_t columns; /* logits per token: num_experts + zero_experts */
+    int32_t columns; /* number of logits per token: num_experts + zero_experts */
     uint32_t type;
     float eps, norm_min, scale; /* the options of `router` with these names, as float32 */
     uint32_t pad;
@@ -33,21 +34,22 @@ typedef struct p2p_router_job {
     p2p_router_rows rows;
     /* [columns]: added to the scores when experts are chosen, but not to weights; NULL: none */
     const float *bias;
-    /* [columns]: factor of each expert's weights; NULL: all are 1 */
+    /* [columns]: factor of the weights of each expert; NULL: all factors are 1 */
     const float *scale_of_expert;
     /* [num_tokens]: token t gets the experts in row token_ids[t] of `table` [table_rows,
-     * top_k]. If token_ids and topk_idx_in are NULL, the kernel chooses experts by their
+     * top_k]. If token_ids and topk_idx_in are both NULL, the kernel chooses experts by their
      * scores. */
     const void *token_ids;
     const int32_t *table;
     int64_t table_rows;
-    /* [num_tokens, top_k]: the caller has chosen these experts, and token_ids is NULL */
+    /* [num_tokens, top_k]: the experts that the caller has chosen (token_ids is then NULL), or
+     * NULL */
     const int32_t *topk_idx_in;
     int32_t *topk_idx; /* output [num_tokens, top_k]: the chosen experts */
     float *weights;    /* output [num_tokens, top_k]: weights of the choices */
     float *scores; /* output [num_tokens, columns]; NULL: the caller does not need the scores */
     int32_t has_int64_ids; /* 1: token_ids are int64; 0: int32 */
-    /* 1: compare experts by their logits, which have the same order as the scores */
+    /* 1: experts are compared by their logits, which have the same order as the scores */
     int32_t on_logits;
 } p2p_router_job;
 
@@ -55,7 +57,7 @@ typedef struct p2p_router_job {
 typedef struct p2p_router_backward_job {
     p2p_router_rows rows;
     const int32_t *topk_idx; /* [num_tokens, top_k]: the chosen experts, from forward */
-    /* [columns]: factor of each expert's weights; NULL: all are 1 */
+    /* [columns]: factor of the weights of each expert; NULL: all factors are 1 */
     const float *scale_of_expert;
     const float *d_weights;   /* [num_tokens, top_k]: gradient of the weights */
     void *d_logits;           /* output [num_tokens, columns] of grad_type */
@@ -67,20 +69,20 @@ typedef struct p2p_router_backward_job {
 /* Arguments of the balance loss or of the z-loss, forward and backward. */
 typedef struct p2p_loss_job {
     p2p_router_rows rows;
-    /* balance loss over all tokens: [num_experts], number of choices that went to each
-     * expert */
+    /* balance loss over all tokens: [num_experts]: number of choices of each expert */
     const int32_t *load;
-    /* balance loss by sequences: [num_tokens, top_k], the chosen experts */
+    /* balance loss by sequences: [num_tokens, top_k]: the chosen experts */
     const int32_t *topk_idx;
     int64_t sequence_tokens; /* number of tokens per sequence; 0: the loss is over all tokens */
-    double factor;           /* the sum over the tokens is multiplied by this */
-    /* a plan, whose number of tokens of all ranks divides `factor`; or NULL */
+    double factor;           /* factor of the sum over the tokens */
+    /* a plan, or NULL; with a plan, the kernel divides `factor` by the plan's number of tokens
+     * of all ranks */
     const void *plan;
-    /* how many times the kernel divides `factor`: 1 or 2 */
+    /* how many times the kernel does this division: 1 or 2 */
     int32_t num_divisions;
     int32_t pad;
-    const float *d_loss; /* backward: [1], gradient of the loss; NULL: 1 */
-    /* [LOSS_RUNS], workspace: the sum of each run of consecutive tokens */
+    const float *d_loss; /* backward: [1]: gradient of the loss; NULL: the gradient is 1 */
+    /* [LOSS_RUNS]: workspace for the sum of each run of consecutive tokens */
     double *runs;
     void *loss;                    /* forward: output [1] of loss_type */
     void *d_logits;                /* backward: output [num_tokens, columns] of grad_type */
@@ -89,9 +91,9 @@ typedef struct p2p_loss_job {
     int32_t is_z_loss;             /* 1: z-loss; 0: balance loss */
 } p2p_loss_job;
 
-/* Launch the kernels of the router and of the losses. p2p_launch_bias_update() lowers the
- * `bias` [num_experts] of experts whose `load` is above the mean, and raises it for the
- * others. */
+/* These functions launch the kernels of the router and of the losses. p2p_launch_bias_update()
+ * lowers the `bias` [num_experts] of experts whose `load` is above the mean, and raises it for
+ * experts whose `load` is below the mean. */
 cudaError_t p2p_launch_router(const p2p_router_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_router_backward(const p2p_router_backward_job *job, cudaStream_t stream);
 cudaError_t p2p_launch_loss(const p2p_loss_job *job, cudaStream_t stream);
@@ -99,7 +101,8 @@ cudaError_t p2p_launch_loss_backward(const p2p_loss_job *job, cudaStream_t strea
 cudaError_t p2p_launch_bias_update(float *bias, const int32_t *load, int64_t num_experts,
                                    float rate, cudaStream_t stream);
 
-/* Load the kernels on the current device at open, so that no later launch has to load them. */
+/* These functions load the kernels on the current device when a context is opened, so that no
+ * later launch has to load them. */
 cudaError_t p2p_load_router(void);
 cudaError_t p2p_load_router_backward(void);
 cudaError_t p2p_load_loss(void);
