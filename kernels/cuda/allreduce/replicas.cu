@@ -12,8 +12,10 @@
  * The vectors of all logical experts with two or more replicas form one list, ordered by
  * logical expert. The list is equal on all ranks. If a rank has no replica of an expert, it
  * sends zeros for the vectors of this expert. A round processes as many vectors of the list as
- * fit into the staging. In a round all warps of all CTAs do the same work: of the grid's N
- * threads, thread t handles vectors t, t + N, ... Each word in staging is its own flag (poison
+ * fit into the staging. In a round, all warps of all CTAs do the same work: if the grid has N
+ * threads, thread t handles vectors t, t + N, ... Each word in staging is its own flag, as in
+ * sum.cu: it is poison until it arrives. A warp sends all its vectors of the round before it
+ * polls for the first one, so ranks cannot wait for each other in a circle.
  * until it arrives), as in sum.cu. A warp sends all its vectors of the round before it polls
  * for the first one. */
 #include "cuda/allreduce/sum.cuh"
@@ -21,37 +23,43 @@
 #include "cuda/plan/view.cuh"
 
 #define BLOCK 512
-/* value in Replicas.nth and Replicas.mine: a single replica, so there is nothing to add */
+/* Value of an element of Replicas.nth or Replicas.mine: the expert is the only replica of its
+ * logical expert, so there is nothing to add. */
 #define SINGLE_REPLICA 0xffff
-/* Levels of a binary tree over the leaves (blocks of experts) of a rank, including the root. A
- * rank has at most 128 leaves. */
+/* Maximum number of levels of a binary tree over the leaves (blocks of experts) of a rank,
+ * including the root. A rank has at most 128 leaves. */
 #define LEAF_LEVELS 8
 
-/* Tables in shared memory about the replicated experts: the logical experts with two or more
- * replicas. The index n of a replicated expert is its index among them, in ascending order. */
+/* Tables in shared memory about the *replicated* experts: the logical experts with two or more
+ * replicas. They are numbered in ascending order; the number of a replicated expert is called
+ * n. */
 struct Replicas {
     union { /* these two arrays share memory, because they are needed at different times */
-        /* how many replicas logical expert e has on all ranks; only read_replicas() needs it */
+        /* for each logical expert e: number of its replicas on all ranks; only read_replicas()
+         * needs it */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* The replicas of replicated expert n here are local[first[n]] to local[first[n + 1] -
-         * 1]. */
+        /* The replicas of replicated expert n on this rank are local[first[n]] to local[first[n
+         * + 1] - 1]. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* the index n of logical expert e, or SINGLE_REPLICA */
+    /* for each logical expert: its number n, or SINGLE_REPLICA */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
-    /* the index n of the logical expert of local expert i, or SINGLE_REPLICA */
+    /* for each local expert: the number n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    /* the local experts that are replicas of replicated experts, ordered by n */
+    /* the local experts that are replicas of replicated experts, in ascending order of n */
     uint16_t local[P2P_REPLICATED_EXPERTS];
-    /* leaf[i]: leaf of local expert i in the sum tree, counted from this rank's first leaf */
+    /* for each local expert: its leaf in the sum tree; the first leaf of this rank has index
+     * 0 */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
+    /* number of replicated experts */
     int32_t num_replicated;
     /* number of leaves of the sum tree on this rank; 1 if sums are not added in a tree */
     int32_t leaves;
 };
 
-/* Replaces count[i], for i below num, by the sum of the elements before it, and count[num] by
- * the sum of all elements. Called by one warp. */
+/* Computes exclusive prefix sums in place: count[i], for i below num, becomes the sum of the
+ * elements before it, and count[num] becomes the sum of all num elements. Called by one
+ * warp. */
 static __device__ void prefix_sum(int32_t *count, int num)
 {
     int32_t before = 0;
@@ -87,7 +95,8 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
 }
 
 /* Builds all tables of `r` from the plan. Checks the ids before it uses them as indices,
- * because the caller may have changed the plan's memory. Called by all threads of a CTA. */
+ * because the caller may have changed the plan's memory. Called by all threads of a CTA.
+ * `bytes`: the plan. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -130,19 +139,22 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-/* Four floats that a thread adds at a time: [i, i + 4) of the replicated expert `nth`. */
+/* Four floats that a thread adds at a time: the floats [i, i + 4) of replicated expert number
+ * nth. */
 struct Quad {
     int nth;
     int64_t i;
 };
 
+/* Returns the address of the floats of a local expert. */
 __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &job, int local)
 {
     return job.data + local * job.count;
 }
 
-/* Adds the four floats `part` of this rank's replicas in leaf `leaf` (without a tree: of all)
- * to x. n: index in r.local of the first replica that has not been added yet; it advances. */
+/* Adds the four floats `part` of those replicas on this rank that are in leaf `leaf` to x.
+ * Without a tree, adds those of all replicas on this rank. n: index in r.local of the first
+ * replica that has not been added yet; the function increments it. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -155,8 +167,8 @@ __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replic
     }
 }
 
-/* Returns the sum of the four floats `part` over this rank's replicas, added in the order of
- * the leaves. Returns zeros if this rank has no replica of the expert. */
+/* Returns the sum of the four floats `part` over the replicas on this rank, added in the order
+ * of the leaves. Returns zeros if this rank has no replica of the expert. */
 static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &job,
                                  const Quad &part)
 {
@@ -177,8 +189,8 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* Processes one round: vectors [begin, begin + vectors) of the list. `order`: the
- * epic_sum_order in which the ranks' sums are added. MANY: see sum_replicas_kernel(). Returns
+/* Processes one round: the vectors [begin, begin + vectors) of the list. `order`: the
+ * epic_sum_order in which the ranks' sums are added. MANY: as in sum_replicas_kernel(). Returns
  * false if the group has failed. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
@@ -210,9 +222,10 @@ static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
     return true;
 }
 
-/* Returns true if `data` of every rank has at least num_local rows, the maximum number of
- * experts of a rank. Otherwise CTA 0 reports the first rank that has announced fewer rows. Sets
- * ok to false if the group has failed, otherwise to true. Called by all threads of all CTAs. */
+/* Returns true if `data` of every rank has at least num_local rows, where num_local is the
+ * maximum number of experts of a rank. If the result is false, CTA 0 also reports the first
+ * rank that has announced fewer rows. ok becomes false if the group has failed, otherwise true.
+ * Called by all threads of all CTAs. */
 static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replicas_job &job,
                                         int32_t num_local, bool &ok)
 {
@@ -238,8 +251,8 @@ static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replica
     return !short_of;
 }
 
-/* The kernel of sum_replicas. MANY: the group has more than MAX_UNROLLED_RANKS ranks, so each
- * thread loops over the ranks. */
+/* The kernel of sum_replicas. MANY: true if the group has more than MAX_UNROLLED_RANKS ranks,
+ * so that each thread loops over the ranks. */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1)
     sum_replicas_kernel(const __grid_constant__ p2p_sum_replicas_job job)

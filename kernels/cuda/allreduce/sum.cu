@@ -7,10 +7,10 @@
  *   2. receive  poll this rank's staging for the same vector of every peer
  *   3. add      add the vectors of all ranks in rank or tree order, store the sum to data
  *
- * All warps of all CTAs do this work: of the grid's N threads, thread t handles vectors t, t +
- * N, ... Every word in staging is its own flag: it is poison (0xffffffff) until the peer's
- * store arrives, so stores need no order. A warp sends all its vectors before it polls for the
- * first one. So ranks cannot wait for each other in a circle. */
+ * All warps of all CTAs do this work: if the grid has N threads, thread t handles vectors t, t
+ * + N, ... Every word in staging is its own flag: it is poison (0xffffffff) until the peer's
+ * store arrives. So the stores need no order. A warp sends all its vectors before it polls for
+ * the first one. So ranks cannot wait for each other in a circle. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ RankSum make_rank_sum(const OpState &op, const p2p_su
             in,        in ? load_floats(job.data, v * 4, job.count) : make_uint4(0, 0, 0, 0)};
 }
 
-/* The kernel of allreduce_sum. MANY: the group has more than MAX_UNROLLED_RANKS ranks, so each
- * thread loops over the ranks. */
+/* The kernel of allreduce_sum. MANY: true if the group has more than MAX_UNROLLED_RANKS ranks,
+ * so that each thread loops over the ranks. */
 template <bool MANY>
 __global__ void __launch_bounds__(BLOCK, 1) sum_kernel(const __grid_constant__ p2p_sum_job job)
 {

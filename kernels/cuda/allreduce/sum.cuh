@@ -13,7 +13,8 @@
 #define RANK_LEVELS (MANY_RANKS ? 9 : 6)
 static_assert(1 << (RANK_LEVELS - 1) == DEVICE_MAX_RANKS, "a tree over all ranks");
 
-/* Loads elements [i, i + 4) of an array of `count` floats. Elements past the end are zeros. */
+/* Loads elements [i, i + 4) of an array of `count` floats. Elements after the end of the array
+ * are zeros. */
 __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64_t count)
 {
     uint32_t w[4];
@@ -23,7 +24,8 @@ __device__ __forceinline__ uint4 load_floats(const float *data, int64_t i, int64
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* Stores x to elements [i, i + 4) of an array of `count` floats, except those past the end. */
+/* Stores x to elements [i, i + 4) of an array of `count` floats. Does not store elements after
+ * the end of the array. */
 __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t count,
                                              const float *x)
 {
@@ -36,7 +38,8 @@ __device__ __forceinline__ void store_floats(float *data, int64_t i, int64_t cou
         if (i + e < count) data[i + e] = x[e];
 }
 
-/* Adds `left` to x. `left` is the sum of lower ranks or leaves, so it is the first operand. */
+/* Computes x = left + x. `left` is the sum of lower ranks or leaves, so it is the first
+ * operand. */
 __device__ __forceinline__ void add_to_left(const float (&left)[4], float (&x)[4])
 {
 #pragma unroll
@@ -51,13 +54,13 @@ __device__ __forceinline__ void copy_floats(const float (&from)[4], float (&to)[
 
 /* Adds vectors in a fixed binary tree. The vectors are the leaves, which the caller passes in
  * ascending order. left[level] is a sum of 2^level leaves that waits for its right sibling. It
- * is in use if bit `level` of the number of passed leaves is 1. */
+ * is in use if bit `level` of the number of leaves passed so far is 1. */
 template <int LEVELS> struct Tree {
     float left[LEVELS][4];
 
-    /* Adds leaf `leaf`, which is x, to the tree. As long as x is a right child, adds its left
-     * sibling left[level], which makes x a node one level higher. Then stores x to left[level],
-     * where it waits for its right sibling. Overwrites x. */
+    /* Adds leaf `leaf`, whose value is x, to the tree. As long as x is a right child, adds its
+     * left sibling left[level]; x is then a node one level higher. When x is a left child,
+     * stores it to left[level], where it waits for its right sibling. Overwrites x. */
     __device__ __forceinline__ void push_leaf(int leaf, float (&x)[4])
     {
         bool rises = true;
@@ -92,10 +95,12 @@ struct RankSum {
     const OpState &op;
     const p2p_self &self;
     uint32_t order;
-    /* where the vector is in staging: index of its first float in each source rank's part */
+    /* position of the vector in staging: index of its first float in the part of each source
+     * rank */
     int64_t at;
-    /* false: this thread has no vector, because its index is past the end of the list */
+    /* false: this thread has no vector, because its index is after the end of the list */
     bool in;
+    /* this rank's own vector */
     uint4 own;
 
     /* Returns the address in this rank's staging at which the vector of `rank` arrives. */
@@ -104,7 +109,8 @@ struct RankSum {
         return (uint4 *)(op.inbox[rank] + at * 4);
     }
     /* Stores this rank's vector to the staging of every peer. A NaN that equals poison is
-     * replaced by another NaN, because the receiver would take it for a missing word. */
+     * replaced by another NaN, because the receiver would take poison for a word that has not
+     * arrived. */
     __device__ __forceinline__ void send_floats() const
     {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
@@ -115,8 +121,9 @@ struct RankSum {
     }
 };
 
-/* Backend `hosts`: posts the puts of the vectors that this warp has stored for other hosts.
- * `vectors`: those of the whole grid. Called by a whole warp after its last send_floats(). */
+/* Only in backend `hosts`: posts the puts of the vectors that this warp has stored for other
+ * hosts. `vectors`: number of vectors of the whole grid. Called by a whole warp after its last
+ * call of send_floats(). */
 static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
 {
     const p2p_self &self = *op.self;
@@ -128,9 +135,9 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
-/* Waits for the vectors of this thread from all ranks, and reads the vector of rank r into
- * q[r]. Then writes poison to their staging, so that it can be used again. Called by a whole
- * warp. Returns false if the group has failed. */
+/* Waits until this thread's vectors of all ranks have arrived, and reads the vector of rank r
+ * into q[r]. Then writes poison to their staging, so that it can be used again. Called by a
+ * whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;
@@ -153,7 +160,7 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
     return ok;
 }
 
-/* Like receive_floats(), for the vector of one rank, which it reads into x. */
+/* Like receive_floats(), but only for the vector of one rank, which it reads into x. */
 __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (&x)[4])
 {
     const bool own = rank == s.self.rank;
@@ -167,7 +174,8 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
     return ok;
 }
 
-/* add_ranks() for any number of ranks: receives and adds one rank's vector at a time. */
+/* Implements add_ranks() for any number of ranks: receives and adds the vector of one rank at a
+ * time. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
@@ -216,9 +224,10 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
     return true;
 }
 
-/* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order: by
- * ascending rank, or in a binary tree. MANY: the group has more than MAX_UNROLLED_RANKS ranks.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order of the
+ * additions: in ascending order of ranks, or in a binary tree. MANY: true if the group has more
+ * than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);
