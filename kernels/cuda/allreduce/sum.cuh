@@ -226,8 +226,7 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 
 /* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order of the
  * additions: in ascending order of ranks, or in a binary tree. MANY: true if the group has more
- * than MAX_UNROLLED_RANKS ranks. Called by a whole warp. Returns false if the group has
- * failed. */
+ * than MAX_UNROLLED_RANKS ranks. Called by one warp. Returns false if the group has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
     return MANY ? add_ranks_looped(s, x) : add_ranks_unrolled(s, x);

@@ -19,8 +19,7 @@
  *
  *   V            number of 16-byte vectors per lane and block
  *   BLOCK        number of threads per CTA of combine_backward
- *   lane_sum()   adds the accumulators of this lane; with float32, also those of the adjacent
- *     lane
+ *   lane_sum()   adds the accumulators of a lane; with float32, of two adjacent lanes
  *   add_lanes()  adds the results of lane_sum() over the lanes: first the results of lanes at
  *                distance 16, then 8, and so on down to LAST
  *   LAST         1; with float32 it is 2, because lane_sum() has already added the lanes at

@@ -143,8 +143,7 @@ __device__ __forceinline__ int32_t number_of_rank(const RankNumbers &n, int rank
     return __shfl_sync(ALL_LANES, n.numbers[rank / 32], rank % 32);
 }
 
-/* Returns the maximum of all values. Requires that no value is negative. Called by a whole
- * warp. */
+/* Returns the maximum of all values. Requires that no value is negative. Called by one warp. */
 __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
 {
     int32_t most = 0;

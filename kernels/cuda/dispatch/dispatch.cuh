@@ -272,8 +272,7 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
 }
 
 /* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index in
- * the row of the piece's first vector. `slot`: this lane's slot, or -1. Called by a whole
- * warp. */
+ * the row of the piece's first vector. `slot`: this lane's slot, or -1. Called by one warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])

@@ -92,8 +92,7 @@ static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLO
 
 /* Receives the data that comes with the row of one token of the rank with number `role`: the
  * record, the weights and, with FLAT, the local experts. If the token was sent early, also
- * receives its row from staging. Called by a whole warp. Returns false if the group has
- * failed. */
+ * receives its row from staging. Called by one warp. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32_t token)
 {

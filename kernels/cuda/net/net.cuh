@@ -21,8 +21,7 @@
  *
  * Kernels of backend `hosts` follow two rules that p2p does not need:
  *
- *   1. In each epoch (operation or round) they wait for every word that peers put in this
- *     epoch.
+ *   1. In each epoch (operation or round) they wait for every word that peers put in it.
  *      If they did not, a word could arrive late, two epochs later, and overwrite a newer word.
  *   2. Each token's array of floats begins at an even index, because the net copies whole words
  *      of 8 bytes. With an odd index, a put could overwrite a float of another token.

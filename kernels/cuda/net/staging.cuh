@@ -204,9 +204,8 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
 /* Waits until a piece of a row has arrived in staging, and reads it into q. Called by a whole
  * warp. Returns false if the group has failed.
  *
- *   first, vectors  the row has `vectors` vectors; the piece has vectors [first, first + V *
- *     32)
- *                   of them
+ *   first, vectors  the row has `vectors` vectors; the piece has those from `first` to
+ *                   first + V * 32 - 1
  *   copied          true if q contains an earlier copy of the piece, from the warp's ring in
  *                   shared memory. In this copy, words that had not arrived are poison. The
  *                   piece in staging is polled only if there are such words

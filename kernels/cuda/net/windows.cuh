@@ -13,10 +13,9 @@
  *
  *   d, permit     One warp executes a system fence. So earlier kernels of d no longer read the
  *                 window. Then it sends the permit of d to all peers: words with the stamp n.
- *   s, open       The first warp of each CTA polls the words and executes a system fence. Then
- *     a
- *                 barrier of the CTA follows. So all stores of s come after everything that d
- *                 did with its window before this call.
+ *   s, open       The first warp of each CTA polls the words and executes a system fence.
+ *                 Then a barrier of the CTA follows. So all stores of s come after everything
+ *                 that d did with its window before this call.
  *   s             The remote CTAs store rows into the window of d, in any order.
  *   s, end of     After a barrier of the CTA and a system fence, one thread increments
  *   each CTA      num_stored. The thread that counts the last remote CTA executes another

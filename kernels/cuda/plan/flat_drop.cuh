@@ -41,8 +41,8 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* `warp_position`: see plan/counts.cuh. */
-/* Returns 0 if the expert keeps choice k of a token, otherwise an EPIC_FATE_*. */
+/* Returns 0 if the expert keeps choice k of a token, otherwise an EPIC_FATE_*. `warp_position`:
+ * see plan/counts.cuh. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {

@@ -15,8 +15,7 @@
  *   planner_bytes               size in bytes of the shared memory for the arrays of Planner
  *   TokenLanes                  which token and choice each lane handles
  *   split_tokens, TokenRange    which tokens each warp handles
- *   begin_planner               sets up the arrays, zeroes the tallies, finds each expert's
- *     rank
+ *   begin_planner               sets up the arrays, zeroes the tallies, finds experts' ranks
  *
  * The planner is compiled separately for each value of FEATURES (PLAN_FLAT,
  * PLAN_DROPS_OR_REPLICAS). So layers without replicas and without dropping do not execute the
@@ -52,8 +51,9 @@ struct Planner {
      * prepare_by_k() later replaces the pointer: the new array contains the number of choices
      * of each expert, summed over k [num_experts]. */
     int32_t *load;
-    /* Only with FLAT: the last num_ranks elements of before_cta and of load: the rows on each
-     * rank for the tokens before those of this CTA, and for all tokens. */
+    /* Only with FLAT. They point to the last num_ranks elements of before_cta and of load.
+     * rows_before_cta: number of rows on each rank for the tokens before the tokens of this
+     * CTA. needed_rows: number of rows on each rank for all tokens. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: the type of planner and the layout decide which member is used */
         /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */

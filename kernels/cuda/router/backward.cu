@@ -58,8 +58,8 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
 
 /* Adds the gradient of the scores or logits of the chosen experts to d [columns], a row in
  * shared memory. g: gradient of the parts (struct Shares). z: logits of the chosen experts.
- * Adds one choice after the other, because two choices of a token may have the same expert, and
- * the order of additions must be fixed. */
+ * Adds one choice after the other: two choices of a token may have the same expert, and
+ * simultaneous additions would overwrite each other. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],
                                                float (&g)[2], float *d)

@@ -24,7 +24,6 @@
 #define KEY_ZERO 0x80000000u
 
 /* Returns the key of a selection value. */
-/* Convert a selection value to its key, and a key to its selection value. */
 __device__ __forceinline__ uint32_t key_of(float x)
 {
     /* adding 0 changes -0 to 0 */
@@ -205,8 +204,8 @@ __device__ __forceinline__ int best_lane(uint32_t top)
 }
 
 /* Returns the score of this lane's group of experts: the sum of its m largest selection values,
- * which are added from the largest to the smallest. Removes keys from `own`. Called by all
- * lanes. */
+ * which are added from the largest to the smallest. `own`: a copy, from which the function
+ * removes keys. Called by all lanes. */
 template <int V>
 __device__ __forceinline__ float score_group(const IdOwnership &d, Owned<V> own, int m)
 {

@@ -24,6 +24,7 @@ typedef struct p2p_router_rows {
     const void *logits;
     int64_t num_tokens;
     int32_t columns; /* number of logits per token: num_experts + zero_experts */
+    /* epic_type of the logits */
     uint32_t type;
     float eps, norm_min, scale; /* the options of `router` with these names, as float32 */
     uint32_t pad;
@@ -32,7 +33,8 @@ typedef struct p2p_router_rows {
 /* Arguments of router forward. epic_router_args describes the arrays. */
 typedef struct p2p_router_job {
     p2p_router_rows rows;
-    /* [columns]: added to the scores when experts are chosen, but not to weights; NULL: none */
+    /* [columns]: added to the scores when experts are chosen, but not when weights are
+     * computed; NULL: none */
     const float *bias;
     /* [columns]: factor of the weights of each expert; NULL: all factors are 1 */
     const float *scale_of_expert;
