@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Kernels for the gradients of the gate's weights in calls with several blocks of tokens
- * (moe/moe.h). One grouped product (experts/grouped.h) computes a gradient for each block, or
- * for each slice of a block; the block or slice takes the place of a slab. These kernels run
- * before and after the product:
+ * (moe/moe.h). One grouped GEMM (experts/grouped.h) computes a gradient for each block, or for
+ * each slice of a block. In this GEMM, the block or slice takes the place of a slab (the rows
+ * of one expert). These kernels run before and after the GEMM:
  *
  *   blocks_kernel  -> tiles of all tokens, slabs of blocks and slices    one CTA
  *   leaves_kernel  sums of all slices and components -> gradient [rows, columns]
  *                                                                        one thread per element
  *
- * leaves_kernel adds the terms of one block in the same order as slices_kernel and fold_kernel,
- * and then the blocks in a binary tree. So the result has the same bits as calls with one block
- * each, whose results are added in the tree. */
+ * leaves_kernel adds the terms of one block in the same order as slices_kernel and fold_kernel.
+ * Then it adds the blocks in a binary tree. So the result has the same bits as several calls
+ * with one block each whose results are added in the tree. */
 #include "cuda/common/launch.cuh"
 #include "cuda/experts/grouped.h"
 

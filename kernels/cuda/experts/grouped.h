@@ -105,8 +105,8 @@ typedef struct p2p_gemm {
      * of tiles. 0: the launcher chooses it. */
     int32_t group;
     int32_t no_clusters; /* 1: run without clusters of two CTAs; only tests set this */
-    /* Above 1: split-K. Each sum is divided into this many slices, which different CTAs
-     * compute. Only for products with a single slab, which has all slots.
+    /* If it is above 1: split-K. Each sum is divided into this many slices, which different
+     * CTAs compute. Requires a product with a single slab, which has all slots.
      * p2p_launch_plain_gemm() adds the sums of the slices. p2p_launch_hopper_slices() leaves
      * this addition to its caller. p2p_launch_hopper_gemm() does not support slices. */
     int32_t slices;
@@ -232,9 +232,9 @@ typedef struct p2p_loss_gradients_job {
 /* Arguments of p2p_launch_split(), p2p_launch_fold() and p2p_launch_fold_slices()
  * (experts/grouped_components.cu), with which bf16 tensor cores multiply float32 matrices. The
  * comments call these functions split, fold and fold_slices. split writes each value as the sum
- * of three bf16 values, its components. The product of the components computes GATE_COMPONENTS
- * sums for each result. fold adds these sums, and fold_slices adds the sums of all slices of
- * the product. */
+ * of three bf16 values, its components. The GEMM of the components computes GATE_COMPONENTS
+ * sums for each result. fold adds these sums. fold_slices adds them over all slices of the
+ * GEMM. */
 typedef struct p2p_components_job {
     /* Input, float32. split: the values [rows, columns]. fold: the sums of the GEMM [rows,
      * GATE_COMPONENTS, columns]. fold_slices: the sums of the GEMM [slices, rows,

@@ -109,14 +109,15 @@ struct Tile {
     int column, expert, steps;
     /* WEIGHT: first slot of the slab. PASS_SLICES: first term of the slice. Otherwise 0. */
     int first;
-    /* number of rows of the tile that hold a token (WEIGHT: number of rows of the slab) */
+    /* number of rows that hold a token: rows of the tile (WEIGHT: rows of the slab) */
     int tokens;
     /* FORWARD, INPUT: number of rows of the tile that are stored (rows_to_store()) */
     int rows;
     /* false: this CTA does not store the tile. Either the other CTA of the cluster stores it,
      * or the results are added to out (job.accumulate) and the expert has no token. */
     bool store;
-    /* true: both CTAs of the cluster need the same part of b; each copies one half to both */
+    /* true: both CTAs of the cluster need the same part of b, and each CTA copies half of it to
+     * both */
     bool share;
 };
 
