@@ -864,9 +864,9 @@ typedef struct epic_window_args {
                           has none */
     void *data;        /* register: memory of the caller.  alloc: NULL */
     int64_t fd_offset; /* register: offset of data in the file */
-    int32_t fd;        /* register, backend shm: descriptor of the file of which data is a
-                          shared mapping (memfd_create, shm_open); the call copies it.  -1 or 0:
-                          none */
+    int32_t fd;        /* register, backend shm: descriptor of the file (of memfd_create or
+                          shm_open) that data maps with MAP_SHARED; the call copies the
+                          descriptor.  -1 or 0: none */
     uint32_t reserved; /* must be 0 */
 } epic_window_args;
 

@@ -9,9 +9,9 @@
  * then restarts with its full timeout, so that peers have this time to continue too.
  *
  * On a machine that is always overloaded, checks are late without a suspension, and there a
- * deadline must also end. So a deadline restarts only in the first DEADLINE_RESTART_LIMIT
- * timeouts of running time. A later suspension only postpones the deadline by the length of the
- * suspension.
+ * deadline must also end. So a deadline may restart only while the process has run for less
+ * than DEADLINE_RESTART_LIMIT times the timeout. After that, a suspension only postpones the
+ * deadline by the length of the suspension.
  *
  * A deadline belongs to one thread: the functions take no locks. */
 #ifndef EPIC_DEADLINE_H

@@ -29,7 +29,7 @@ struct context_decision {
     members machine;
     seat_set gone;        /* members of the generation before that are not in this one */
     int64_t suspended_ns; /* how long this process was suspended during calls */
-    /* the result and the sentence of the last proposal that this rank could not prepare */
+    /* why this rank could not prepare the last such proposal: error code and error text */
     epic_result refusal;
     char why[512];
 };

@@ -366,8 +366,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* Until read_counts_once(), only this rank's number of tokens is used. So all lanes may
-     * have it. */
+    /* Lane q has the number of tokens of rank q. Until read_counts_once() only the number of this
+     * rank is used, so it is stored in all lanes. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;

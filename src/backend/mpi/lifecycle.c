@@ -144,7 +144,8 @@ static epic_result start_locked(void)
     return EPIC_OK;
 }
 
-/* Starts MPI if necessary, attaches before_finalize() once, and frees left groups. */
+/* Starts MPI if necessary, registers before_finalize() once, which MPI_Finalize() then calls, and
+ * frees the groups that this rank has left. */
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

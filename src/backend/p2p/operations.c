@@ -114,10 +114,10 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Returns whether dispatch stores rows into windows if all ranks have windows. Each token must
- * have at most one slot on each rank. With top-1, windows are faster than staging. With other
- * EPIC_FLAT layers they are slower, so dispatch uses them only if staging would need several
- * rounds (docs/lab/cuda.md). */
+/* Returns whether dispatch stores rows into windows if all ranks have windows. It does so only if
+ * a token has at most one slot on each rank, as in top-1 and EPIC_FLAT layers. With top-1,
+ * windows are faster than staging. With a larger top_k and EPIC_FLAT they are slower, so dispatch
+ * uses them only if staging would need several rounds (docs/lab/cuda.md). */
 static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 {
     const epic_layer *layer = &job->plan.layer;

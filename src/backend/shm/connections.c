@@ -199,9 +199,10 @@ static bool out_of_room(int error)
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
-/* Reads the handshake of pending connection number i. Answers it if the sender is a higher rank that
- * is not connected yet, otherwise closes it. is_watched: connections->epoll watches the connection
- * already. If not, and the handshake has not arrived yet, connections->epoll will report it. */
+/* Reads the handshake of pending connection number i. If the sender is a higher rank that is not
+ * connected yet, answers the handshake; otherwise closes the connection. is_watched: whether
+ * connections->epoll watches the connection already. If it does not, and the handshake has not
+ * arrived yet, adds the connection, so that connections->epoll reports the handshake. */
 static epic_result identify_pending(connect_state *o, int i, bool is_watched)
 {
     shm_connections *connections = o->connections;
@@ -288,8 +289,9 @@ static epic_result receive_answer(connect_state *o, int peer)
     return EPIC_OK;
 }
 
-/* Handles an event of one socket. A peer sends nothing until it has opened, so an event of a connection
- * whose handshake is complete is its end. */
+/* Handles an event of one socket. After its handshake a peer sends nothing until its own group is
+ * open. So an event on a connection whose handshake is complete means that the peer has closed the
+ * connection. */
 static epic_result handle_event(connect_state *o, const struct epoll_event *event)
 {
     const int index = connections_rank_of(event);

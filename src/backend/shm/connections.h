@@ -49,7 +49,7 @@ void connections_close_dead(shm_connections *connections, const seat_set *member
 /* Returns the rank from whose connection an event of connections->epoll comes. */
 int connections_rank_of(const struct epoll_event *event);
 
-/* Stops to watch the connection to a peer. */
+/* Stops watching the connection to a peer. */
 void connections_ignore(const shm_connections *connections, int peer);
 
 /* Returns whether the peer's process has ended. Any thread may call it. */

@@ -88,10 +88,11 @@ static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *m
 static epic_result check_memory(const epic_window_memory *memory)
 {
     if (memory->fd < 0)
-        return epic_fail(EPIC_ENOTSUP,
-                         "fd is not given: must be the file of which data is a shared mapping "
-                         "(memfd_create, shm_open), because other processes map it; or use "
-                         "epic_window_alloc");
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "fd is not given: must be the file (of memfd_create or shm_open) that data "
+            "maps with MAP_SHARED, because other processes map it; or use "
+            "epic_window_alloc");
     unsigned char *at = map_file(memory->fd, memory->fd_offset, memory->bytes);
     if (at == MAP_FAILED)
         return epic_fail(

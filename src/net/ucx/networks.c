@@ -119,8 +119,8 @@ static bool has_user_devices(void)
     return status == UCS_OK && !is_default;
 }
 
-/* Writes the network devices for a context that should use `port` (ucx_create_context()) to
- * `devices`. Writes "" if UCX should choose the devices. */
+/* Sets `devices` to the list of network devices for a context that should use `port` (see
+ * ucx_create_context()), or to "" if UCX should choose the devices. */
 static void choose_devices(ucp_context_h context, const char *port, char *devices, size_t size)
 {
     *devices = 0;
