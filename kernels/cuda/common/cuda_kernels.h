@@ -257,7 +257,7 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
 {
     const int64_t masks = ranks * ((most + 31) / 32) * layer->num_experts;
     const int64_t ids = ranks * most * device_round_up(layer->top_k, P2P_LOWLAT_LANE_IDS);
-    return most <= (alone ? P2P_LOWLAT_ALONE_TOKENS : P2P_LOWLAT_TOKENS) &&
+    return most <= (alone ? P2P_LOWLAT_OTHER_TOKENS : P2P_LOWLAT_TOKENS) &&
            ids <= (alone ? P2P_LOWLAT_ALONE_IDS : P2P_LOWLAT_IDS) &&
            masks <= (alone ? P2P_LOWLAT_ALONE_MASKS : P2P_LOWLAT_MASKS) && layer->top_k <= 32 &&
            layer->num_experts <= P2P_LOWLAT_EXPERTS && layer->alignment <= 1 << 16 &&

@@ -40,6 +40,8 @@
 /* Maximum number of tokens of a rank with which it uses the low-latency kernels
  * (lowlat/lowlat.cuh). The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
+/* the maximum for a plan alone, and for dispatch where more was not measured (operations.c) */
+#define P2P_LOWLAT_OTHER_TOKENS 512
 /* the maximum for calls of dispatch that quantize rows */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
 #define P2P_LOWLAT_COMBINE_TOKENS 96 /* the maximum for combine */
@@ -52,9 +54,8 @@
  * masks of all ranks together. Each mask marks which of 32 tokens chose an expert. */
 #define P2P_LOWLAT_IDS 32768
 #define P2P_LOWLAT_MASKS 16384
-/* The same limits for a kernel that only makes a plan. They are lower, because with larger
+/* These are the limits for a kernel that only makes a plan. They are lower, because with larger
  * tables the general planner is faster (docs/lab/cuda.md). */
-#define P2P_LOWLAT_ALONE_TOKENS 512
 #define P2P_LOWLAT_ALONE_IDS 8192
 #define P2P_LOWLAT_ALONE_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* maximum number of experts of the layer */

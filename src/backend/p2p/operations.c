@@ -26,7 +26,7 @@ static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most
 {
     const int64_t max_tokens = g->config.max_tokens;
     const bool is_small = alone || max_tokens > P2P_LOWLAT_TOKENS;
-    if (is_small && most > P2P_LOWLAT_ALONE_TOKENS) most = P2P_LOWLAT_ALONE_TOKENS;
+    if (is_small && most > P2P_LOWLAT_OTHER_TOKENS) most = P2P_LOWLAT_OTHER_TOKENS;
     return most < max_tokens ? most : (int32_t)max_tokens;
 }
 
@@ -181,15 +181,23 @@ static bool is_flat(const p2p_dispatch_job *job)
            (job->plan.planners || job->recv_expert || job->weights);
 }
 
+/* Returns whether the low-latency dispatch was measured to be faster with up to
+ * P2P_LOWLAT_TOKENS tokens than the general kernel (docs/lab/cuda.md). Equal on all ranks. */
+static bool is_measured_lowlat(const epic_group *g, const p2p_dispatch_job *job)
+{
+    return !job->scale_bytes && job->row_bytes <= 16384 && g->num_ranks <= 4;
+}
+
 /* Returns the maximum number of tokens per rank for which a low-latency dispatch kernel may be
  * used, or -1 if no such kernel supports the arguments *job. Equal on all ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* the backend `hosts` has no low-latency kernel for rows with scales */
     if (HOSTS && job->scale_bytes) return -1;
-    return job->quantize && g->lowlat_tokens > P2P_LOWLAT_QUANTIZED_TOKENS
-               ? P2P_LOWLAT_QUANTIZED_TOKENS
-               : g->lowlat_tokens;
+    const int32_t most = job->quantize                ? P2P_LOWLAT_QUANTIZED_TOKENS
+                         : is_measured_lowlat(g, job) ? P2P_LOWLAT_TOKENS
+                                                      : P2P_LOWLAT_OTHER_TOKENS;
+    return most < g->lowlat_tokens ? most : g->lowlat_tokens;
 }
 
 static epic_result launch_dispatch(const epic_group *g, p2p_dispatch_job *job,
