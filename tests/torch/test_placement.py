@@ -211,12 +211,14 @@ def test_arguments() -> None:
     make, layer = epic.torch.Placement, epic.torch.Layer
     with epic.torch.Group(num_ranks=1, **SIZES) as group:
         four = layer(4, 1, num_logical=2)
-        for wrong, table, sentence in (
+        cases: tuple[tuple[Any, Any, str], ...] = (
             (layer(4, 1), None, "num_logical is 0: must be above 0"),
             (four, [0, 1, 0], "has 3 elements: must have 4"),
-            (four, [0, 1, 2, 0], "is 2 for expert 2: must be from 0 to 1, or -1"),
+            (four, [0, 1, 2, 0], r"expert\[2\] is 2: must be an integer from -1 to 1"),
+            (four, [0, 1, 0.5, 1], r"expert\[2\] is 0.5: must be an integer from -1"),
             (four, [0, 0, -1, 0], "no replica of logical expert 1"),
-        ):
+        )
+        for wrong, table, sentence in cases:
             with pytest.raises(epic.torch.EpicArgumentError, match=sentence):
                 make(group, wrong, table)
         with pytest.raises(epic.torch.EpicUnsupportedError, match='sum_order is "tree"'):

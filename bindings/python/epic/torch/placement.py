@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from epic.errors import EpicArgumentError, EpicUnsupportedError
-from epic.options import Layer
+from epic.options import Layer, check_int
 from epic.torch.groups import Group
 
 ABSENT = -1  # EPIC_ABSENT: the expert is a replica of no logical expert
@@ -77,7 +77,10 @@ class Placement:
         self.num_local = layer.num_experts // group.num_ranks
         if logical_of_expert is None:
             logical_of_expert = [e % layer.num_logical for e in range(layer.num_experts)]
-        table = [int(logical) for logical in logical_of_expert]
+        table = [
+            check_int(f"logical_of_expert[{expert}]", logical, ABSENT, layer.num_logical - 1)
+            for expert, logical in enumerate(logical_of_expert)
+        ]
         self.check_table(table)
         self.logical_of_expert = torch.tensor(table, dtype=torch.int32, device=group.device)
 
@@ -89,12 +92,6 @@ class Placement:
                 f"logical_of_expert has {len(table)} elements: must have {layer.num_experts}, the "
                 "number of experts"
             )
-        for expert, logical in enumerate(table):
-            if not ABSENT <= logical < layer.num_logical:
-                raise EpicArgumentError(
-                    f"logical_of_expert is {logical} for expert {expert}: must be from 0 to "
-                    f"{layer.num_logical - 1}, or -1"
-                )
         missing = self.find_absent(table)
         if missing and not layer.drop_absent:
             raise EpicArgumentError(
