@@ -100,7 +100,7 @@ typedef struct net_engine {
      * progress() and tries again. If the peer is gone, drops the put and returns true. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
-    /* Like put(), but sends one word of 8 bytes, which is passed by value. */
+    /* Puts one word of 8 bytes, which is passed by value. Its rules are those of put(). */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
     /* Lets the engine send and receive. Returns the number of events (completed puts). */

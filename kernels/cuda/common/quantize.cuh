@@ -60,8 +60,8 @@ template <int N> __device__ __forceinline__ uint32_t largest_size(const float (&
     return __float_as_uint(size);
 }
 
-/* Like the function above, but for 16 elements of type ROW (Bf16 or F16). `low`, `high`: two
- * vectors of elements. */
+/* Returns the largest absolute value of 16 elements of type ROW (Bf16 or F16), as the bits of a
+ * float32. `low`, `high`: two vectors of elements. */
 template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low, uint4 high)
 {
     const uint32_t w[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -98,7 +98,7 @@ __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
     return mine;
 }
 
-/* Like join_lanes(), but x contains the elements of this lane's vectors. */
+/* Returns the result of join_lanes() for the elements x of this lane's vectors. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t find_largest(const float (&x)[V][N], uint32_t how)
 {

@@ -168,7 +168,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     return true;
 }
 
-/* Like wait_announcements_unfenced(), but only for the ranks `first` to first + 31. */
+/* Does the work of wait_announcements_unfenced() for the ranks `first` to first + 31. */
 __device__ __forceinline__ bool
 wait_group_announcements(const p2p_self &self, const OpState &op, int first, bool are_copied)
 {
@@ -211,7 +211,7 @@ __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const O
     return ok;
 }
 
-/* Like the function above, for kernels that do not keep `self` in registers. */
+/* The overload for kernels that do not keep `self` in registers. */
 static __device__ bool wait_announcements(const OpState &op)
 {
     return wait_announcements(*op.self, op);
@@ -235,7 +235,8 @@ __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, co
     return ok;
 }
 
-/* Like read_group_announcement(), but for all ranks of the group. */
+/* Waits for word `which` (P2P_ANNOUNCED_*) of the announcements of all ranks, and stores their
+ * values in `values`. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_announcement(const p2p_self &self, const OpState &op,
                                                   int which, RankNumbers &values)
 {
@@ -248,7 +249,7 @@ __device__ __forceinline__ bool read_announcement(const p2p_self &self, const Op
     return ok;
 }
 
-/* Like the function above, for kernels that do not keep `self` in registers. */
+/* The overload for kernels that do not keep `self` in registers. */
 static __device__ bool read_announcement(const OpState &op, int which, RankNumbers &values)
 {
     return read_announcement(*op.self, op, which, values);

@@ -124,14 +124,15 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Like num_choice_tallies(), but tests job.by_k only if FEATURES permits EPIC_BY_K. */
+/* Returns num_choice_tallies(job). Kernels without EPIC_BY_K (FEATURES) do not test job.by_k. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
                                              : (int)job.layer.num_experts;
 }
 
-/* Like num_tallies(), but FEATURES decides at compile time whether the layout is FLAT. */
+/* Returns num_tallies(job, flat), where FEATURES decides at compile time whether the layout is
+ * FLAT. */
 template <int FEATURES> __device__ __forceinline__ int tallies_of(const p2p_plan_job &job)
 {
     return choice_tallies<FEATURES>(job) + (FEATURES & PLAN_FLAT ? job.self.num_ranks : 0);
