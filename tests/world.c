@@ -164,6 +164,28 @@ static bool has_absent(const world *w)
     return false;
 }
 
+/* Makes each replica lose its logical expert with a probability of `percent`. */
+static void lose_replicas(world *w, int percent, run_random *random)
+{
+    for (uint32_t e = 0; w->logical_of && e < w->layer.num_experts; e++)
+        if (run_chance(random, percent)) w->logical_of[e] = EPIC_ABSENT;
+}
+
+/* Draws whether the layer drops the choices of absent experts. It must if there are any. */
+static void choose_flag(world *w, run_random *random)
+{
+    if (has_absent(w) || run_chance(random, 20)) w->layer.flags |= EPIC_DROP_ABSENT;
+}
+
+/* Draws absent experts in a group without vacant seats. */
+static void choose_lost(world *w)
+{
+    run_random random = {run_mix(w->seed, 4)};
+    if (!w->logical_of || run_chance(&random, 50)) return;
+    lose_replicas(w, (int)run_between(&random, 0, 60), &random);
+    choose_flag(w, &random);
+}
+
 /* Places experts on vacant seats: by contiguous blocks of all seats, or some of a table. Some
  * replicas lose their logical expert. */
 static void choose_absent(world *w, const world_seats *seats, run_random *random)
@@ -177,9 +199,9 @@ static void choose_absent(world *w, const world_seats *seats, run_random *random
     for (uint32_t e = 0; e < l->num_experts; e++) {
         if (!w->table) w->rank_of[e] = member_on(seats, e / (l->num_experts / ranks));
         if (w->table && !tree && run_chance(random, part)) w->rank_of[e] = -1;
-        if (w->logical_of && run_chance(random, lost)) w->logical_of[e] = EPIC_ABSENT;
     }
-    if (has_absent(w) || run_chance(random, 20)) l->flags |= EPIC_DROP_ABSENT;
+    lose_replicas(w, lost, random);
+    choose_flag(w, random);
 }
 
 /* --------------------------------------------------------------------------- routing ---- */
@@ -307,7 +329,10 @@ world *world_new_vacant(uint64_t seed, const world_seats *seats)
     w->wild = run_chance(&random, 25);
     choose_layer(w, &random);
     choose_placement(w, &random);
-    if (seats->num_seats > num_ranks) choose_absent(w, seats, &random);
+    if (seats->num_seats > num_ranks)
+        choose_absent(w, seats, &random);
+    else
+        choose_lost(w);
     choose_tokens(w, &random);
     int64_t total = 0;
     for (int r = 0; r < num_ranks; r++) total += w->tokens_of[r];

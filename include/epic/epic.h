@@ -189,8 +189,8 @@ typedef enum epic_flag {
      * a row of y and d_x depend only on its row of x, its weight and the weights of its
      * expert. */
     EPIC_INVARIANT = 1024,
-    /* epic_layer.flags, on host contexts: the choices of an absent expert are dropped.  Without
-     * this flag, absent experts are a class (b) error in epic_plan (epic_layer). */
+    /* epic_layer.flags: the choices of an absent expert are dropped.  Without this flag, absent
+     * experts are a class (b) error in epic_plan (epic_layer). */
     EPIC_DROP_ABSENT = 2048
 } epic_flag;
 
@@ -518,8 +518,8 @@ typedef enum epic_priority {
  *
  * Replicas.  Some experts can be copies of each other, so that they share the work of a busy
  * expert.  Expert ids then name *logical experts*, of which there are num_logical.
- * logical_of_expert maps each expert to the logical expert that it is a replica of.  On host
- * contexts, an expert may be a replica of no logical expert (EPIC_ABSENT).  It gets no choices.
+ * logical_of_expert maps each expert to the logical expert that it is a replica of.  An expert
+ * may be a replica of no logical expert (EPIC_ABSENT).  It gets no choices.
  *
  * A logical expert without a replica is *absent*.  With EPIC_DROP_ABSENT its choices are
  * dropped, and their fate is EPIC_FATE_ABSENT.  Without this flag each logical expert must have

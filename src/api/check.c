@@ -204,11 +204,6 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
                          "rank_of_expert",
                          layer->num_experts, ctx->num_ranks);
     TRY(check_replicas(a, layer));
-    if (context_on_device(ctx) && layer->flags & EPIC_DROP_ABSENT)
-        return epic_fail(EPIC_ENOTSUP,
-                         "the layer has EPIC_DROP_ABSENT: only host contexts support it, this "
-                         "one is %s",
-                         ctx->backend_name);
     int64_t needed;
     TRY(check_plan_size(&ctx->config, layer, &needed));
     if (a->plan_bytes < needed)

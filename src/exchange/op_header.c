@@ -231,11 +231,9 @@ epic_result op_header_data_error(const epic_op_header *const *headers, int num_r
             return placement_fail(r, about, num_ranks);
         case DATA_REPLICAS:
             if (about[0] < 0)
-                return epic_fail(EPIC_EINVAL,
-                                 SENTENCE_NO_REPLICA "; or give the layer EPIC_DROP_ABSENT", r,
-                                 (long long)about[1]);
-            return epic_fail(EPIC_EINVAL, SENTENCE_REPLICA ", or EPIC_ABSENT", r,
-                             (long long)about[0], (long long)about[1], (long long)about[2]);
+                return epic_fail(EPIC_EINVAL, SENTENCE_NO_REPLICA, r, (long long)about[1]);
+            return epic_fail(EPIC_EINVAL, SENTENCE_REPLICA, r, (long long)about[0],
+                             (long long)about[1], (long long)about[2]);
         case DATA_TOKEN_ID:
             return epic_fail(EPIC_EINVAL, SENTENCE_TOKEN_ID, r, (long long)about[0],
                              (long long)about[1], (long long)about[2]);

@@ -160,7 +160,6 @@ static epic_result refuse_on_device(const char *what)
 static epic_result check_device_support(const moe_job *j)
 {
     if (j->has_shared && j->shared.gemm) return refuse_on_device("moe.shared.gemm");
-    if (j->layer.flags & EPIC_DROP_ABSENT) return refuse_on_device("EPIC_DROP_ABSENT");
     return EPIC_OK;
 }
 

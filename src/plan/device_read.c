@@ -58,11 +58,12 @@ static bool is_header_valid(const device_few_header *h, const header_view *view)
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
-        if (fates[i] < EPIC_FATE_RANK_FULL) return false;
+        if (fates[i] < EPIC_FATE_ABSENT) return false;
         out->num_kept += fates[i] >= 0;
         out->num_none += fates[i] == EPIC_FATE_NONE;
         out->num_expert_full += fates[i] == EPIC_FATE_EXPERT_FULL;
         out->num_rank_full += fates[i] == EPIC_FATE_RANK_FULL;
+        out->num_absent += fates[i] == EPIC_FATE_ABSENT;
     }
     return true;
 }

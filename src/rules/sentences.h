@@ -26,10 +26,11 @@
 
 #define SENTENCE_REPLICA /* arguments: rank, expert, logical expert, num_logical */   \
     "logical_of_expert: rank %d, expert %lld has logical expert %lld: must be below " \
-    "num_logical %lld and not negative"
+    "num_logical %lld and not negative, or EPIC_ABSENT"
 
-#define SENTENCE_NO_REPLICA /* arguments: rank, logical expert */ \
-    "logical_of_expert: rank %d has no replica of logical expert %lld: each must have one"
+#define SENTENCE_NO_REPLICA /* arguments: rank, logical expert */                            \
+    "logical_of_expert: rank %d has no replica of logical expert %lld: each must have one; " \
+    "or give the layer EPIC_DROP_ABSENT"
 
 #define SENTENCE_TOKEN_ID /* arguments: rank, token, id, table_rows */                     \
     "token_ids: rank %d, token %lld has id %lld: must be below the table's %lld rows and " \

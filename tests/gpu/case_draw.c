@@ -140,6 +140,19 @@ static void draw_replicas(test_case *c)
     }
 }
 
+/* Makes some experts replicas of nothing. The choices of logical experts without a replica are
+ * then dropped. */
+static void draw_absent(test_case *c)
+{
+    routing *r = &c->r;
+    uint64_t state = case_hash(c->seed, 43, 0, 0), *s = &state;
+    if (!r->logical || draw_between(s, 0, 1)) return;
+    const int64_t percent = draw_between(s, 0, 60);
+    for (uint32_t e = 0; e < r->layer.num_experts; e++)
+        if (draw_between(s, 0, 99) < percent) r->logical[e] = EPIC_ABSENT;
+    r->layer.flags |= EPIC_DROP_ABSENT;
+}
+
 /* Drops choices on every rank: its slots suffice for a quarter of the rows that it needs. So the
  * bisection for keep limits has many repetitions. */
 static void drop_flat_choices(routing *r)
@@ -287,6 +300,7 @@ void draw_case(test_case *c, uint64_t seed, int num_ranks, int64_t max_tokens,
     if (draw_between(s, 0, 4) == 0) c->offset = (int)oracle_type_bytes(c->type);
     draw_ids(c, s);
     draw_replicas(c);
+    draw_absent(c);
     draw_capacity(c, s, kind);
     narrow_rows(c);
     const bool no_strings = HOSTS && c->plain; /* backend hosts has no such kernel */

@@ -176,9 +176,10 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts a choice. This is the id of the expert. Exception:
- * if the planner chooses replicas (copies of an expert) only after it has counted, it is the id
- * of the logical expert, as in the caller's array. */
+/* Returns the id by which the planner counts a choice. This is the id of the expert. If it is
+ * negative, the choice has no expert. Exception: if the planner chooses replicas (copies of an
+ * expert) only after it has counted, it is the id of the logical expert, as in the caller's
+ * array. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {

@@ -380,7 +380,7 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
     for (int l = thread; l < (int)job.layer.num_logical && job.logical_load; l += threads)
         job.logical_load[l] = p.logical_load[l];
     for (int e = thread; e < (int)job.layer.num_experts && job.layer.num_logical; e += threads)
-        logical_table(job)[e] = p.logical_of[e];
+        logical_table(job)[e] = p.logical_of[e] == NO_LOGICAL ? EPIC_ABSENT : p.logical_of[e];
     for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
         if (none && job.expert_rows) job.expert_rows[l] = 0;

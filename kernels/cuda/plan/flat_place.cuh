@@ -45,6 +45,7 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
     const int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<FEATURES>(job) +
                            choice_tallies<FEATURES>(job);
     FlatChoice s = {choice, -1, 0, -1, EPIC_FATE_NONE};
+    if (is_absent_choice<FEATURES>(p, job, id)) s.fate = EPIC_FATE_ABSENT;
     if (id < 0 || id >= job.layer.num_experts) return s;
     if (FEATURES & PLAN_DROPS_OR_REPLICAS && layer_drops(job)) {
         s.fate = fate_of_choice(p, job, (int)id, k, in_fate);

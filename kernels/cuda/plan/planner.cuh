@@ -78,7 +78,8 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
                                                      int32_t warp_position, int32_t *fate,
                                                      int32_t *rank_of)
 {
-    const bool valid = choice >= 0 && id >= 0 && id < num_planned_ids<FEATURES>(job);
+    const bool absent = is_absent_choice<FEATURES>(p, job, id);
+    const bool valid = choice >= 0 && id >= 0 && id < num_planned_ids<FEATURES>(job) && !absent;
     const bool bad = p.header.result != EPIC_OK;
     int32_t slot_or_fate = EPIC_FATE_NONE, owner = -1;
     if (!bad) {
@@ -88,6 +89,7 @@ __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p
     } else if (valid && p.header.result == EPIC_EOVERFLOW) {
         slot_or_fate = EPIC_FATE_RANK_FULL;
     }
+    if (absent) slot_or_fate = EPIC_FATE_ABSENT;
     if (choice < 0) return {-1, 0};
     fate[choice] = slot_or_fate;
     rank_of[choice] = owner;

@@ -11,11 +11,15 @@
  *
  * Tables of the planner, in shared memory:
  *
- *   logical_of      [num_experts]      logical expert of each expert
+ *   logical_of      [num_experts]      logical expert of each expert, or NO_LOGICAL
  *   replica_index   [num_experts]      index of the expert among its logical expert's replicas
  *   first_replica   [num_logical + 1]  where a logical expert's replicas begin in `replicas`
  *   replicas        [num_experts]      experts, ordered by logical expert
  *   logical_load    [num_logical]      choices of each logical expert, on all ranks
+ *
+ * An expert may be a replica of no logical expert (EPIC_ABSENT in the caller's table). It gets
+ * no choices. A logical expert without a replica is *absent*. With EPIC_DROP_ABSENT its choices
+ * are dropped. Without this flag it is an error in the data.
  *
  * With layout FLAT and with EPIC_BY_K, the planner must know the replica of each choice before
  * it counts choices. For these layers, plan/resolve.cuh finds the replicas. */
@@ -23,6 +27,9 @@
 #define EPIC_REPLICAS_CUH
 
 #include "cuda/plan/counts.cuh"
+
+/* value of logical_of for an expert that is a replica of no logical expert */
+#define NO_LOGICAL 0xffffu
 
 /* Returns the size in bytes of these tables. In shared memory they follow the arrays that every
  * planner has. */
@@ -60,11 +67,13 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
  * logical expert.
  *
  * p.bad_replica becomes the index of the first invalid entry of the caller's table. The planner
- * uses 0 in place of invalid entries. Called by all threads of the CTA, after
- * begin_planner(). */
+ * uses 0 in place of invalid entries. If there is none and EPIC_DROP_ABSENT is not set,
+ * p.bad_replica becomes num_experts plus the first absent logical expert. Called by all threads
+ * of the CTA, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
+    const bool drops_absent = (job.layer.flags & EPIC_DROP_ABSENT) != 0;
     if (threadIdx.x == 0) {
         p.logical_load = (int32_t *)p.extra_memory;
         p.logical_of = (uint16_t *)(p.logical_load + experts);
@@ -75,7 +84,7 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int logical = job.logical_of_expert[e];
-        if (logical < 0 || logical >= num_logical) {
+        if (logical < EPIC_ABSENT || logical >= num_logical) {
             logical = 0;
             atomicMin(&p.bad_replica, (uint32_t)e);
         }
@@ -88,14 +97,15 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
         int before = 0;
         for (int f = 0; f < e; f++) before += p.logical_of[f] == p.logical_of[e];
         p.replica_index[e] = (uint16_t)before;
-        atomicAdd(&p.logical_load[p.logical_of[e]], 1);
+        if (p.logical_of[e] != NO_LOGICAL) atomicAdd(&p.logical_load[p.logical_of[e]], 1);
     }
     __syncthreads();
     if (threadIdx.x < WARP) sum_replica_counts(p, num_logical);
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x)
-        p.replicas[p.first_replica[p.logical_of[e]] + p.replica_index[e]] = (uint16_t)e;
-    for (int l = threadIdx.x; l < num_logical; l += blockDim.x)
+        if (p.logical_of[e] != NO_LOGICAL)
+            p.replicas[p.first_replica[p.logical_of[e]] + p.replica_index[e]] = (uint16_t)e;
+    for (int l = threadIdx.x; l < num_logical && !drops_absent; l += blockDim.x)
         if (num_replicas_of(p, l) == 0) atomicMin(&p.bad_replica, (uint32_t)(experts + l));
     __syncthreads();
 }
@@ -150,10 +160,22 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     for (int l = threadIdx.x; l < num_logical; l += blockDim.x) p.logical_load[l] = p.load[l];
     __syncthreads();
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
-        const int l = p.logical_of[e], replicas = num_replicas_of(p, l);
-        p.load[e] = (p.logical_load[l] + replicas - 1 - p.replica_index[e]) / replicas;
+        const int l = p.logical_of[e], replicas = l == NO_LOGICAL ? 0 : num_replicas_of(p, l);
+        p.load[e] =
+            replicas ? (p.logical_load[l] + replicas - 1 - p.replica_index[e]) / replicas : 0;
     }
     __syncthreads();
+}
+
+/* Returns whether a choice is dropped because its expert is absent. `id`: planned_id() of the
+ * choice, which may be invalid. */
+template <int FEATURES>
+__device__ __forceinline__ bool is_absent_choice(const Planner &p, const p2p_plan_job &job,
+                                                 int64_t id)
+{
+    if (!(FEATURES & PLAN_DROPS_OR_REPLICAS) || !job.layer.num_logical) return false;
+    if (job.resolves) return id == EPIC_FATE_ABSENT;
+    return id >= 0 && id < job.layer.num_logical && num_replicas_of(p, (int)id) == 0;
 }
 
 /* Returns the maximum number of choices that an expert may keep according to expert_capacity,
@@ -165,14 +187,14 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     const uint32_t limit = job.layer.expert_capacity;
     if (job.layer.overflow != EPIC_OVERFLOW_DROP || limit == 0 || limit > 0x7fffffff)
         return 0x7fffffff;
-    if (!job.layer.num_logical) return (int32_t)limit;
+    if (!job.layer.num_logical || p.logical_of[expert] == NO_LOGICAL) return (int32_t)limit;
     const uint32_t replicas = (uint32_t)num_replicas_of(p, p.logical_of[expert]);
     return (int32_t)((limit + replicas - 1 - p.replica_index[expert]) / replicas);
 }
 
 /* Returns the replica that gets the nth choice of a logical expert, where nth is the index over
  * all ranks, from 0. On return, nth is the index of the choice among the choices of that
- * replica. */
+ * replica. Requires that the logical expert has a replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

@@ -12,7 +12,8 @@
  *   2. sends the counts to all ranks (`logical_counts`, stamped words) and waits for the counts
  *      of all ranks
  *   3. writes the expert (replica) of each choice to the array resolved_experts(), where the
- *      planner reads it instead of the caller's id
+ *      planner reads it instead of the caller's id. If there is no expert, this is the fate
+ *      EPIC_FATE_NONE or EPIC_FATE_ABSENT
  *
  * Between steps 1 and 3, this array contains for each choice the number of choices of the same
  * logical expert that its warp had counted before.
@@ -98,12 +99,14 @@ static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_
     if (!ok) return false;
     for_each_choice(job, lanes, range_of_warp(p, job), read,
                     [&](int64_t choice, int64_t id, int, int32_t, int) {
-                        const bool there = choice >= 0 && id >= 0 && id < logicals &&
-                                           num_replicas_of(p, (int)id) > 0;
+                        const bool valid = choice >= 0 && id >= 0 && id < logicals;
+                        const bool there = valid && num_replicas_of(p, (int)id) > 0;
                         int32_t nth =
                             there ? p.before_cta[id] + tally[id] + expert_of[choice] : 0;
                         if (choice >= 0)
-                            expert_of[choice] = there ? choose_replica(p, (int)id, nth) : -1;
+                            expert_of[choice] = there   ? choose_replica(p, (int)id, nth)
+                                                : valid ? EPIC_FATE_ABSENT
+                                                        : EPIC_FATE_NONE;
                         return -1;
                     });
     __syncthreads();
