@@ -41,6 +41,7 @@ part_tests() {
     run 120 $OUT/api_layer 60 4 "$SEED"
     run 120 $OUT/api_layer_rules 30 "$SEED"
     run 120 $OUT/api_layer_invariant 40
+    run 120 $OUT/api_layer_tokens step=101
     run 60 $OUT/gpu_grouped 60 "$SEED"
     for gpus in $RANKS $((RANKS / 2)) $((RANKS / 4)); do
         [ $gpus -ge 1 ] || continue

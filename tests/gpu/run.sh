@@ -48,6 +48,7 @@ run api_experts
 LIMIT=300 run api_layer "$CASES" 4 "$SEED"
 LIMIT=300 run api_layer_rules 30 "$SEED"
 LIMIT=300 run api_layer_invariant 40
+LIMIT=300 run api_layer_tokens step=101
 run api_layer_scaled
 run gpu_grouped "$CASES" "$SEED"
 run gpu_gate_check "$CASES" "$SEED" large
