@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # Tests epic.jax on the GPUs of this machine: one process with 1, 2 and 4 of them, with all of them
 # also without command buffers, then one process for each.
-# usage: run.sh [cases of check.py]; with none also layer.py; run.sh layer: that alone
+# usage: run.sh [cases of check.py]; with none also layer.py and invariant.py; run.sh layer, or
+# run.sh invariant [kinds]: that alone
 set -u
 cd "$(dirname "$0")/../../.."
 PYTHON=${GPU_PYTHON:-python3}
@@ -60,13 +61,24 @@ in_several() {
     done
 }
 
-if [ "${1-}" != layer ]; then
+case ${1-} in
+layer | invariant) ;;
+*)
     in_one "$@"
     in_several "$@"
-fi
+    ;;
+esac
 if [ $# = 0 ] || [ "$1" = layer ]; then
     program=layer
     in_one
     in_several
+fi
+if [ $# = 0 ] || [ "$1" = invariant ]; then
+    program=invariant
+    [ $# = 0 ] && set -- invariant bfloat16 e4m3
+    shift
+    echo "== $program: one process, $GPUS GPUs"
+    alone "$GPUS" "$@"
+    in_several "$@"
 fi
 exit $failed
