@@ -102,8 +102,9 @@ __global__ void __launch_bounds__(BLOCK, 1)
 __device__ __forceinline__ void find_leaf_slots(LeafSlots &to, const PlanView &plan, int leaves)
 {
     const int i = (int)threadIdx.x;
-    if (i == 0) to.count = leaves;
-    if (i < leaves) to.begin[i] = __ldg(plan.slab_begin + plan.header.owned / leaves * i);
+    if (i < P2P_STREAM_LEAVES)
+        to.begin[i] =
+            i < leaves ? __ldg(plan.slab_begin + plan.header.owned / leaves * i) : INT32_MAX;
 }
 
 /* The kernel for rows that combine/stream.cuh supports, if each rank has several leaves of the

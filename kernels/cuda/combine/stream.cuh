@@ -70,9 +70,10 @@ template <> struct EntryOf<true> {
 };
 
 /* The leaves of the sum tree on this rank, in shared memory. A leaf is a block of experts. */
-struct LeafSlots {
-    int32_t count;                    /* number of leaves, a power of two */
-    int32_t begin[P2P_STREAM_LEAVES]; /* first slot of each leaf */
+struct __align__(16) LeafSlots
+{
+    /* first slot of each leaf; INT32_MAX for leaves that this rank does not have */
+    int32_t begin[P2P_STREAM_LEAVES];
 };
 
 template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
@@ -153,19 +154,21 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     __device__ __forceinline__ int sort_slots(LeafEntry &entry, int32_t its_slot)
     {
         const LeafSlots &at = **leaf_slots;
-        int leaf = 0, place = 0, before = 0;
-        uint32_t present = 0, ends = 0;
-#pragma unroll 1
-        for (int i = 1; i < at.count; i++) leaf += its_slot >= at.begin[i];
-#pragma unroll 1
-        for (int i = 0; i < at.count; i++) {
-            const uint32_t lanes = __ballot_sync(ALL_LANES, its_slot >= 0 && leaf == i);
-            if (leaf == i) place = before + __popc(lanes & lanes_below());
-            if (!lanes) continue;
-            before += __popc(lanes);
-            present |= 1u << i;
-            ends |= 1u << (before - 1);
-        }
+        const bool has_slot = its_slot >= 0;
+        int leaf = 0;
+#pragma unroll
+        for (int i = 1; i < P2P_STREAM_LEAVES; i++) leaf += its_slot >= at.begin[i];
+        const uint32_t same = __match_any_sync(ALL_LANES, has_slot ? leaf : -1);
+        const uint32_t present = __reduce_or_sync(ALL_LANES, has_slot ? 1u << leaf : 0);
+        /* Byte i of `low`, and byte i - 4 of `high`: the number of slots in the leaves 0 to i. */
+        const uint32_t one = has_slot ? 1u << leaf % 4 * 8 : 0, all_bytes = 0x01010101u;
+        const uint32_t low = __reduce_add_sync(ALL_LANES, leaf < 4 ? one : 0) * all_bytes;
+        const uint32_t high =
+            (__reduce_add_sync(ALL_LANES, leaf < 4 ? 0 : one) + (low >> 24)) * all_bytes;
+        const int end = (int)((leaf < 4 ? low : high) >> leaf % 4 * 8 & 255);
+        const int place = has_slot ? end - __popc(same & ~lanes_below()) : 0;
+        const bool is_last = has_slot && same >> lane_id() == 1; /* of its leaf */
+        const uint32_t ends = __reduce_or_sync(ALL_LANES, is_last ? 1u << place : 0);
         entry.places[lane_id()] = (uint8_t)place;
         if (lane_id() == 0) {
             entry.leaves = present;
@@ -280,31 +283,85 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
 #pragma unroll
         for (int v = 0; v < V; v++) to[v] = ROW::pack_floats(sums[v]);
     }
-    /* Only with LEAVES: processes a node of the sum tree, which is at `level` and contains leaf
-     * `leaf`. `left`: bit mask of the leaves that the warp has not added yet. If the node is a
-     * right child and its left sibling is in `waiting`, adds the two; `node` is then the sum.
-     * If the node is a left child and its sibling has leaves in `left`, moves the node to
-     * `waiting` and sets goes_up to false. Bit l of has_waiting is 1 if a node of level l
-     * waits. */
-    static __device__ __forceinline__ void meet_sibling(uint4 (&node)[V], uint4 (&waiting)[V],
-                                                        int leaf, int level, uint32_t left,
-                                                        uint32_t &has_waiting, bool &goes_up)
+    /* Only with LEAVES: sets `node` to the sum of its left sibling and of `node`. */
+    static __device__ __forceinline__ void add_sibling(const uint4 (&sibling)[V],
+                                                       uint4 (&node)[V])
     {
-        const int number = leaf >> level;
-        const uint32_t sibling = ((1u << (1 << level)) - 1) << ((number ^ 1) << level);
-        const uint32_t bit = 1u << level;
-        if (number % 2 && (has_waiting & bit)) {
-            has_waiting &= ~bit;
 #pragma unroll
-            for (int v = 0; v < V; v++) {
-                add_nodes<ROW>(waiting[v], node[v]);
-                node[v] = waiting[v];
+        for (int v = 0; v < V; v++) {
+            uint4 sum = sibling[v];
+            add_nodes<ROW>(sum, node[v]);
+            node[v] = sum;
+        }
+    }
+    /* Only with LEAVES: adds the sums of leaf `leaf` to the tree. `left`: bit mask of the leaves
+     * that follow. The smallest subtree that contains both this leaf and the next one has this
+     * leaf in its left child, at level `level`. This child is complete: adds its parts, which
+     * wait at lower levels. Then the child waits for its sibling. At most one node of each level
+     * waits. Bit l of has_waiting is 1 if a node of level l waits: in `node` if l is 0, else in
+     * waiting[l - 1]. After the last leaf, `node` is the sum of all leaves. */
+    static __device__ __forceinline__ void add_leaf(const float (&acc)[V][ROW::N],
+                                                    uint4 (&node)[V],
+                                                    uint4 (&waiting)[TREE_LEVELS - 1][V],
+                                                    uint32_t &has_waiting, int leaf,
+                                                    uint32_t left)
+    {
+        const int level = left ? 31 - __clz(leaf ^ (__ffs(left) - 1)) : TREE_LEVELS;
+        const uint32_t parts = has_waiting & ((1u << level) - 1);
+        uint4 child[V];
+        round_sums(child, acc);
+        if (parts & 1) add_sibling(node, child);
+#pragma unroll 1
+        for (uint32_t rest = parts & ~1u; rest; rest &= rest - 1)
+            add_sibling(waiting[__ffs(rest) - 2], child);
+        has_waiting = (has_waiting ^ parts) | 1u << level;
+        if (left && level)
+#pragma unroll
+            for (int v = 0; v < V; v++) waiting[level - 1][v] = child[v];
+#pragma unroll
+        for (int v = 0; v < V; v++) node[v] = child[v];
+    }
+    /* Adds weight * q to the sums. q: a piece of the row in the unit's slot i. IS_FIRST: sets
+     * the sums instead, which saves the instructions that would clear them. */
+    template <bool IS_FIRST>
+    static __device__ __forceinline__ void add_row(const Entry &u, bool with_weights, int i,
+                                                   const uint4 (&q)[V], float (&acc)[V][ROW::N])
+    {
+        __syncwarp(); /* makes the weights visible that other lanes have copied */
+        const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
+#pragma unroll
+        for (int v = 0; v < V; v++) {
+            float x[ROW::N];
+            ROW::unpack_floats(q[v], x);
+#pragma unroll
+            for (int n = 0; n < ROW::N; n++)
+                acc[v][n] =
+                    IS_FIRST ? __fmul_rn(weight, x[n]) : __fmaf_rn(weight, x[n], acc[v][n]);
+        }
+    }
+    /* Only with LEAVES: sets `sum` like add_rows_here(). The unit has slots on this rank. */
+    __device__ __forceinline__ void add_leaves_here(const Entry &u, uint4 (&sum)[V])
+    {
+        const bool with_weights = c.job.slot_weights != NULL;
+        float acc[V][ROW::N];
+        uint4 q[V];
+        /* Nodes above the leaves wait in local memory, because there are not enough registers. */
+        uint4 waiting[TREE_LEVELS - 1][V];
+        uint32_t has_waiting = 0;
+        int i = 0;
+#pragma unroll 1
+        for (uint32_t left = u.leaves; left;) {
+            const int leaf = __ffs(left) - 1;
+            left &= left - 1;
+            read_piece(u, q);
+            add_row<true>(u, with_weights, i, q, acc);
+#pragma unroll 1
+            while (!(u.ends >> i & 1)) {
+                read_piece(u, q);
+                add_row<false>(u, with_weights, ++i, q, acc);
             }
-        } else if (number % 2 == 0 && (left & sibling)) {
-            goes_up = false;
-            has_waiting |= bit;
-#pragma unroll
-            for (int v = 0; v < V; v++) waiting[v] = node[v];
+            i++;
+            add_leaf(acc, sum, waiting, has_waiting, leaf, left);
         }
     }
     /* Sets sum to this rank's partial sum, rounded to type ROW: the sum of weight * row over
@@ -316,40 +373,22 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Nodes that wait for their right sibling. A waiting leaf is in registers. Nodes of
-         * higher levels are in local memory, because there are not enough registers. */
-        uint4 waiting_leaf[V], waiting[TREE_LEVELS][V];
-        uint32_t has_waiting = 0, leaves = 0;
-        if constexpr (LEAVES) leaves = u.leaves;
-        clear_sums(acc);
         int32_t i = 0;
+        if constexpr (LEAVES) {
+            if (count)
+                add_leaves_here(u, sum);
+            else
+                read_piece(u, q); /* an empty buffer */
+            return;
+        }
+        clear_sums(acc);
 #pragma unroll 1
         do {
-            read_piece(u, q);
+            read_piece(u, q); /* a unit without slots reads an empty buffer */
             if (!count) break;
-            __syncwarp(); /* makes the weights visible that other lanes have copied */
-            const float weight = with_weights ? __uint_as_float(u.slots[i].word) : 1.0f;
-#pragma unroll
-            for (int v = 0; v < V; v++) {
-                float x[ROW::N];
-                ROW::unpack_floats(q[v], x);
-#pragma unroll
-                for (int n = 0; n < ROW::N; n++) acc[v][n] = __fmaf_rn(weight, x[n], acc[v][n]);
-            }
-            if constexpr (LEAVES) {
-                if (!(u.ends >> i & 1)) continue;
-                const int leaf = __ffs(leaves) - 1;
-                bool goes_up = true;
-                leaves &= leaves - 1;
-                round_sums(sum, acc);
-                meet_sibling(sum, waiting_leaf, leaf, 0, leaves, has_waiting, goes_up);
-#pragma unroll 1
-                for (int l = 1; l < TREE_LEVELS && goes_up && (leaves | has_waiting); l++)
-                    meet_sibling(sum, waiting[l], leaf, l, leaves, has_waiting, goes_up);
-                clear_sums(acc);
-            }
+            add_row<false>(u, with_weights, i, q, acc);
         } while (++i < count);
-        if constexpr (!LEAVES) round_sums(sum, acc);
+        round_sums(sum, acc);
     }
     /* Stores this rank's partial sum (`node`) to the staging of the token's rank. In
      * dispatch_backward, the unit of the first piece also sends the token's floats. */
