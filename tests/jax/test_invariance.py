@@ -197,16 +197,34 @@ def test_gradients_in_float64(opened: Any) -> None:
         compare_groups(opened, "global", "float64")
 
 
-@pytest.mark.parametrize("quantize", ["1x128", "1x32"])
-def test_quantized_rows(opened: Any, quantize: str) -> None:
-    """Rows that are sent in e4m3, with forced weights: no bit differs, except that XLA adds the
-    router's gradients."""
+def row_products(x: Any, w: Any, rows: Any) -> Any:
+    """A grouped product that adds in the same order for any number of rows and experts."""
+    expert = jnp.repeat(jnp.arange(rows.shape[0]), rows, total_repeat_length=x.shape[0])
+    return (x[:, :, None] * w[expert]).sum(axis=1)
+
+
+# By form: options, arguments of the layer. All except "padding" are composed of several calls.
+FORCED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "1x128": ({"quantize": "1x128"}, {}),
+    "1x32": ({"quantize": "1x32"}, {}),
+    "mask": ({}, {"token_mask": jnp.arange(40) % 7 != 3}),
+    "product": ({}, {"grouped_gemm": row_products}),
+    "padding": ({"invariant": True}, {}),
+}
+
+
+@pytest.mark.parametrize("form", FORCED)
+def test_forced_weights(opened: Any, form: str) -> None:
+    """Layers with forced weights, composed ones in tree order: no bit differs, except that XLA
+    computes the router's gradients.  Some tokens have no expert."""
+    wish, more = FORCED[form]
     options = epic.jax.Moe.of(
-        num_experts=EXPERTS, top_k=3, hidden=HIDDEN, inner=INNER, sum_order="tree", leaves=8,
-        quantize=quantize,
+        num_experts=EXPERTS, top_k=3, hidden=HIDDEN, inner=INNER,
+        **{"sum_order": "tree", "leaves": 8, **wish},
     )  # fmt: skip
     x, ct = numbers(1, 40, HIDDEN), numbers(2, 40, HIDDEN)
     ids = (jnp.arange(40)[:, None] + jnp.array([0, 3, 5])) % EXPERTS
+    ids = jnp.where(jnp.arange(40)[:, None] % 9 == 4, -1, ids)
     experts = {n: w for n, w in trained_weights("float32").items() if n[2:] in ("gate_up", "down")}
     first = None
     for ranks in (1, 2, 4, 8):
@@ -215,15 +233,18 @@ def test_quantized_rows(opened: Any, quantize: str) -> None:
 
         def loss_of(x: Any, chosen: Any, w: Any, mesh: Any = mesh, group: Any = group) -> Any:
             weights = epic.jax.MoeWeights(w_gate=jnp.zeros((HIDDEN, EXPERTS)), **w)
-            moe = epic.jax.sharded.moe(mesh, group, options, x, weights, forced=(ids, chosen))
+            moe = epic.jax.sharded.moe(
+                mesh, group, options, x, weights, forced=(ids, chosen), **more
+            )
             return (moe.out * ct).sum(), moe.out
 
         run = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1, 2), has_aux=True))
-        found = jax.tree.leaves(run(x, numbers(3, 40, 3), experts))[1:]
-        bits = [np.asarray(value).tobytes() for value in found]
+        found = [np.asarray(v) for v in jax.tree.leaves(run(x, numbers(3, 40, 3), experts))[1:]]
+        bits = [value.tobytes() for value in found]
         first = bits if first is None else first
         assert bits == first, ranks
-        assert all(np.any(np.asarray(value)) for value in found)
+        assert all(np.any(value) for value in found)
+        assert not np.any(found[0][4::9]) and np.any(found[0][5::9], axis=1).all()
 
 
 def replicas_of(ranks: int) -> tuple[epic.jax.Moe, dict[str, Any]]:
@@ -305,9 +326,14 @@ def test_refused(opened: Any) -> None:
     refused = epic.jax.EpicArgumentError
     with pytest.raises(refused, match="leaves is 0: with invariant=True"):
         options_of(leaves=0)
-    values: dict[str, Any] = {"grouped_gemm": product, "token_mask": jnp.ones(8, bool)}
-    for name, value in values.items():
-        with pytest.raises(refused, match=f"{name} is given: must be None"):
+    with pytest.raises(refused, match="quantize is '1x32': must be None with invariant=True"):
+        options_of(quantize="1x32")
+    values: dict[str, tuple[Any, str]] = {
+        "grouped_gemm": (product, "because only EPIC's own products"),
+        "token_mask": (jnp.ones(8, bool), "leave it out, because padding does not change"),
+    }
+    for name, (value, why) in values.items():
+        with pytest.raises(refused, match=f"{name} is given: must be None .*{why}"):
             epic.jax.sharded.moe(mesh, group, options_of(), x, weights, **{name: value})
     replicas, tables = replicas_of(2)
     placed = placed_weights(tables)

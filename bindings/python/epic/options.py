@@ -619,19 +619,26 @@ class Moe(Keyed):
             )
 
 
-def check_invariant_call(given: dict[str, Any]) -> None:
-    """Raise an error if a call of a layer with invariant=True has certain arguments.
+def check_invariant_call(name: str, product: Any, mask: Any) -> None:
+    """Raise an error if a call of a layer with invariant=True has a product or a token mask.
 
-    With these arguments the layer would be composed of functions that do not promise its bits.
+    With them the layer would be composed of functions that do not promise its bits.
 
-    given: the values of these arguments by name.
+    Args:
+        name: name of the argument that contains the product.
+        product: grouped product of the caller, or None.
+        mask: token mask, or None.
     """
-    for name, value in given.items():
-        if value is not None:
-            raise EpicArgumentError(
-                f"{name} is given: must be None for a layer with invariant=True; EPIC's own "
-                "products compute it"
-            )
+    if product is not None:
+        raise EpicArgumentError(
+            f"{name} is given: must be None for a layer with invariant=True, because only EPIC's "
+            "own products keep the bits"
+        )
+    if mask is not None:
+        raise EpicArgumentError(
+            "token_mask is given: must be None for a layer with invariant=True; leave it out, "
+            "because padding does not change the bits of other tokens"
+        )
 
 
 KINDS: dict[str, Any] = {kind.__name__: kind for kind in (Layer, Router, Experts, Moe)}

@@ -509,7 +509,7 @@ def moe(
             "weights and a weight_type of a float type"
         )
     if options.invariant:
-        check_invariant_call({"grouped_gemm": grouped_gemm, "token_mask": token_mask})
+        check_invariant_call("grouped_gemm", grouped_gemm, token_mask)
     rows = steps.as_rows(x)
     check_tokens(group, options, rows.shape[0])
     group.check_width("x", rows)

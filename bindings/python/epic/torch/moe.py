@@ -853,7 +853,7 @@ def moe(
             "weights of another type"
         )
     if options.invariant:
-        check_invariant_call({"grouped_mm": grouped_mm, "token_mask": mask})
+        check_invariant_call("grouped_mm", grouped_mm, mask)
     order = int(options.layer.sum_order == "tree") if sum_gradients else None
     if grouped_mm is not None or mask is not None or options.quantize is not None:
         if out is not None:
