@@ -899,8 +899,10 @@ static inline epic_result epic_window_alloc(epic_context *ctx, const epic_window
  * If the memory of a rank cannot be a window, all ranks return its error, which names the rank.
  * Errors:  those of epic_window_alloc.
  * Threads: as epic_window_alloc.  A rank may call it while others call epic_window_alloc.
- * CUDA:    as epic_window_alloc.  data is memory of cudaMalloc on the context's device, at any
- *          offset in its allocation. */
+ * CUDA:    as epic_window_alloc.  data is memory of cudaMalloc or cuMemCreate on the context's
+ *          device, at any offset in its allocation.  It may span up to 250 allocations of
+ *          cuMemCreate.  If ranks are processes, these must have a handle type that can be
+ *          exported: POSIX file descriptor or fabric. */
 static inline epic_result epic_window_register(epic_context *ctx, const epic_window_args *args,
                                                epic_window_info *out);
 

@@ -88,6 +88,7 @@ static bool is_watching(void)
 
 void emulator_check_store(const void *p)
 {
+    check_access(p);
     if (is_watching() && find_store((uintptr_t)p))
         emulator_die("a store to %p, where one of the rank itself has no fence after it", p);
 }

@@ -33,6 +33,16 @@ int current_device(void);
 /* memory.c: returns whether the address is in memory of this runtime. */
 bool is_known(const void *p);
 
+/* memory.c: returns whether the address is in memory of cudaMallocAsync(). */
+bool is_of_pool(const void *p);
+
+/* memory.c: adds and removes memory that virtual.c has mapped. */
+void add_mapping(void *memory, size_t bytes, int device);
+void remove_mapping(void *memory);
+
+/* virtual.c: ends the program if the device of this thread cannot access the address. */
+void check_access(const void *p);
+
 /* memory.c: sets bytes to a value. Gives pages of zeros back to the system, so that a large array
  * that stays zero takes no memory. */
 void fill_memory(void *to, int value, size_t bytes);

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Memory of devices, and pinned host memory: files in memory, so that other processes can map
  * them. The page after a block is not mapped. */
+#include <cuda.h>
 #include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -20,8 +21,9 @@
 typedef struct block {
     uint8_t *begin;
     size_t bytes;
-    int fd, device;
+    int fd, device; /* fd: -1: mapped by cuMemMap() */
     enum cudaMemoryType type;
+    bool is_of_pool; /* memory of cudaMallocAsync() */
     struct block *next;
 } block;
 
@@ -54,7 +56,7 @@ static cudaError_t add_block(void **memory, int fd, size_t bytes, int device,
         return cudaErrorMemoryAllocation;
     }
     pthread_mutex_lock(&mutex);
-    *b = (block){p, whole, fd, device, type, blocks};
+    *b = (block){p, whole, fd, device, type, false, blocks};
     blocks = b;
     pthread_mutex_unlock(&mutex);
     *memory = p;
@@ -78,14 +80,35 @@ static cudaError_t give_back(void *memory)
     if (!memory) return cudaSuccess;
     pthread_mutex_lock(&mutex);
     block **link = find_block(memory), *b = *link;
-    if (b && b->begin == memory) *link = b->next;
+    const bool is_block = b && b->begin == memory && b->fd >= 0;
+    if (is_block) *link = b->next;
     pthread_mutex_unlock(&mutex);
-    if (!b || b->begin != memory) return cudaErrorInvalidValue;
+    if (!is_block) return cudaErrorInvalidValue;
     forget_stores(b->begin, b->bytes);
     munmap(b->begin, b->bytes + PAGE);
     close(b->fd);
     free(b);
     return cudaSuccess;
+}
+
+void add_mapping(void *memory, size_t bytes, int device)
+{
+    block *b = malloc(sizeof *b);
+    if (!b) emulator_die("no memory for a mapping");
+    pthread_mutex_lock(&mutex);
+    *b = (block){memory, bytes, -1, device, cudaMemoryTypeDevice, false, blocks};
+    blocks = b;
+    pthread_mutex_unlock(&mutex);
+}
+
+void remove_mapping(void *memory)
+{
+    pthread_mutex_lock(&mutex);
+    block **link = find_block(memory), *b = *link;
+    *link = b->next;
+    pthread_mutex_unlock(&mutex);
+    forget_stores(b->begin, b->bytes);
+    free(b);
 }
 
 void fill_memory(void *to, int value, size_t bytes)
@@ -124,7 +147,8 @@ static bool has_room(int device, size_t bytes)
     uint64_t taken = bytes;
     pthread_mutex_lock(&mutex);
     for (const block *b = blocks; b; b = b->next)
-        if (b->type == cudaMemoryTypeDevice && b->device == device) taken += b->bytes;
+        if (b->type == cudaMemoryTypeDevice && b->device == device && b->fd >= 0)
+            taken += b->bytes;
     const bool room = !limits[device] || taken <= limits[device];
     pthread_mutex_unlock(&mutex);
     return room;
@@ -138,6 +162,15 @@ bool is_known(const void *p)
     return known;
 }
 
+bool is_of_pool(const void *p)
+{
+    pthread_mutex_lock(&mutex);
+    const block *b = *find_block(p);
+    const bool found = b && b->is_of_pool;
+    pthread_mutex_unlock(&mutex);
+    return found;
+}
+
 cudaError_t cudaMalloc(void **memory, size_t bytes)
 {
     if (!has_room(current_device(), bytes)) return cudaErrorMemoryAllocation;
@@ -148,6 +181,30 @@ cudaError_t cudaFree(void *memory)
 {
     finish_streams(current_device());
     return give_back(memory);
+}
+
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total)
+{
+    *total = (size_t)1 << 40;
+    *available = *total - emulator_bytes(false);
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocAsync(void **memory, size_t bytes, cudaStream_t stream)
+{
+    (void)stream;
+    const cudaError_t error = cudaMalloc(memory, bytes);
+    if (error != cudaSuccess) return error;
+    pthread_mutex_lock(&mutex);
+    (*find_block(*memory))->is_of_pool = true;
+    pthread_mutex_unlock(&mutex);
+    return cudaSuccess;
+}
+
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream)
+{
+    (void)stream;
+    return cudaFree(memory);
 }
 
 cudaError_t cudaHostAlloc(void **memory, size_t bytes, unsigned flags)
@@ -178,24 +235,23 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     return cudaSuccess;
 }
 
-/* A function of CUDA's driver, which EPIC looks up by its name. */
-__attribute__((visibility("default"))) int
-cuMemGetAddressRange_v2(unsigned long long *base, size_t *bytes, unsigned long long at)
+CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr at)
 {
     pthread_mutex_lock(&mutex);
     const block *b = *find_block((const void *)(uintptr_t)at);
     if (b) {
-        *base = (unsigned long long)(uintptr_t)b->begin;
+        *base = (CUdeviceptr)(uintptr_t)b->begin;
         *bytes = b->bytes;
     }
     pthread_mutex_unlock(&mutex);
-    return b ? 0 : 1;
+    return b ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *handle, void *memory)
 {
     pthread_mutex_lock(&mutex);
     const block *b = *find_block(memory);
+    if (b && (b->fd < 0 || b->is_of_pool)) b = NULL;
     if (b) *handle = (cudaIpcMemHandle_t){getpid(), b->fd, (int64_t)b->bytes, b->device};
     pthread_mutex_unlock(&mutex);
     return b ? cudaSuccess : cudaErrorInvalidValue;

@@ -50,6 +50,8 @@ part_tests() {
     done
     run 60 $OUT/gpu_check $RANKS "$GPUS" threads 40 $((SEED + 200))
     run 60 $OUT/gpu_check $RANKS "$GPUS" processes 40 $((SEED + 300)) usual windows
+    run 60 $OUT/gpu_check $RANKS "$GPUS" threads 40 $((SEED + 400)) usual windows
+    for how in threads processes; do run 60 $OUT/api_window_memory $RANKS $how; done
     run 60 $OUT/gpu_storm $RANKS "$GPUS" processes 5000 "$SEED"
     run 60 $OUT/gpu_graph $RANKS "$GPUS" processes 1000
     run 60 $OUT/gpu_graph_many $RANKS "$GPUS" processes 500

@@ -30,6 +30,7 @@
 
 #include "case.h"
 #include "scaled_cases.h"
+#include "virtual_memory.h"
 
 #define MAX_CASE_TOKENS 256
 #define SMALL_CASE_TOKENS 24
@@ -136,19 +137,48 @@ static void draw_next(bench *b, uint64_t seed, int i)
                   kind_of(i));
 }
 
-/* Makes windows of the group: one that EPIC allocates, and one in the middle of memory that this
- * function allocates. Ranks have windows of different sizes, and one rank has no memory. Sets
- * `arenas` to the memory of the two windows. */
-static void add_windows(team_rank *me, uint8_t **arenas, uint8_t **own)
+/* The memory of the windows of a rank that EPIC has not allocated. */
+typedef struct own_memory {
+    uint8_t *allocation;
+    virtual_memory chunks;
+} own_memory;
+
+static void make_own_memory(own_memory *own, int device)
+{
+    const size_t bytes = options.arena_bytes + 12288;
+    CHECK_CUDA(cudaMalloc((void **)&own->allocation, bytes));
+    const CUresult error = virtual_make(&own->chunks, 2, bytes / 2 + 1,
+                                        CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, device, 1);
+    if (error == CUDA_SUCCESS) return;
+    fprintf(stderr, "virtual memory: error %d\n", (int)error);
+    team_stop();
+}
+
+static void free_own_memory(own_memory *own)
+{
+    CHECK_CUDA(cudaFree(own->allocation));
+    if (virtual_free(&own->chunks) == CUDA_SUCCESS) return;
+    fprintf(stderr, "virtual memory cannot be freed\n");
+    team_stop();
+}
+
+enum { NUM_WINDOWS = 3 }; /* with memory */
+
+/* Makes windows of the group: one that EPIC allocates, one in the middle of memory of cudaMalloc,
+ * and one that spans two allocations of cuMemCreate. Ranks have windows of different sizes, and one
+ * rank has no memory. Sets `arenas` to the memory of the windows. */
+static void add_windows(team_rank *me, uint8_t **arenas, own_memory *own)
 {
     const int64_t bytes = (int64_t)options.arena_bytes;
+    const int before = 4096 + 256 * (me->rank % 3);
     epic_window_info none = {0}, window = {0};
-    CHECK_CUDA(cudaMalloc((void **)own, (size_t)bytes + 12288));
+    make_own_memory(own, me->group->device);
     const epic_window_args args[] = {
         {.bytes = me->rank == 0 ? 0 : 4096 * me->rank},
         {.bytes = bytes + 256 * me->rank},
-        {.bytes = bytes, .data = *own + 4096 + 256 * (me->rank % 3)}};
-    for (int i = 0; i < 3; i++) {
+        {.bytes = bytes, .data = own->allocation + before},
+        {.bytes = bytes + 16 * me->rank, .data = own->chunks.base + before}};
+    for (int i = 0; i <= NUM_WINDOWS; i++) {
         epic_window_info *out = i == 0 ? &none : &window;
         if (p2p_ops.add_window(me->group, &args[i], out) != EPIC_OK || !out->is_direct ||
             out->bytes != args[i].bytes || !out->data != !out->bytes) {
@@ -183,7 +213,8 @@ static bool is_wanted(const bench *b)
 static int run_rank(team_rank *me)
 {
     bench b = {.me = me, .arena_bytes = options.arena_bytes};
-    uint8_t *arenas[3], *own = NULL;
+    uint8_t *arenas[1 + NUM_WINDOWS];
+    own_memory own;
     CHECK_CUDA(cudaMalloc((void **)&arenas[0], options.arena_bytes));
     if (options.windows) add_windows(me, arenas + 1, &own);
     team_barrier(me);
@@ -191,7 +222,7 @@ static int run_rank(team_rank *me)
     for (int i = 0; i < options.cases;) {
         draw_next(&b, seed++, i);
         if (is_wanted(&b)) {
-            choose_arena(&b, arenas, options.windows ? 3 : 1);
+            choose_arena(&b, arenas, options.windows ? 1 + NUM_WINDOWS : 1);
             run_case(&b);
             i++;
         }
@@ -204,8 +235,8 @@ static int run_rank(team_rank *me)
     if (b.wrong) team_stop();
     team_barrier(me);
     CHECK_CUDA(cudaFree(arenas[0]));
-    /* The group still has the window in `own`, but no rank stores into it any more. */
-    CHECK_CUDA(cudaFree(own));
+    /* The group still has the windows in `own`, but no rank stores into them any more. */
+    if (options.windows) free_own_memory(&own);
     return 0;
 }
 

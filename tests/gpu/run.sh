@@ -43,6 +43,9 @@ run api_mismatch_many 4
 run api_deaths 3 1 "$DEATHS"
 LIMIT=300 run api_stops # all ranks together
 run api_windows 2
+for how in threads processes; do
+    for ranks in 1 2 4; do run api_window_memory $ranks $how; done
+done
 run api_router 3000 "$SEED"
 run api_experts
 LIMIT=300 run api_layer "$CASES" 4 "$SEED"

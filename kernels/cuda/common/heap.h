@@ -295,13 +295,15 @@ typedef struct p2p_window_words {
 /* The message that a rank sends to all ranks when a window is added
  * (src/backend/p2p/windows.c). */
 typedef struct p2p_window_message {
-    int64_t bytes;      /* size of the window */
-    int64_t offset;     /* offset in the allocation of `handle` at which the window begins */
-    uint64_t at;        /* address of the window in the rank's process */
-    uint8_t handle[64]; /* cudaIpcMemHandle_t of the allocation */
-    uint32_t result;    /* EPIC_OK or the error that the rank has found (epic_result) */
-    char sentence[412]; /* error text, if `result` is an error */
-    uint64_t sequence;  /* sequence number of the exchange; written after all other fields */
+    int64_t bytes;       /* size of the window */
+    int64_t offset;      /* offset of the window in the memory that other processes map */
+    uint64_t at;         /* address of the window in the rank's process */
+    uint8_t handle[64];  /* cudaIpcMemHandle_t of the allocation, if num_chunks is 0 */
+    uint32_t num_chunks; /* number of chunks of the memory (src/backend/p2p/chunks.h) */
+    char socket[8];      /* name of the rank's socket for chunks; empty: it has none */
+    uint32_t result;     /* EPIC_OK or the error that the rank has found (epic_result) */
+    char sentence[400];  /* error text, if `result` is an error */
+    uint64_t sequence;   /* sequence number of the exchange; written after all other fields */
 } p2p_window_message;
 
 typedef struct p2p_window_area {

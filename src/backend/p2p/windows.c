@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Windows of backend p2p: device memory of a rank into which the kernels of its peers store
- * rows (docs/internals/windows.md).
+ * rows (docs/internals/windows.md). window_memory.c makes the memory of a rank accessible to its
+ * peers.
  *
  * After a group is open, its ranks have no bootstrap. So the host threads exchange messages
  * through the heaps: each rank copies its message into the heap of every rank, and then polls
@@ -12,26 +13,28 @@
  *   read.
  * - The second message of a rank reports that it has mapped all memory, or contains its error.
  *
+ * If memory was made by cuMemCreate, its descriptors travel over sockets between the two
+ * messages (chunk_socket.h).
+ *
  * The memory for messages has two halves, for even and odd exchanges. A rank sends its message
  * of exchange n only after it has received the messages of exchange n - 1 from all ranks. Each
  * rank sends its message of n - 1 only after it has read all messages of n - 2. So the messages
  * of n - 2 have been read, and exchange n may overwrite them. */
-#include <dlfcn.h>
+#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
-#include "backend/p2p/p2p.h"
+#include "backend/p2p/window_memory.h"
 #include "base/deadline.h"
 #include "base/error.h"
 
 #define POLL_NAP_NS 100000
 
-_Static_assert(sizeof(cudaIpcMemHandle_t) <= sizeof((p2p_window_message *)0)->handle,
-               "a message has no space for a handle");
 _Static_assert(sizeof(p2p_window_message) == 512, "messages have 512 bytes");
 
 typedef struct p2p_window { /* One window of this rank and of its peers. */
@@ -39,7 +42,7 @@ typedef struct p2p_window { /* One window of this rank and of its peers. */
     int64_t bytes;
     bool is_allocated;      /* true: EPIC has allocated the memory, and must free it */
     _Atomic bool is_usable; /* true: peers may store into this rank's outputs in the window */
-    void *opened[DEVICE_MAX_RANKS]; /* results of cudaIpcOpenMemHandle(); NULL: none */
+    p2p_mapping mappings[DEVICE_MAX_RANKS]; /* memory of ranks of other processes */
 } p2p_window;
 
 struct p2p_windows {
@@ -153,126 +156,129 @@ static epic_result first_error(const epic_group *g, const p2p_window_message *al
 {
     for (int q = 0; q < g->num_ranks; q++)
         if (all[q].result != EPIC_OK)
-            return epic_fail((epic_result)all[q].result, "rank %d: %.411s", q, all[q].sentence);
+            return epic_fail((epic_result)all[q].result, "rank %d: %.399s", q, all[q].sentence);
+    return EPIC_OK;
+}
+
+/* ------------------------------------------------------------------------------ chunks ---- */
+
+/* The chunks (chunks.h) that this rank sends and receives when a window is added. */
+typedef struct chunk_exchange {
+    p2p_exported_chunks mine;
+    int socket;          /* -1: none */
+    int socket_error;    /* errno, if the socket could not be opened */
+    uint32_t unsent;     /* bit mask of the ranks to which this rank must send */
+    uint32_t unreceived; /* bit mask of the ranks from which this rank must receive */
+} chunk_exchange;
+
+/* Opens the socket of this rank, if there are other processes, and publishes its name. */
+static void open_socket(const epic_group *g, chunk_exchange *x, p2p_window_message *mine)
+{
+    x->socket = -1;
+    for (int q = 0; q < g->num_ranks && x->socket < 0; q++)
+        if (p2p_is_elsewhere(g, q)) x->socket = p2p_chunk_socket(mine->socket);
+    x->socket_error = errno;
+}
+
+static void close_socket(chunk_exchange *x)
+{
+    p2p_chunks_close(&x->mine);
+    if (x->socket >= 0) close(x->socket);
+}
+
+/* Adds a peer to the error text. Returns `result`. */
+static epic_result fail_with_peer(epic_result result, int peer)
+{
+    char why[400];
+    epic_fit_text(why, sizeof why, epic_sentence());
+    return epic_fail(result, "the window of rank %d cannot be mapped here: %s", peer, why);
+}
+
+/* Sends the chunks of this rank, as far as the queues of its peers have room. Leaves out a peer
+ * without a socket, which reports this. */
+static epic_result send_chunks(const epic_group *g, uint64_t sequence,
+                               const p2p_window_message *all, chunk_exchange *x)
+{
+    const p2p_chunk_header header = {
+        .group_id = g->self.group_id, .sequence = sequence, .rank = g->rank};
+    for (int q = 0; q < g->num_ranks; q++) {
+        bool is_sent = !memcmp(all[q].socket, (char[8]){0}, sizeof all[q].socket);
+        if (!(x->unsent >> q & 1)) continue;
+        if (!is_sent)
+            TRY(p2p_chunk_send(x->socket, q, all[q].socket, &header, &x->mine, &is_sent));
+        if (is_sent) x->unsent &= ~(1u << q);
+    }
+    return EPIC_OK;
+}
+
+/* Receives and maps all chunks that have arrived. Ignores messages that no rank has sent in this
+ * exchange. */
+static epic_result receive_chunks(const epic_group *g, p2p_window *window, uint64_t sequence,
+                                  const p2p_window_message *all, chunk_exchange *x)
+{
+    for (;;) {
+        p2p_chunk_header header;
+        p2p_exported_chunks its;
+        int64_t pid;
+        TRY(p2p_chunk_receive(x->socket, &header, &its, &pid));
+        if (!pid) return EPIC_OK;
+        const int q = header.rank;
+        epic_result result = EPIC_OK;
+        if (q >= 0 && q < g->num_ranks && x->unreceived >> q & 1 && pid == g->peers[q].pid &&
+            header.group_id == g->self.group_id && header.sequence == sequence) {
+            x->unreceived &= ~(1u << q);
+            result = p2p_memory_map_chunks(g, &all[q], &its, &window->mappings[q]);
+        }
+        p2p_chunks_close(&its);
+        if (result != EPIC_OK) return fail_with_peer(result, q);
+    }
+}
+
+/* Returns whether a rank has reported an error in the exchange with this number. Such a rank may
+ * not send its chunks. */
+static bool has_error(const epic_group *g, uint64_t sequence)
+{
+    p2p_window_message all[DEVICE_MAX_RANKS];
+    if (read_messages(g, sequence, all) != EPIC_OK) return false;
+    for (int q = 0; q < g->num_ranks; q++)
+        if (all[q].sequence == sequence && all[q].result != EPIC_OK) return true;
+    return false;
+}
+
+/* Sends the chunks of this rank to all ranks of other processes, and maps theirs. Sets *is_complete
+ * to false if a peer has reported an error, which then all ranks return. */
+static epic_result exchange_chunks(epic_group *g, struct p2p_windows *w, p2p_window *window,
+                                   const p2p_window_message *all, chunk_exchange *x,
+                                   uint64_t timeout_ms, bool *is_complete)
+{
+    const uint64_t sequence = w->sequence;
+    deadline end = deadline_begin_ms(timeout_ms);
+    for (int q = 0; q < g->num_ranks; q++) {
+        if (!p2p_is_elsewhere(g, q)) continue;
+        x->unsent |= (uint32_t)(all[g->rank].num_chunks != 0) << q;
+        x->unreceived |= (uint32_t)(all[q].num_chunks != 0) << q;
+    }
+    if ((x->unsent || x->unreceived) && x->socket < 0)
+        return epic_fail(EPIC_EDEVICE, "opening a socket for the descriptors of a window: %s%s",
+                         strerror(x->socket_error), epic_remedy(x->socket_error));
+    while (x->unsent || x->unreceived) {
+        TRY(p2p_check_group(g));
+        TRY(send_chunks(g, sequence, all, x));
+        TRY(receive_chunks(g, window, sequence, all, x));
+        const uint32_t missing = x->unsent | x->unreceived;
+        if (!missing) break;
+        *is_complete = !has_error(g, sequence + 1);
+        if (!*is_complete) return EPIC_OK;
+        const uint32_t gone = missing & find_gone(g);
+        if (gone) return report_missing(g, gone, true, timeout_ms);
+        if (deadline_before_nap(&end, POLL_NAP_NS))
+            return report_missing(g, missing, false, timeout_ms);
+        nanosleep(&(struct timespec){.tv_nsec = POLL_NAP_NS}, NULL);
+    }
     return EPIC_OK;
 }
 
 /* ------------------------------------------------------------------------------ memory ---- */
-
-/* Sets *base to the beginning of the allocation that contains `data`. The runtime API has no
- * function for this, so the function of the CUDA driver is looked up by name. */
-static epic_result find_base(const void *data, uint8_t **base)
-{
-    typedef int range_getter(unsigned long long *base, size_t *bytes, unsigned long long at);
-    static const char name[] = "cuMemGetAddressRange_v2";
-    unsigned long long begin = 0;
-    size_t bytes = 0;
-    void *found = dlsym(RTLD_DEFAULT, name);
-    void *driver = found ? NULL : dlopen("libcuda.so.1", RTLD_NOW);
-    if (driver) found = dlsym(driver, name);
-    range_getter *get = NULL;
-    memcpy(&get, &found, sizeof get); /* ISO C has no cast from void * to a function */
-    const int error = get ? get(&begin, &bytes, (unsigned long long)(uintptr_t)data) : -1;
-    if (driver) dlclose(driver);
-    *base = (uint8_t *)(uintptr_t)begin;
-    if (!error) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "data is %p: must be in memory of cudaMalloc, so that other processes can "
-                     "map it; CUDA finds no allocation there (%s, %d)",
-                     data, name, error);
-}
-
-static bool has_other_processes(const epic_group *g)
-{
-    for (int q = 0; q < g->num_ranks; q++)
-        if (!p2p_same(g->peers[q].process, g->peers[g->rank].process)) return true;
-    return false;
-}
-
-/* Writes the IPC handle and the offset of the memory to the message. Peers of other processes
- * need both to map the window. */
-static epic_result export_memory(const epic_group *g, const uint8_t *data,
-                                 p2p_window_message *mine)
-{
-    uint8_t *base;
-    cudaIpcMemHandle_t handle;
-    mine->at = (uint64_t)(uintptr_t)data;
-    if (!has_other_processes(g)) return EPIC_OK;
-    TRY(find_base(data, &base));
-    mine->offset = data - base;
-    const cudaError_t error = cudaIpcGetMemHandle(&handle, base);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return epic_fail(EPIC_ENOTSUP,
-                         "data is %p: must be in memory of cudaMalloc, so that other processes "
-                         "can map it; CUDA reports \"%s\" for its IPC handle",
-                         (const void *)data, cudaGetErrorString(error));
-    }
-    memcpy(mine->handle, &handle, sizeof handle);
-    return EPIC_OK;
-}
-
-static epic_result check_memory(const epic_group *g, const epic_window_args *args)
-{
-    struct cudaPointerAttributes where;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&where, args->data), "data"));
-    if (where.type != cudaMemoryTypeDevice)
-        return epic_fail(EPIC_ENOTSUP, "data is %p: must be in memory of cudaMalloc",
-                         args->data);
-    if (where.device == g->device) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "data is on device %d: must be on device %d, which the context uses",
-                     where.device, g->device);
-}
-
-static epic_result allocate_memory(epic_group *g, int64_t bytes, uint8_t **data)
-{
-    *data = p2p_allocate(g, (size_t)bytes);
-    if (!*data)
-        return epic_fail(EPIC_ENOMEM, "bytes is %lld: the GPU has no such memory; pass less",
-                         (long long)bytes);
-    TRY(p2p_cuda(cudaMemsetAsync(*data, 0, (size_t)bytes, g->side), "clearing a window"));
-    return p2p_cuda(cudaStreamSynchronize(g->side), "clearing a window");
-}
-
-/* Sets this rank's memory of the window, which is allocated here or passed by the caller, and
- * describes it in the message. */
-static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
-                              p2p_window_message *mine)
-{
-    mine->bytes = window->bytes = args->bytes;
-    if (!args->bytes) return EPIC_OK;
-    if (args->data) {
-        TRY(check_memory(g, args));
-        window->data = args->data;
-    } else {
-        TRY(allocate_memory(g, args->bytes, &window->data));
-        window->is_allocated = true;
-    }
-    return export_memory(g, window->data, mine);
-}
-
-static epic_result map_peer(epic_group *g, p2p_window *window, int peer,
-                            const p2p_window_message *its, p2p_mapped_window *mapped)
-{
-    if (peer == g->rank || its->bytes <= 0) return EPIC_OK;
-    mapped->bytes = its->bytes;
-    if (p2p_same(g->peers[peer].process, g->peers[g->rank].process)) {
-        /* p2p_heap_connect() has enabled access to all memory of the peer's device. */
-        mapped->at = (uint8_t *)(uintptr_t)its->at;
-        return EPIC_OK;
-    }
-    cudaIpcMemHandle_t handle;
-    memcpy(&handle, its->handle, sizeof handle);
-    const cudaError_t error = p2p_open_handle(&window->opened[peer], handle);
-    if (error == cudaSuccess) {
-        mapped->at = (uint8_t *)window->opened[peer] + its->offset;
-        return EPIC_OK;
-    }
-    return epic_fail(EPIC_ENOTSUP,
-                     "the window of rank %d cannot be mapped here: CUDA reports \"%s\"", peer,
-                     cudaGetErrorString(error));
-}
 
 /* Writes the addresses of all ranks' memory into row `number` of the table, which kernels read.
  * If `mapped` is NULL, clears the row. */
@@ -287,20 +293,37 @@ static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
     return p2p_cuda(cudaStreamSynchronize(g->side), "the table of windows");
 }
 
+/* Sets this rank's memory of the window, which is allocated here or passed by the caller, and
+ * describes it in the message. */
+static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
+                              p2p_window_message *mine, p2p_exported_chunks *chunks)
+{
+    mine->bytes = window->bytes = args->bytes;
+    if (!args->bytes) return EPIC_OK;
+    window->data = args->data;
+    window->is_allocated = !args->data;
+    if (!args->data) TRY(p2p_memory_allocate(g, args->bytes, &window->data));
+    return p2p_memory_export(g, window->data, args->bytes, mine, chunks);
+}
+
 static epic_result map_peers(epic_group *g, struct p2p_windows *w, int number,
                              const p2p_window_message *all)
 {
     p2p_mapped_window mapped[DEVICE_MAX_RANKS] = {{0}};
-    for (int q = 0; q < g->num_ranks; q++)
-        TRY(map_peer(g, &w->windows[number], q, &all[q], &mapped[q]));
+    for (int q = 0; q < g->num_ranks; q++) {
+        if (q == g->rank || all[q].bytes <= 0) continue;
+        mapped[q].bytes = all[q].bytes;
+        const epic_result result =
+            p2p_memory_map(g, q, &all[q], &w->windows[number].mappings[q], &mapped[q].at);
+        if (result != EPIC_OK) return fail_with_peer(result, q);
+    }
     return fill_table(g, w, number, mapped);
 }
 
 /* Unmaps the peers' memory of a window, and frees the memory that EPIC has allocated. */
 static void release_window(epic_group *g, p2p_window *window)
 {
-    for (int q = 0; q < g->num_ranks; q++)
-        if (window->opened[q]) (void)cudaIpcCloseMemHandle(window->opened[q]);
+    for (int q = 0; q < g->num_ranks; q++) p2p_memory_unmap(&window->mappings[q]);
     if (window->is_allocated && window->data) (void)cudaFree(window->data);
     (void)cudaGetLastError();
     memset(window, 0, sizeof *window);
@@ -333,21 +356,37 @@ static struct p2p_windows *windows_of(epic_group *g)
     return none;
 }
 
-/* Adds the window with index `number`. If a rank has an error, all ranks return it. */
+/* Maps the memory of all ranks. If a rank has an error, all ranks return it. */
+static epic_result connect_window(epic_group *g, struct p2p_windows *w, int number,
+                                  p2p_window_message *mine, chunk_exchange *chunks,
+                                  uint64_t timeout_ms)
+{
+    p2p_window_message all[DEVICE_MAX_RANKS];
+    bool is_complete = true;
+    TRY(exchange_messages(g, w, mine, all, timeout_ms));
+    TRY(first_error(g, all));
+    epic_result mapped =
+        exchange_chunks(g, w, &w->windows[number], all, chunks, timeout_ms, &is_complete);
+    if (mapped == EPIC_OK && is_complete) mapped = map_peers(g, w, number, all);
+    *mine = (p2p_window_message){0};
+    set_result(mine, mapped);
+    TRY(exchange_messages(g, w, mine, all, timeout_ms));
+    return first_error(g, all);
+}
+
+/* Adds the window with index `number`. */
 static epic_result add_locked(epic_group *g, struct p2p_windows *w, int number,
                               const epic_window_args *args)
 {
     const uint64_t timeout_ms =
         args->call.timeout_ms ? args->call.timeout_ms : g->config.timeout_ms;
-    p2p_window_message mine = {0}, all[DEVICE_MAX_RANKS];
-    set_result(&mine, get_memory(g, &w->windows[number], args, &mine));
-    TRY(exchange_messages(g, w, &mine, all, timeout_ms));
-    TRY(first_error(g, all));
-    const epic_result mapped = map_peers(g, w, number, all);
-    mine = (p2p_window_message){0};
-    set_result(&mine, mapped);
-    TRY(exchange_messages(g, w, &mine, all, timeout_ms));
-    return first_error(g, all);
+    p2p_window_message mine = {0};
+    chunk_exchange chunks = {0};
+    open_socket(g, &chunks, &mine);
+    set_result(&mine, get_memory(g, &w->windows[number], args, &mine, &chunks.mine));
+    const epic_result result = connect_window(g, w, number, &mine, &chunks, timeout_ms);
+    close_socket(&chunks);
+    return result;
 }
 
 static epic_result check_number(int number)
@@ -408,6 +447,7 @@ void p2p_free_windows(epic_group *g)
 {
     struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
     if (!w) return;
+    (void)cudaDeviceSynchronize(); /* cuMemUnmap() does not wait for kernels */
     for (int i = 0; i < P2P_MAX_WINDOWS; i++) release_window(g, &w->windows[i]);
     (void)cudaFree(w->table);
     pthread_mutex_destroy(&w->mutex);

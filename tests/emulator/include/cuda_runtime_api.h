@@ -86,6 +86,9 @@ cudaError_t cudaDeviceSynchronize(void);
 
 cudaError_t cudaMalloc(void **memory, size_t bytes);
 cudaError_t cudaFree(void *memory);
+cudaError_t cudaMemGetInfo(size_t *available, size_t *total);
+cudaError_t cudaMallocAsync(void **memory, size_t bytes, cudaStream_t stream);
+cudaError_t cudaFreeAsync(void *memory, cudaStream_t stream);
 cudaError_t cudaHostAlloc(void **memory, size_t bytes, unsigned flags);
 cudaError_t cudaFreeHost(void *memory);
 cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags);
