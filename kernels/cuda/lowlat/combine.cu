@@ -50,9 +50,13 @@ struct CombineUnits {
     /* Returns unit u without its slots. */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
-        const int senders = c.job.self.num_ranks - 1, row = u / c.shape.pieces;
-        if (own) return {row, 0, u % c.shape.pieces, -1, -1};
-        return {row / senders, row % senders, u % c.shape.pieces, -1, -1};
+        const uint32_t pieces = c.shape.pieces, senders = c.job.self.num_ranks - 1;
+        const uint32_t row = (uint32_t)u / pieces;
+        Unit unit = {(int32_t)row, 0, (int)((uint32_t)u - row * pieces), -1, -1};
+        if (own || senders == 1) return unit;
+        unit.token = (int32_t)(row / senders);
+        unit.role = (int)(row % senders);
+        return unit;
     }
     /* Returns the index of this worker's first unit. The last worker of each CTA also checks
      * the plan, so these workers are the last ones that get an own unit. */
@@ -214,11 +218,19 @@ template <class ROW_> struct PlainSums {
 };
 
 /* Zeroes all outputs. Called by `threads` threads, each with its own index `thread`. */
-static __device__ void clear_outputs(const CombineState &c, int64_t thread, int64_t threads)
+static __device__ __noinline__ void clear_outputs(const p2p_combine_job &job, int64_t thread,
+                                                  int64_t threads)
 {
-    zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, thread, threads);
-    zero_floats(c.job.choice_floats, 0, (int64_t)c.job.num_tokens * c.job.top_k, thread,
-                threads);
+    zero_rows(job.out, job.row_bytes, 0, job.num_tokens, thread, threads);
+    zero_floats(job.choice_floats, 0, (int64_t)job.num_tokens * job.top_k, thread, threads);
+}
+
+/* Called by all threads of all CTAs if a rank's receive buffer has too few rows. The CTA that
+ * calls it last reports the rank and zeroes all outputs. */
+static __device__ __noinline__ void clear_after_overflow(const p2p_combine_job &job, OpState &op,
+                                                         const device_plan_header &h)
+{
+    if (is_last_cta_of_overflow(op, h)) clear_outputs(job, threadIdx.x, LOWLAT_BLOCK);
 }
 
 /* The kernel. The template argument Sums (QuickSums or PlainSums) defines how rows are added.
@@ -291,9 +303,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     } else if (moves) {
         (void)worker.run_units(units);
     }
-    if (!moves) clear_outputs(c, grid_thread(), grid_threads());
+    if (!moves) clear_outputs(job, grid_thread(), grid_threads());
     end_lowlat(op);
-    if (!enough && is_last_cta_of_overflow(op, h)) clear_outputs(c, threadIdx.x, LOWLAT_BLOCK);
+    if (!enough) clear_after_overflow(job, op, h);
 }
 
 typedef void (*Kernel)(p2p_combine_job);
