@@ -25,9 +25,7 @@
  * Memory order: each word of a row in staging, and each block in `parts`, is its own flag. It
  * is poison (the mark of a word that has not arrived) until it is stored, and the warp that
  * reads it stores poison back. Ranks cannot wait for each other in a circle, for the reason in
- * dispatch/dispatch.cu.
- * is poison until it is stored, and the warp that reads it stores poison back. Ranks cannot
- * wait for each other in a circle, for the reason in dispatch/dispatch.cu. */
+ * dispatch/dispatch.cu. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/combine/backward_stream.cuh"
 #include "cuda/common/launch.cuh"
