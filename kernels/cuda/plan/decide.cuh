@@ -199,10 +199,11 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     h.layout = layer.layout;
     h.layer_hash = self.layer_hashes[0];
     h.capacity = read_capacity(job);
-    h.first_expert = 0;
+    h.first_expert = layer.sum_order == EPIC_TREE ? job.block * self.rank : 0;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
-    if (layer.sum_order == EPIC_TREE)
+    /* The low-latency planner has no p.owner: it is used only without rank_of_expert. */
+    if (layer.sum_order == EPIC_TREE && job.rank_of_expert)
         for (int q = 0; q < self.num_ranks; q++) {
             const int first = job.block * q;
             h.rank_at[q] = p.owner[first];
