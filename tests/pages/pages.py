@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NOT_RUN = [
     ("frameworks", "from epic.torch.megatron import use_epic", "it needs a model of Megatron-Core; "
      "test_megatron.py calls use_epic with one in make test-torch-adapters"),
+    ("torch", "import torch.distributed._symmetric_memory", "it needs GPUs; the case windows of "
+     "tests/torch/gpu/gpu_cases.py registers such memory in make gpu-test-torch"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,7 @@ import vllm_cases
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epic.torch
-from epic.torch import ExpertWeights, groups
+from epic.torch import ExpertWeights, groups, windows
 from epic.torch.experts import mlp, slab_mm
 from epic.torch.ops import argument_names
 from epic.torch.scaled import expand_scales, quantize_rows, quantize_weight
@@ -49,6 +49,7 @@ from reference import relative
 RANKS = 2
 COMMS = (ctypes.c_void_p * RANKS)()  # communicators of the NCCL of tests/emulator
 GPU = ctypes.CDLL("libemulator.so")  # preloaded in place of the CUDA runtime
+WIDE = epic.torch.threads(RANKS)  # of the group for windows
 open_on_host = groups.open_on
 
 
@@ -135,6 +136,54 @@ def case_layer_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> Non
                 assert x.grad is not None
                 results.append([out, loss, x.grad, *(p.grad for p in layer.parameters())])
             agree(results[0], results[1], 2e-5)
+
+
+def case_windows(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check steps of top-1 whose outputs are windows: new ones, registered ones, and a mixture."""
+    rank, layer = on_gpu.rank, epic.torch.Layer(8, 1)
+    on_gpu.close()  # it has all SMs
+    many = 1100  # with fewer tokens all rows go through staging
+    x, w, ids, ct = Data((many, many - 70, 0, 0)).mine(rank)
+    mine = (x, w[:, :1].detach().requires_grad_(), ids[:, :1].contiguous(), ct)
+    sizes: dict[str, Any] = {**SIZES, "max_tokens": many, "device": "cpu", "staging_bytes": -1}
+    with epic.torch.Group(bootstrap=WIDE[rank], backend="p2p", **sizes) as group:
+        slots = group.capacity_bound(layer)
+        recv = epic.torch.window((slots, HIDDEN), torch.float32, group)
+        out = epic.torch.window((many, HIDDEN), torch.float32, group)
+        assert not recv.any() and not out.any()
+        other = device_memory(4 * slots * HIDDEN).view(torch.float32).view(slots, HIDDEN)
+        epic.torch.register_window(other if rank else other[:0], group)
+        wanted = through_windows(group, layer, mine, None, None)
+        for rows in (recv, other):
+            for result in (None, out[: x.shape[0]]):
+                assert same(wanted, through_windows(group, layer, mine, rows.fill_(9), result))
+        # The address of memory of the host, which torch.ones() allocates, is not of a GPU.
+        word = "rank 1: the tensor's memory is 0x" if rank else "rank 1: "
+        bad = torch.ones(5) if rank else other
+        expect_error(lambda: epic.torch.register_window(bad, group), word)
+    del on_host
+
+
+def through_windows(
+    group: epic.torch.Group, layer: Any, mine: Any, rows: Any, result: Any
+) -> list[torch.Tensor]:
+    """Return the results of a step and its gradients, with outputs in `rows` and `result`."""
+    x, w, ids, ct = mine
+    plan = epic.torch.plan(group, layer, ids)
+    into = None if rows is None else (rows, torch.empty(len(rows)))
+    recv, slot = epic.torch.dispatch(plan, x, w, out=into)
+    used = int(plan.expert_rows.sum())
+    out = epic.torch.combine(plan, torch.sin(recv), slot, out=result)
+    found = [recv[:used], out, *torch.autograd.grad(out, (x, w), ct)]
+    return [v.detach().clone() for v in found]
+
+
+def device_memory(count: int) -> torch.Tensor:
+    """Return memory of an emulated GPU as a CPU tensor. It is not freed."""
+    at = ctypes.c_void_p()
+    assert GPU.cudaMalloc(ctypes.byref(at), ctypes.c_size_t(count)) == 0 and at.value
+    octets = (ctypes.c_uint8 * count).from_address(at.value)
+    return torch.frombuffer(octets, dtype=torch.uint8)
 
 
 def case_nccl(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
@@ -563,6 +612,7 @@ def main() -> int:
     torch.set_num_threads(1)
     groups.open_on = open_on
     groups.choose_backend = lambda device, requested: requested
+    windows.new_memory = lambda group, count: (device_memory(count).zero_(), None)
     names = [name for name in sys.argv[1:] if name != "quick"] or list(CASES)
     if "nccl" in names:
         assert ctypes.CDLL(os.environ["EPIC_NCCL"]).ncclCommInitAll(COMMS, RANKS, None) == 0

@@ -140,11 +140,24 @@ def test_refused() -> None:
             epic.torch.window((64, 1 << 40), torch.int64, group)
         with pytest.raises(EpicError, match="rank 0 has no memory for a window"):
             epic.torch.window(1 << 47, torch.uint8, group)
+
+
+def test_register_refused() -> None:
+    """Check the errors of wrong arguments of register_window."""
+    x: Any = torch.ones(4, 6)
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
-        group.on_gpu = True
-        with pytest.raises(EpicError, match="group is on GPUs: must be on CPUs"):
-            epic.torch.window(2, torch.float32, group)
+        with pytest.raises(EpicArgumentError, match="group is on CPUs: must be on GPUs"):
+            epic.torch.register_window(x, group)
+        with pytest.raises(EpicArgumentError, match=r"tensor is list: must be a torch\.Tensor"):
+            epic.torch.register_window([1.0], group)  # type: ignore[arg-type]
+        group.on_gpu = True  # the other errors are found before the call of the core
+        with pytest.raises(EpicArgumentError, match="tensor is on meta: must be on cpu"):
+            epic.torch.register_window(x.to("meta"), group)
+        with pytest.raises(EpicArgumentError, match="tensor is not contiguous"):
+            epic.torch.register_window(x.T, group)
         group.on_gpu = False
+    with pytest.raises(EpicError, match="was closed"):
+        epic.torch.register_window(x, group)
 
 
 def no_memory(rank: int) -> str:

@@ -50,6 +50,9 @@ PHRASES = {
     "tokens.num_rows": "the number of tokens",
     "epic_moe_forward": "moe",
     "epic_regroup": "shrink",
+    "data is": "the tensor's memory is",
+    "memory of cudaMalloc or cuMemCreate": "memory of torch's allocator without cudaMallocAsync, "
+    "or symmetric memory",
     "topk_idx_in": "forced ids",
     "topk_weights_in": "forced weights",
     "moe.layer.": "layer.",

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import epic
@@ -163,6 +164,95 @@ def case_graph(group: Group) -> None:
         torch.cuda.synchronize()
         assert same([v.clone() for v in captured], forward_backward())
     del graph
+
+
+WIDE = 3072  # number of elements of a row in case_windows
+MOST = 4096  # number of tokens; with 1,024 or fewer, all rows go through staging
+
+
+def window_memory(kind: str, shape: tuple[int, ...], group: Group) -> torch.Tensor:
+    """Return a window of bfloat16: of epic.torch.window, of torch's allocator, or symmetric memory.
+
+    The tensors of the last two kinds begin in the middle of their memory.
+    """
+    if kind == "window":
+        return epic.torch.window(shape, torch.bfloat16, group)
+    count = 128 + shape[0] * shape[1]
+    if kind == "tensor":
+        memory = torch.empty(count, dtype=torch.bfloat16, device=group.device)
+    else:
+        memory = symmetric_memory.empty(count, dtype=torch.bfloat16, device=group.device)
+    rows = memory[128:].view(shape)
+    epic.torch.register_window(rows, group)
+    return rows
+
+
+def window_step(group: Group, mine: Any, rows: Any = None, result: Any = None) -> list[Any]:
+    """Return the results of a top-1 step and its gradients, with outputs in `rows` and `result`."""
+    x, w, ids, ct = mine
+    layer = epic.torch.Layer(EXPERTS, 1)
+    plan = epic.torch.plan(group, layer, ids)
+    into = None if rows is None else (rows, torch.empty(len(rows), device=group.device))
+    recv, slot = epic.torch.dispatch(plan, x, w, out=into)
+    # The slots that the plan does not use keep their old bits.
+    used = (torch.arange(len(recv), device=group.device) < plan.expert_rows.sum())[:, None]
+    out = epic.torch.combine(plan, torch.where(used, recv, 0) * 2, slot, out=result)
+    return [torch.where(used, recv, 0), out, *torch.autograd.grad(out, (x, w), ct)]
+
+
+def window_data(group: Group) -> list[torch.Tensor]:
+    """Return this rank's inputs. The number of tokens differs between the ranks."""
+    seed, tokens = 70 + group.rank, MOST - 900 * (group.rank % 3)
+    x = numbers(seed, tokens, WIDE, dtype=torch.bfloat16)
+    weights = numbers(seed + 50, tokens, 1).abs()
+    ids = choices(seed, tokens)[:, :1].contiguous()
+    ct = numbers(seed + 100, tokens, WIDE, dtype=torch.bfloat16)
+    x, weights, ids, ct = (v.to(group.device) for v in (x, weights, ids, ct))
+    return [x.requires_grad_(), weights.requires_grad_(), ids, ct]
+
+
+def case_windows(group: Group) -> None:
+    """Check steps into windows of all kinds of memory, also captured, against ordinary outputs.
+
+    With the least staging, combine and the backward calls store rows directly, too.
+    """
+    kinds = ["window", "tensor", "symmetric"]
+    has_pool = torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+    if has_pool and group.num_ranks > 1:
+        kinds = ["symmetric"]  # other processes cannot map memory of torch's allocator
+    mine = window_data(group)
+    for staging_bytes in (0, -1):
+        wish = {"max_tokens": MOST, "max_row_bytes": 2 * WIDE, "staging_bytes": staging_bytes}
+        with open_another(group, device=group.device, **wish) as wide:
+            wanted = window_step(wide, mine)
+            slots = wide.capacity_bound(epic.torch.Layer(EXPERTS, 1))
+            for kind in kinds:
+                rows = window_memory(kind, (slots, WIDE), wide)
+                result = window_memory(kind, (MOST, WIDE), wide)[: len(mine[0])]
+                for into in ((rows, None), (rows, result), (None, result)):
+                    for memory in into:
+                        if memory is not None:
+                            memory.fill_(9)
+                    assert same(wanted, window_step(wide, mine, *into)), (kind, staging_bytes)
+                run = partial(window_step, wide, mine, rows, result)
+                graph, captured = capture(wide, run)
+                rows.fill_(9)
+                graph.replay()
+                torch.cuda.synchronize()
+                assert same(wanted, [v.clone() for v in captured]), (kind, "captured")
+                del graph
+            if kinds == ["symmetric"]:
+                check_pool_refused(wide)
+
+
+def check_pool_refused(group: Group) -> None:
+    """Check that memory of cudaMallocAsync is refused, with an error that contains the reason."""
+    try:
+        epic.torch.window(8, torch.float32, group)
+    except epic.torch.EpicError as error:
+        assert error.code == "EPIC_ENOTSUP" and "cudaMallocAsync" in str(error), error
+        return
+    raise AssertionError("memory of a pool became a window")
 
 
 def case_capacity_limit(group: Group) -> None:

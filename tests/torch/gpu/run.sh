@@ -55,6 +55,11 @@ for what in ${EPIC_GPU_RUNS:-processes:$most threads:$most shared:$share deaths:
     run "$what of $GPUS GPUs" '^right$' "$PYTHON" tests/torch/gpu/check.py "$how" "$count" "$@"
 done
 if [ $# = 0 ] && [ -z "${EPIC_GPU_RUNS-}" ]; then
+    # torch's allocators that make their memory by cuMemCreate and by cudaMallocAsync
+    for config in expandable_segments:True backend:cudaMallocAsync; do
+        run "windows with $config" '^right$' env PYTORCH_CUDA_ALLOC_CONF="$config" \
+            "$PYTHON" tests/torch/gpu/check.py processes "$most" windows
+    done
     run "example, $most of $GPUS GPUs" ': right$' "$PYTHON" examples/torch/ep_moe.py --check \
         --device cuda --processes "$most" --ep "$most"
 fi

@@ -40,7 +40,7 @@ from epic.torch.steps import (
 )
 from epic.torch.sums import sum
 from epic.torch.training_state import TrainingState
-from epic.torch.windows import window
+from epic.torch.windows import register_window, window
 
 __all__ = [
     "EXACT",
@@ -93,6 +93,7 @@ __all__ = [
     "plan_dispatch",
     "read_plan",
     "record_routing",
+    "register_window",
     "replace_moe",
     "replay_routing",
     "restore_moe",
