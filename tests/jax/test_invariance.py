@@ -53,12 +53,11 @@ def weights_of(dtype: Any) -> epic.jax.MoeWeights:
 def test_groups(opened: Any, dtype: str) -> None:
     """No bit differs between batches, devices and groups of 1, 2 and 4 ranks."""
     prints = set()
-    for ranks in (1, 2, 4):
-        mesh = make_mesh(ranks)
-        group = opened(mesh, name=f"of {ranks}")
+    for ranks, mesh in ((1, line_of(1)), (2, make_mesh(2)), (4, line_of(4))):
+        group = opened(mesh, name=f"of {ranks}", max_tokens=32)
         report = epic.jax.check_invariance(mesh, group, options_of(), weights_of(dtype))
         assert report.is_invariant, report
-        assert report.batches == (64, 32, 7, 2, 1)
+        assert report.batches == (32, 7, 2, 1)
         prints.add(report.fingerprint)
     assert len(prints) == 1
 

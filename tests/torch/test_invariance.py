@@ -159,7 +159,7 @@ def test_first_stage(stage: str) -> None:
                 rows[later][2:4, 1] ^= 1
         return rows
 
-    found, _ = compare_batches("layer", (40, 7, 1), probe, dict, list, 0)
+    found, _ = compare_batches("layer", (40, 7, 1), probe, dict, list, 0, 40)
     assert [(d.layer, d.stage, d.num_tokens, d.tokens) for d in found] == [("layer", stage, 7, 2)]
 
 

@@ -49,8 +49,8 @@ class InvarianceReport:
         layers: Names of the layers that were checked.
         batches: Number of tokens of each rank in each batch.
         differences: For each layer and batch whose bits differ, the first stage where they differ.
-        fingerprint: Hash of the rows of all stages. If groups of different sizes have equal options
-            and parameters, equal fingerprints show that their bits are equal.
+        fingerprint: Hash of the rows of all stages. It is equal for groups of different sizes with
+            equal bits, options and parameters, if their max_tokens are equal, or all at least 64.
     """
 
     layers: tuple[str, ...]
@@ -174,6 +174,7 @@ def compare_batches(
     share: Callable[[Rows], Rows],
     add: Callable[[list[int]], list[int]],
     rank: int,
+    pool: int,
 ) -> tuple[list[Difference], Rows]:
     """Run the batches of one layer and compare them.
 
@@ -184,11 +185,11 @@ def compare_batches(
         share: Returns the rows of rank 0 on all ranks.
         add: Adds counts over the ranks.
         rank: This rank.
+        pool: Number of tokens in the pool, at most sizes[0].
 
     Returns:
         The differences, and the rows of the pool's tokens by stage.
     """
-    pool = min(POOL, sizes[0])
     differences, references = [], {}
     for turn, size in enumerate((sizes[0], *sizes)):
         tokens = draw_tokens(size, pool, turn, rank if turn else 0)

@@ -163,7 +163,7 @@ def check_invariance(
 
     Returns:
         An `InvarianceReport`, equal in all processes.  Compare its `fingerprint` with that of a
-        group of another size.
+        group of another size and with equal max_tokens.
 
     Raises:
         EpicArgumentError: an argument is wrong.
@@ -189,8 +189,8 @@ def check_invariance(
     devices, sizes = mesh.devices.size, batch_sizes(group.max_tokens)
     kind = weights.w_gate_up.dtype if dtype is None else dtype
     tables = {"rank_of_expert": rank_of_expert, "logical_of_expert": logical_of_expert}
-    probe = Probe(mesh, group, options, weights, kind, devices * sizes[0], tables, grouped_gemm)
+    probe = Probe(mesh, group, options, weights, kind, sizes[0], tables, grouped_gemm)
     batches = [size * devices for size in sizes]
-    differences, references = compare_batches("", batches, probe, dict, list, 0)
+    differences, references = compare_batches("", batches, probe, dict, list, 0, len(probe.pool))
     found = (replace(d, num_tokens=d.num_tokens // devices) for d in differences)
     return InvarianceReport(("",), sizes, tuple(found), hash_rows([references]))

@@ -230,7 +230,7 @@ def check_invariance(model: nn.Module, group: Group | None = None) -> Invariance
         probe = Probe(wrapped[layer], layer, sizes[0])
         with torch.enable_grad():
             found, rows = compare_batches(
-                name, sizes, probe, probe.share, probe.add, layer.group.rank
+                name, sizes, probe, probe.share, probe.add, layer.group.rank, len(probe.pool)
             )
         differences += found
         references.append(rows)
