@@ -472,6 +472,36 @@ def case_layer_graph(group: Group) -> None:
     del graph
 
 
+def case_invariant(group: Group) -> None:
+    """Check that tokens have equal bits in every batch, on one rank and on all ranks, and that
+    training on all ranks replays a rollout of a rank that decodes alone."""
+    options = epic.torch.Moe.of(
+        num_experts=8, top_k=2, hidden=64, inner=32, normalize="sum", invariant=True,
+        shared=epic.torch.Experts(1, 64, 32),
+    )  # fmt: skip
+    layer = epic.torch.MoE(group, options, dtype=torch.bfloat16, seed=0)
+    report = epic.torch.check_invariance(layer, group)
+    assert report.is_invariant, report
+    wait_for_all(group)
+    x = numbers(5, 24, 64).bfloat16().to(group.device)
+    with Group(num_ranks=1, device=group.device, max_sms=8, **SIZES) as alone:
+        server = epic.torch.MoE(alone, options, dtype=torch.bfloat16, seed=0)
+        assert epic.torch.check_invariance(server).fingerprint == report.fingerprint
+        with torch.no_grad(), epic.torch.record_routing(server) as record:
+            decoded = torch.cat([server(token)[0] for token in x.split(1)])
+        torch.cuda.synchronize()
+    wait_for_all(group)
+    mine = slice(24 * group.rank // group.num_ranks, 24 * (group.rank + 1) // group.num_ranks)
+    calls = record[""][mine]
+    ids, weights = (torch.cat(parts) for parts in zip(*calls, strict=True))
+    layer.w_gate.data.copy_(layer.w_gate.data.flip(1))  # this router would choose others
+    with epic.torch.replay_routing(layer, {"": epic.torch.Routing(ids, weights)}, weights=True):
+        out, loss = layer(x[mine])
+        (out.float().square().sum() + loss).backward()
+    assert torch.equal(out, decoded[mine])
+    assert layer.w_down.grad is not None and layer.w_down.grad.any()
+
+
 def case_replicas(group: Group) -> None:
     """Check that sums over replicas have the bits of CPUs."""
     results = []
