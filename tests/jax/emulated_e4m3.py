@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of test_emulated.py: emulated_e4m3.py RANK RANKS PORT. The last line is "right".
 
-Tests e4m3 experts and quantized flat rows on an emulated GPU, against loops in float64. Each rank
-has a different number of tokens.
+Tests e4m3 experts and quantized flat rows on an emulated GPU, against loops in float64, and the
+bits of an invariant layer against those of one rank. Each rank has a different number of tokens.
 """
 
 import sys
@@ -19,7 +19,7 @@ from epic.jax import e4m3
 from reference import relative
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, INNER = (5, 3, 0, 6), 2, 4, 144, 136
-SIZES: dict[str, Any] = {"max_tokens": 8, "max_row_bytes": 4 * HIDDEN, "timeout_ms": 120000}
+SIZES: dict[str, Any] = {"max_tokens": 16, "max_row_bytes": 4 * HIDDEN, "timeout_ms": 120000}
 
 
 def rows_of(seed: int, ranks: int) -> np.ndarray:
@@ -84,6 +84,37 @@ def check_layer(
     assert relative(exact, plain) > 1e-2  # the rounding is much larger than the tolerance
 
 
+def invariant_step(group: epic.jax.Group, tokens: slice, experts: slice, ranks: int) -> Any:
+    """Return output, gradient of the tokens and gradients of the experts of an invariant layer."""
+    w, x, ct = rounded.weights_of(1, EXPERTS, HIDDEN, INNER), rows_of(2, ranks), rows_of(3, ranks)
+    here = epic.jax.MoeWeights(
+        **{n: jnp.asarray(v if n == "w_gate" else v[experts]) for n, v in w.items()}
+    )
+    options = epic.jax.Moe.of(
+        num_experts=EXPERTS, top_k=3, hidden=HIDDEN, inner=INNER, weight_type="e4m3",
+        invariant=True,
+    )  # fmt: skip
+
+    def loss_of(x: Any, w: Any) -> Any:
+        out = epic.jax.moe(group, options, x, w).out
+        return (out * ct[tokens]).sum(), out
+
+    step = jax.jit(jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True))
+    (_, out), (d_x, d_w) = step(jnp.asarray(x[tokens]), here)
+    return jax.tree.map(np.asarray, (out, d_x, d_w._replace(w_gate=None)))
+
+
+def check_bits(found: Any, rank: int, ranks: int) -> None:
+    """Compare the results of invariant_step() with those of one rank for all tokens."""
+    mine = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+    own = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+    with epic.jax.open(ranks=[0], num_ranks=1, name="alone", **SIZES) as alone:
+        out, d_x, d_w = invariant_step(alone, slice(None), slice(None), ranks)
+    assert np.array_equal(found[0], out[mine]) and np.array_equal(found[1], d_x[mine])
+    for got, whole in zip(found[2], d_w, strict=True):
+        assert whole is None or (np.array_equal(got, whole[own]) and whole.any())
+
+
 def check_flat(group: epic.jax.Group, rank: int) -> None:
     """Rows in e4m3 with scales, one for each token and rank, are exact."""
     ranks = group.num_ranks
@@ -126,6 +157,10 @@ def main(rank: int, ranks: int, port: int) -> None:
         check_layer(group, rank, True, max_sms=2)
         check_layer(group, rank, False, "bfloat16")
         check_flat(group, rank)
+        tokens = slice(sum(TOKENS[:rank]), sum(TOKENS[: rank + 1]))
+        own = slice(rank * EXPERTS // ranks, (rank + 1) * EXPERTS // ranks)
+        found = invariant_step(group, tokens, own, ranks)
+    check_bits(found, rank, ranks)
     print("right", flush=True)
 
 
