@@ -8,10 +8,11 @@
 
 #include <string.h>
 
-/* A seat gives up on a lower seat after 3/2 of the patience without a message from it. This is
- * more than 1, because a leader may wait for the whole patience. */
+/* A seat gives up on a lower seat after 3/2 of the patience without a message from that seat.
+ * The factor is more than 1, because a leader that is alive may wait for the whole patience
+ * before it sends its next message. */
 #define GIVE_UP_HALVES 3
-#define CALL_PATIENCES 4 /* a call ends at the latest after this many times the patience */
+#define CALL_PATIENCES 4 /* a call lasts at most this many times the patience */
 
 static int ballot_compare(const members_ballot *a, const members_ballot *b)
 {
@@ -42,7 +43,8 @@ static void send_to(members *m, int to, const members_message *message, int64_t 
         m->send(m->self, to, message);
 }
 
-/* Sends a message to all seats of the set, to this seat last, as its reply may end the phase. */
+/* Sends a message to all seats of the set. Sends to this seat last, because this seat's reply
+ * is handled at once and may end the phase. */
 static void send_to_all(members *m, const seat_set *to, const members_message *message,
                         int64_t now)
 {
@@ -74,10 +76,10 @@ static void send_last(members *m, int to, int64_t now)
         send_decision(m, to, m->generation - 1, &m->last_ballot, &m->last, now);
 }
 
-/* Makes the prepared decision the current generation. The seat that sent the decision may not
- * be a member of the new generation. If it then dies, its death does not break this generation,
- * and no other seat may have the decision. So this seat sends the decision to all members
- * now. */
+/* Makes the prepared decision the current generation. If the seat that sent the decision is not
+ * a member of the new generation, it may die before it has sent the decision to all seats, and
+ * the new generation would not notice its death. So in this case this seat sends the decision
+ * to all members now. */
 static void enter_generation(members *m, int64_t now)
 {
     const int from = m->decided_by;
@@ -113,7 +115,7 @@ static void fail_for_all(members *m, uint32_t flags, int64_t now)
     send_to_all(m, &m->came, &fail, now);
 }
 
-/* Returns whether this seat has given up on a lower seat: it has waited long enough. */
+/* Returns whether this seat has given up on a lower seat (GIVE_UP_HALVES). */
 static bool is_given_up(const members *m, int seat, int64_t now)
 {
     return now - m->heard_ns[seat] >= m->call.patience_ns * GIVE_UP_HALVES / 2;
@@ -134,8 +136,8 @@ static void begin_ballot(members *m, int64_t now)
 }
 
 /* Fills in a new proposal. Without an authority, its members are the seats that have promised,
- * without those that leave or cannot prepare. With an authority, its members are the set that
- * the authority named. */
+ * except those that leave, cannot prepare or are dead. With an authority, its members are the
+ * set that the authority named. */
 static void make_proposal(members *m)
 {
     seat_set next = m->came;
@@ -177,8 +179,8 @@ static void finish_gathering(members *m, int64_t now)
 }
 
 /* Decides when each seat that has promised has accepted or is dead, or when the patience has
- * passed. A majority of accepts would be enough to decide earlier, but then some seats would
- * have to enter before they have prepared. */
+ * passed. A majority of accepts would be enough to decide earlier, but then seats that have not
+ * prepared yet would receive the decision. */
 static void finish_proposing(members *m, int64_t now)
 {
     seat_set known = m->acks;
@@ -195,8 +197,8 @@ static void finish_proposing(members *m, int64_t now)
     send_to_all(m, &everyone, &commit, now);
 }
 
-/* Begins to lead if all lower seats are dead or given up on. If not, stops leading, so that two
- * leaders do not outbid each other forever. */
+/* Begins to lead if all lower members are dead or this seat has given up on them. If not, stops
+ * leading, so that two leaders do not outbid each other forever. */
 static void choose_leader(members *m, int64_t now)
 {
     for (int s = 0; s < m->seat; s++) {
@@ -223,9 +225,10 @@ static void make_progress(members *m, int64_t now)
     if (is_running(m) && m->phase == MEMBERS_PROPOSES) finish_proposing(m, now);
 }
 
-/* Keeps the proposal in a promise if it was accepted in the highest ballot so far, because it
- * may be decided already. Ignores two kinds of proposals, which cannot be decided: those that
- * this leader itself has abandoned, and those of an older authority. */
+/* Adopts the proposal in a promise if it was accepted in a higher ballot than that of earlier
+ * promises, because such a proposal may be decided already. Ignores proposals that cannot be
+ * decided: those that this leader itself has abandoned, and those with another authority
+ * number. */
 static void keep_accepted(members *m, const members_message *promise)
 {
     const members_ballot *b = &promise->accepted;
@@ -315,8 +318,8 @@ static void handle_propose(members *m, int from, const members_message *propose,
         reply_to_proposal(m, true, now); /* there is nothing to prepare, so accept at once */
 }
 
-/* Returns whether this seat has prepared the decided proposal. It has if it has accepted the
- * proposal, because a seat prepares a proposal before it accepts it. */
+/* Returns whether this seat has prepared the decided proposal. A seat prepares a proposal
+ * before it accepts it, so a seat that has accepted a proposal has also prepared it. */
 static bool has_prepared(const members *m, const members_proposal *decided)
 {
     return m->accepted.round && m->accepted_proposal.group_id == decided->group_id &&
@@ -324,10 +327,10 @@ static bool has_prepared(const members *m, const members_proposal *decided)
 }
 
 /* Handles a decision. If this seat has prepared it, enters the new generation now. If not, the
- * caller must prepare first. A seat that has promised a ballot of an authority ignores
- * decisions of ballots without that authority, because all seats of the authority's set are
- * needed for that set. The exception is a decision from a seat of that set, which has already
- * entered the new generation. */
+ * caller must prepare first. If this seat has promised a ballot with an authority, it ignores
+ * decisions with a lower authority number, because the authority's set needs all its seats,
+ * also this one. The exception is a decision that comes from a seat of that set, because that
+ * seat has then already entered the new generation. */
 static void handle_commit(members *m, int from, const members_message *commit, int64_t now)
 {
     if (commit->ballot.authority < m->promised.authority && !seat_set_has(&m->call.only, from))
