@@ -10,8 +10,8 @@
  * token and one of its top_k experts), or the reason why the choice was dropped. */
 #define CHUNK 1024
 
-/* The header of a plan, of either type. few.num_ranks shows which type it is, because both
- * begin with the same members. */
+/* The header of a plan, which is a device_few_header or a device_many_header. few.num_ranks
+ * shows which of the two types it is, because both types begin with the same members. */
 typedef union header {
     device_few_header few;
     device_many_header many;
@@ -40,7 +40,7 @@ static header_view view_header(const header *h)
     return h->few.num_ranks > DEVICE_FEW_RANKS ? VIEW_OF(&h->many) : VIEW_OF(&h->few);
 }
 
-/* Returns true if the header's checksum, value ranges and sizes are valid. */
+/* Returns whether the header's checksum and sizes are correct and its values are in range. */
 static bool is_header_valid(const device_few_header *h, const header_view *view)
 {
     if (!view->is_intact || h->num_ranks < 1 || h->num_ranks > DEVICE_MOST_RANKS ||
@@ -54,7 +54,8 @@ static bool is_header_valid(const device_few_header *h, const header_view *view)
     return h->bytes == device_plan_end(&at, view->layout, view->num_logical);
 }
 
-/* Adds `count` fates to the counts in *out. Returns false if a fate is out of range. */
+/* Counts the fates in fates[0 .. count) and adds the counts to *out. Returns false if a fate is
+ * out of range. */
 static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -105,8 +106,8 @@ static void describe_device_plan(const device_few_header *h, const header_view *
 }
 
 /* Copies the header of the plan to *h. Returns false if the bytes do not begin like a plan, or
- * cannot be copied. If there are too few bytes for a header of many ranks, sets the rest of *h
- * to zero, so that the checksum is invalid. */
+ * cannot be copied. If the plan is too short for a device_many_header, the rest of *h stays
+ * zero, so that the checksum is wrong. */
 static bool read_header(const void *plan, int64_t plan_bytes, device_fetch fetch, header *h)
 {
     memset(h, 0, sizeof *h);

@@ -97,8 +97,9 @@ static int32_t max_experts_per_rank(int32_t *count, const epic_layer *layer, int
     return most;
 }
 
-/* Sets the pointers of *p into the workspace. The workspace begins behind the largest possible
- * plan, because the placement of the experts is not known yet. */
+/* Sets the pointers of *p that point into the workspace. The size of the plan depends on the
+ * placement of the experts, which is not known yet, so the workspace begins behind the largest
+ * possible plan. */
 static void locate_workspace(planner *p, const plan_header *h)
 {
     plan_header largest = *h;
@@ -242,7 +243,7 @@ static bool are_all_within(const int32_t *values, int64_t count, int32_t least, 
     return count <= 0 || (low >= least && high <= most);
 }
 
-/* Checks the numbers of tokens: element r of base_of must be the sum of tokens_of over all
+/* Checks tokens_of and base_of: element r of base_of must be the sum of tokens_of over all
  * ranks below r (exclusive prefix sum). Adds with 64 bits, because a 32-bit sum could overflow
  * and look valid. */
 static bool are_tokens_valid(const plan_view *v)
@@ -271,7 +272,7 @@ static bool are_slabs_valid(const plan_view *v)
     return flat || v->slab_begin[h->num_local] == h->num_slots;
 }
 
-/* Checks the range of every element, so that the code that uses the plan need not. */
+/* Checks the range of every element, so that the code that uses the plan need not check it. */
 static bool are_ranges_valid(const plan_view *v)
 {
     const plan_header *h = v->header;

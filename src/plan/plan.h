@@ -11,11 +11,13 @@
  * - base_of [num_ranks + 1]: exclusive prefix sum of tokens_of, so element r is the global
  *   index of rank r's first token
  * - expert_of [num_local]: global id of each local expert; -1: no expert
- * - logical_of [num_experts], only with replicas: logical expert of each expert; EPIC_ABSENT:
- *   none, or the expert is on a vacant seat
- * - slab_begin [num_local + 1]: first slot of each slab; FLAT: all 0
+ * - logical_of [num_experts], only with replicas: logical expert of which each expert is a
+ *   replica; EPIC_ABSENT: the expert is no replica, or is on a vacant seat (a rank that has
+ *   left)
+ * - slab_begin [num_local + 1]: first slot of each slab; all 0 in the layout FLAT
  * - slab_count [num_local]: number of choices in each slab, without padding
- * - position_of [num_ranks], only with EPIC_TREE: position of each member's experts in the tree
+ * - position_of [num_ranks], only with the sum order EPIC_TREE: position of each member's
+ *   experts in the tree
  *
  * Arrays that this rank uses as the home rank of its own tokens:
  *
@@ -25,9 +27,10 @@
  *
  * Arrays that this rank uses as the owner of experts, for the tokens of all ranks:
  *
- * - slot_or_expert [all tokens, top_k]: slot of the choice on this rank (FLAT: local expert of
- *   the choice); -1: the choice does not go to this rank
- * - row_of [all tokens], only FLAT: row of the token on this rank; -1: no row
+ * - slot_or_expert [total_tokens, top_k]: slot of the choice on this rank (FLAT: its local
+ *   expert); -1: the choice does not go to this rank
+ * - row_of [total_tokens], only FLAT: row of the token in this rank's receive buffer; -1: no
+ *   choice of the token goes to this rank
  *
  * While the plan is made, the workspace of the planner follows the arrays. */
 #ifndef EPIC_PLAN_H
@@ -49,17 +52,19 @@ typedef struct plan_header {
     uint64_t group_id;
     int64_t bytes;                    /* size of the header and the arrays in bytes */
     int64_t num_tokens, total_tokens; /* number of tokens of this rank, and of all ranks */
-    /* numbers of slots of this rank: used by the plan, available in the receive buffer, and
-     * needed if no choice were dropped */
+    /* num_slots: number of slots of this rank that the plan uses. capacity: number of slots in
+     * the receive buffer. demand: number of slots that would be needed to keep all choices. */
     int64_t num_slots, capacity, demand;
-    /* numbers of this rank's choices: with a slot, without an expert, dropped per reason */
+    /* how many of this rank's choices have each fate: kept, without an expert, or dropped
+     * because the expert is full, the rank is full or the expert is absent */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
     int64_t num_members; /* number of ranks that are members of the group */
     /* offsets of the arrays in bytes from the header */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;
     int64_t fate, rank_to, slot_or_expert, row_of;
-    int32_t rank, num_ranks, num_local; /* num_local: maximum number of experts on one member */
+    /* num_local: maximum number of experts that one member owns */
+    int32_t rank, num_ranks, num_local;
     uint32_t result;  /* an epic_result; if it is an error, the plan has no slots */
     epic_layer layer; /* with defaults filled in */
 } plan_header;
@@ -71,7 +76,7 @@ typedef struct plan_view { /* addresses of the arrays of a valid plan */
     const int32_t *fate, *rank_to, *slot_or_expert, *row_of;
 } plan_view;
 
-/* The errors that plan_check() finds in the bytes of a plan. */
+/* Results of plan_check(): the first error in the bytes of a plan. */
 enum plan_damage {
     PLAN_OK,
     PLAN_TOO_SHORT,
@@ -82,18 +87,18 @@ enum plan_damage {
     PLAN_WRONG_RANK
 };
 
-/* Returns a description of the damage, for the end of an error text. */
+/* Returns a description of the error, for the end of an error text. */
 const char *plan_damage_name(int damage);
 
-/* Checks the bytes of a plan. If they are valid, sets *out and returns PLAN_OK. If not, returns
- * the damage. With group_id 0, accepts plans of any group and rank. After PLAN_OK all values in
- * the arrays are in range, and the code that uses them need not check them. */
+/* Checks the bytes of a plan. If the bytes are valid, sets *out and returns PLAN_OK. If not,
+ * returns the error. If group_id is 0, accepts plans of any group and rank. After PLAN_OK all
+ * values in the arrays are in range, so the code that uses the arrays need not check them. */
 enum plan_damage plan_check(plan_view *out, const void *plan, int64_t plan_bytes,
                             uint64_t group_id, int32_t rank, int32_t num_ranks);
 
 /* Copies the caller's layer of `size` bytes to *out, fills in its defaults and checks it.
- * num_members is the number of ranks without vacant seats: with EPIC_TREE each member owns the
- * same number of leaves. Returns EPIC_OK or EPIC_EINVAL. */
+ * num_members is the number of ranks that are members. It is needed because with EPIC_TREE each
+ * member owns the same number of leaves. Returns EPIC_OK or EPIC_EINVAL. */
 epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
                        int32_t num_members);
 
@@ -103,18 +108,20 @@ epic_result layer_read(epic_layer *out, const epic_layer *layer, size_t size,
  * add up their rows before they send the sum to another host. */
 void layer_choose_order(epic_layer *layer, int32_t num_ranks, bool relayed);
 
-/* Computes the offsets and the size from the numbers of tokens, ranks and experts. */
+/* Sets the offsets of the arrays and `bytes` in the header. The counts of tokens, ranks and
+ * experts must already be in the header. */
 void plan_layout(plan_header *header);
 
 /* Returns the addresses of the arrays of a plan. Its header must be valid. */
 plan_view plan_view_of(const void *plan);
 
 /* Returns a size in bytes that suffices for any plan of this layer, on CUDA contexts and, with
- * the workspace of the planner, on host contexts. Returns 0 if a number of slots might not fit
- * into int32_t. */
+ * the workspace of the planner, on host contexts. Returns 0 if the number of slots of a rank
+ * might exceed INT32_MAX. */
 int64_t plan_bytes_bound(const epic_layer *layer, int32_t num_ranks, int64_t max_tokens);
 
-/* Returns the number of valid expert ids. With replicas, ids are those of logical experts. */
+/* Returns the number of valid expert ids. In a layer with replicas, an expert id is the id of a
+ * logical expert. */
 static inline uint32_t layer_num_ids(const epic_layer *layer)
 {
     return layer->num_logical ? layer->num_logical : layer->num_experts;
@@ -135,7 +142,7 @@ typedef struct planner {
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
     int32_t *fate, *rank_to, *row_of;
-    /* [all tokens, top_k] the plan's array slot_or_expert. While the plan is made, it first
+    /* [total_tokens, top_k] the plan's array slot_or_expert. While the plan is made, it first
      * contains the expert ids. A negative id is the fate of the choice: EPIC_FATE_NONE or
      * EPIC_FATE_ABSENT. place_choices() replaces the ids by slots (FLAT: by local experts). */
     int32_t *ids;
@@ -151,18 +158,21 @@ typedef struct planner {
     int32_t *begin; /* [num_experts] first slot of the expert's slab, on its rank */
     /* [num_experts] maximum number of choices that the expert keeps within expert_capacity */
     int32_t *expert_quota;
-    /* [num_experts] number of kept choices; an upper bound until decide_num_kept() */
+    /* [num_experts] number of choices that each expert keeps; before decide_num_kept() returns,
+     * an upper bound of it */
     int32_t *num_kept;
-    int32_t *next; /* [num_experts] number of choices of the expert before the current one */
+    int32_t *next; /* [num_experts] number of choices of each expert that were visited so far */
     int32_t *used_slots; /* [num_ranks] number of slots of each rank that are assigned so far */
     /* [num_ranks] maximum number of choices that each expert of a rank may keep, so that the
      * rank has enough slots: expert e of rank r keeps at most min(num_kept[e], keep_limit[r])
      * choices */
     int32_t *keep_limit;
-    /* [num_ranks] bounds of the binary search for keep_limit: the largest limit known to fit
-     * into the rank's slots, and the smallest limit known not to fit */
+    /* [num_ranks] bounds of the binary search for keep_limit. limit_fits: the largest limit
+     * known to need no more than the rank's slots. limit_fails: the smallest limit known to
+     * need more. */
     int32_t *limit_fits, *limit_fails;
-    int64_t *needed;   /* [num_ranks] number of slots that each rank needs; FLAT: rows */
+    /* [num_ranks] number of slots that each rank needs; FLAT: number of rows */
+    int64_t *needed;
     int64_t *capacity; /* [num_ranks] number of slots that each rank has; 0: no limit */
 } planner;
 
@@ -193,10 +203,12 @@ typedef enum placement_error {
 placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
                                       const plan_tables *tables, uint32_t *expert);
 
-/* The first error in a table of replicas. Both fields are -1 if there is none. */
+/* The first error in a table of replicas. Both fields are -1 if the table has no error. */
 typedef struct replicas_error {
-    int64_t expert; /* expert whose entry is out of range; -1: none */
-    /* the invalid entry; if `expert` is -1: a logical expert without a replica, or -1. */
+    /* expert whose entry in the table is out of range; -1: all entries are in range */
+    int64_t expert;
+    /* if `expert` is not -1: the invalid entry; otherwise a logical expert without a replica,
+     * or -1 */
     int64_t logical;
 } replicas_error;
 
@@ -211,8 +223,8 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
 void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank,
                    int32_t num_ranks, const int64_t *tokens_of, const plan_tables *tables);
 
-/* Adds the number of choices of each logical expert to logical_load [num_logical]. Leaves out
- * choices of absent experts. */
+/* Adds the number of choices of each logical expert to its element of logical_load
+ * [num_logical]. Does not count choices of absent experts. */
 void planner_add_logical_load(const planner *p, int32_t *logical_load);
 
 /* Replaces the logical expert of each choice in p->ids by one of its replicas on members.
@@ -226,8 +238,9 @@ void planner_deal_capacity(planner *p);
 
 /* Decides where every choice goes. Before the call, p->ids must contain the expert ids of the
  * choices of all ranks (EPIC_FATE_NONE: no expert), and p->owner, p->logical_of, p->capacity
- * and p->absent_load must be set. If a rank has too few slots, returns EPIC_EOVERFLOW with an
- * error text that contains the lowest such rank. The plan is then complete but has no slots. */
+ * and p->absent_load must be set. If a rank has too few slots, and choices must not be dropped,
+ * returns EPIC_EOVERFLOW; the error text contains the lowest such rank. The plan is valid in
+ * this case too, but it drops all choices. */
 epic_result planner_finish(planner *p);
 
 /* Writes the id, the group_id, the result and the checksums into the plan. After this call the

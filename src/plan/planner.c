@@ -7,8 +7,8 @@
  * 2. Count the choices of each expert.
  * 3. Decide how many choices each expert keeps, so that every rank stays within its capacity.
  * 4. Compute the first slot of each slab (the contiguous slots of one expert).
- * 5. Assign the next slot of its expert to each kept choice, in the order (rank, token,
- * k). */
+ * 5. For each kept choice, in the order (rank, token, k): assign the next slot of its
+ * expert. */
 #include <string.h>
 
 #include "base/error.h"
@@ -182,8 +182,9 @@ static void drop_choices(planner *p)
 }
 
 /* Decides how many choices each expert keeps (p->num_kept), and sets the demand of this rank.
- * With EPIC_OVERFLOW_DROP, limits num_kept to expert_capacity and to the capacity of every
- * rank. Without it, returns EPIC_EOVERFLOW if a rank needs more slots than its capacity. */
+ * With EPIC_OVERFLOW_DROP, limits num_kept so that no expert exceeds expert_capacity and no
+ * rank exceeds its capacity. Without EPIC_OVERFLOW_DROP, returns EPIC_EOVERFLOW if a rank needs
+ * more slots than its capacity. */
 static epic_result decide_num_kept(planner *p)
 {
     plan_header *h = p->header;
@@ -235,8 +236,8 @@ typedef struct choices {
 } choices;
 
 /* Returns the EPIC_FATE value of a dropped choice of expert e. `id` is the entry of the choice
- * in p->ids. Increments next[e] except with EPIC_BY_K, where next[e] is the number of kept
- * choices only. */
+ * in p->ids. Increments next[e], except with EPIC_BY_K, because with EPIC_BY_K next[e] counts
+ * only kept choices. */
 static int32_t fate_of(planner *p, int32_t e, int32_t id)
 {
     const bool by_k = is_priority_by_k(p);
@@ -264,7 +265,8 @@ static void place_token(planner *p, const int32_t *ids, choices *c)
     }
 }
 
-/* For FLAT layers: gives all kept choices of the token on one rank the next free row there. */
+/* For FLAT layers: assigns one row per rank, the next free row of that rank, to all kept
+ * choices of the token that go to that rank. */
 static void share_rows(planner *p, choices *c)
 {
     for (uint32_t k = 0; k < p->header->layer.top_k; k++) {
@@ -275,7 +277,8 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-/* Stores the fates of the choices of a token of this rank, and counts them in the header. */
+/* Stores the fate of each choice of one of this rank's tokens, and counts the fates in the
+ * header. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {
     plan_header *h = p->header;
@@ -309,7 +312,8 @@ static void place_foreign_token(planner *p, int32_t *ids, uint32_t top_k, int32_
     }
 }
 
-/* Returns true if the layout is EXPERT_MAJOR and the plan keeps every choice. */
+/* Returns true if place_all_kept() can be used: the layout is EXPERT_MAJOR and the plan keeps
+ * every choice that has an expert. */
 static bool is_nothing_dropped(const planner *p)
 {
     bool all = p->header->layer.layout == EPIC_EXPERT_MAJOR;
@@ -330,7 +334,8 @@ static int32_t slot_if_local(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Replaces p->ids[begin .. end), ids of choices of other ranks, by slots here or -1. */
+/* Handles the choices p->ids[begin .. end) of other ranks' tokens: replaces the id by the slot
+ * if the choice goes to this rank, and by -1 if not. */
 static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
@@ -339,8 +344,8 @@ static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begi
     }
 }
 
-/* Places all choices of a plan that drops none, which is the usual case. This is faster than
- * place_choices(), which checks for each choice whether it is kept. */
+/* Places all choices of a plan that drops no choice, which is the usual case. This is faster
+ * than place_choices(), which checks for each choice whether it is kept. */
 static void place_all_kept(planner *p)
 {
     plan_header *h = p->header;

@@ -5,7 +5,7 @@
 
 #include "plan/plan.h"
 
-/* Sets in `has` exactly the bits of the logical experts that have a replica on a member. */
+/* Sets bit l of `has` to 1 if logical expert l has a replica on a member, and to 0 if not. */
 static void find_on_members(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint64_t *has)
 {
@@ -43,9 +43,9 @@ replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_t
 /* Links the replicas of each logical expert in a circular list, so that its choices are
  * assigned to the replicas round-robin. Leaves out experts that are replicas of no logical
  * expert, and experts on vacant seats. Sets turn[logical] to the replica for the next choice,
- * or to -1 if there is none, and after[expert] to the next replica in the list. Both arrays are
- * parts of the planner's workspace that are not in use yet. Returns whether each logical expert
- * has a replica.
+ * or to -1 if the list is empty, and after[expert] to the next replica in the list. The caller
+ * passes parts of the planner's workspace that are not in use yet. Returns whether each logical
+ * expert has a replica in its list.
  *
  * The compiler makes one copy of the function for each value of has_absent (true: some experts
  * may be on vacant seats), so that the usual case has no test per expert. */
@@ -72,7 +72,8 @@ static inline __attribute__((always_inline)) bool link_replicas(const planner *p
 }
 
 /* Replaces the ids of choices whose expert is absent by EPIC_FATE_ABSENT, and counts these
- * choices. `turn` is the array of link_replicas(), or NULL if the layer has no replicas. */
+ * choices. `turn` is the array that link_replicas() has filled in, or NULL if the layer has no
+ * replicas. */
 static void drop_absent(planner *p, const int32_t *turn)
 {
     plan_header *h = p->header;
@@ -119,8 +120,8 @@ void planner_add_logical_load(const planner *p, int32_t *logical_load)
 }
 
 /* Sets p->expert_quota (plan.h). If a logical expert has r replicas, its choice n goes to
- * replica n % r. The logical expert keeps its first `capacity` choices, so replica i keeps
- * (capacity + r - 1 - i) / r choices. */
+ * replica n % r. The logical expert keeps its choices 0 to capacity - 1. (capacity + r - 1 - i)
+ * / r of these choices go to replica i. */
 void planner_deal_capacity(planner *p)
 {
     const epic_layer *layer = &p->header->layer;
