@@ -37,8 +37,8 @@ template <class ROW> static constexpr int block_for(bool quantize)
     return quantize ? Dot<F32>::BLOCK : Dot<ROW>::BLOCK;
 }
 
-/* The kernel. EXACT: rows are aligned to 16 bytes and consist of whole pieces. QUANTIZE: the
- * rows of d_rows are e4m3 with scales. */
+/* The kernel that p2p_launch_combine_backward() launches. EXACT: rows are aligned to 16 bytes
+ * and consist of whole pieces. QUANTIZE: the rows of d_rows are e4m3 with scales. */
 template <class ROW, bool EXACT, bool QUANTIZE>
 __global__ void __launch_bounds__(block_for<ROW>(QUANTIZE), 1)
     combine_backward_kernel(const __grid_constant__ p2p_combine_backward_job job)
@@ -126,9 +126,9 @@ extern "C" cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     const int roles = num_roles(job->self) + num_forward_roles(job->self);
     deal_units_for_net(job->self, copy, num_sms, block, roles, vectors);
-    /* Choose the lag. If it is shorter than the number of tokens that all warps process at a
-     * time, warps often wait for the slowest of them. The lag has a minimum because some warps
-     * are faster than others. The values are measured (docs/lab/cuda.md). */
+    /* Choose the lag: 3/4 of the number of tokens that all warps process at a time. With a much
+     * shorter lag, warps would often wait for the slowest warp. The lag has a minimum, because
+     * some warps are faster than others. The values are measured (docs/lab/cuda.md). */
     const int at_a_time = copy.total_warps / units_per_token(copy, roles, vectors);
     const int lag = 32 + 16 * copy.span;
     copy.lag = at_a_time * 3 / 4;

@@ -18,8 +18,8 @@
 
 typedef RowMove<p2p_combine_backward_job> BackwardMove;
 
-/* Returns the address of the blocks in `parts` of the dot product for the n-th choice on this
- * rank of a token of `rank`. */
+/* In `parts`, each dot product has one word per block. Returns the address of the first of
+ * these words, for the n-th choice that a token of `rank` has on this rank. */
 __device__ __forceinline__ uint32_t *dot_part_of(const BackwardMove &m, int rank, int32_t token,
                                                  int n)
 {
@@ -265,10 +265,10 @@ __device__ __forceinline__ bool do_extra_work(const BackwardMove &m, int span, i
            add_dot_parts(m, finished_token);
 }
 
-/* Returns the role of a unit. 0: send a token of this rank. n > 0: receive a token of source n
- * (rank_of_role()). -n (only with relays): forward rows that come from another host to ranks of
- * this host; the index of the other host is (this host's index + n) modulo the number of
- * hosts. */
+/* Returns the role of a unit, which selects its work. 0: send a token of this rank. n > 0:
+ * receive a token of source n (rank_of_role()). -n (only with relays): forward rows that come
+ * from another host to ranks of this host; the index of the other host is (this host's index +
+ * n) modulo the number of hosts. */
 __device__ __forceinline__ int role_of(const BackwardMove &m, const UnitWalk &walk)
 {
     if (!HOSTS) return walk.role;

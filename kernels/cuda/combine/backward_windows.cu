@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* combine_backward if it only moves rows and d_rows of this rank lies in a window. "Only moves
- * rows" means: without weights, without gradients of weights, and without quantization. Every
- * token has at most one slot on each rank (top-1 or layout FLAT). If d_rows of all ranks lie in
- * windows, each rank stores the rows of d_out directly into their slots (net/windows.cuh).
- * Otherwise rows go through staging, like in backward.cu.
+/* combine_backward for calls that only move rows: without weights, without gradients of
+ * weights, and without quantization. In addition, d_rows of this rank must lie in a window
+ * (memory into which peers store directly), and every token must have at most one slot on each
+ * rank (top-1 or layout FLAT). If d_rows of all ranks lie in windows, each rank stores the rows
+ * of d_out directly into their slots (net/windows.cuh). Otherwise rows go through staging, like
+ * in backward.cu.
  *
  *   remote CTAs   the last CTAs of the grid. They store rows to peers
  *   local CTAs    the other CTAs. They copy rows to slots of this rank, and write padding
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(Dot<ROW>::BLOCK, 1)
         stride.set_strides(job.total_warps, num_roles(self),
                            (shape.pieces + job.span - 1) / job.span);
     }
-    /* Meanwhile, the first warp of this CTA reads the plan. */
+    /* The second warp permits the stores while the first warp reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.d_rows_place, job.num_rows, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
@@ -118,7 +119,8 @@ extern "C" cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_jo
     p2p_combine_backward_job copy = *job;
     copy.num_remote_ctas = count_remote_ctas(num_sms);
     deal_units(copy, num_sms, block, num_roles(job->self), is_f32 ? Dot<F32>::V : Dot<Bf16>::V);
-    /* each wait requires that the row was sent in an earlier step */
+    /* The lag is above 0, so each rank sends a token's row before it waits for rows of this
+     * token. */
     copy.lag = 32 + 16 * copy.span;
     return launch_kernel(kernel, num_sms, block, 0, stream, copy);
 }

@@ -9,9 +9,9 @@
  * the token's rank: the gradient of the weight of the choice. The comments of this folder call
  * these floats the *floats* of a token.
  *
- * All warps of all CTAs do the same work. A unit is the work that one warp does on one piece (2
- * KB) of one token's row. Each warp has its share of two lists of units, both in the order of
- * tokens:
+ * All warps of all CTAs do the same kind of work. A unit is the work that one warp does on one
+ * piece (2 KB, in plain.cuh 512 bytes) of one token's row. There are two lists of units, each
+ * in ascending order of tokens. Each warp processes a share of each list:
  *
  *   expert unit  for a token of a peer: adds the token's rows on this rank, and stores this
  *                partial sum to the peer's staging
@@ -24,9 +24,9 @@
  *
  * Ranks cannot wait for each other in a circle. Only source units wait for other ranks. A warp
  * begins the source units of token t only after its own expert units of all tokens below t +
- * lag (lag > 0). Let t be the lowest token for which any warp of any rank waits. No warp is at
- * a lower token, so every warp has already sent its partial sums for token t, and the wait
- * ends.
+ * lag (lag > 0). Let t be the lowest token for which any warp of any rank waits. A warp that
+ * has not yet reached the source units of token t waits for nothing, so it reaches them. Before
+ * that it has sent its partial sums for token t, so the wait ends.
  *
  * combine/stream.cuh handles the common cases: aligned rows, and at most P2P_STREAM_LEAVES
  * leaves of the sum tree on each rank. Libraries for many ranks do not use it (MANY_RANKS,
@@ -48,7 +48,8 @@ static __device__ void clear_outputs(const CombineState &c)
                 BLOCK);
 }
 
-/* The kernel. EXACT: rows are aligned to 16 bytes and consist of whole pieces. */
+/* The kernel that p2p_launch_combine() launches if it does not need combine_leaves_kernel().
+ * EXACT: rows are aligned to 16 bytes and consist of whole pieces. */
 template <class ROW, bool EXACT>
 __global__ void __launch_bounds__(BLOCK, 1)
     combine_kernel(const __grid_constant__ p2p_combine_job job)

@@ -99,8 +99,8 @@ __device__ __forceinline__ bool adds_by_host(const CombineState &c)
     return HOSTS && *c.adds_by_host;
 }
 
-/* Returns a slot on this rank of a token of `rank`, or -1. Lane n gets the n-th slot (with
- * chunk 1: slot 32 + n). */
+/* Returns one of the slots that a token of `rank` has on this rank. Lane n gets the n-th slot
+ * (with chunk 1: slot 32 + n), or -1 if the token has fewer slots. */
 __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, int32_t token,
                                              int chunk)
 {
@@ -111,8 +111,8 @@ __device__ __forceinline__ int32_t read_slot(const CombineState &c, int rank, in
     return slot;
 }
 
-/* Returns the rank of a choice of this rank's token, or -1. Lane k gets the rank of choice k
- * (with chunk 1: choice 32 + k). */
+/* Returns the rank to which a choice of this rank's token goes. Lane k gets the rank of choice
+ * k (with chunk 1: choice 32 + k), or -1 if this choice does not exist or goes to no rank. */
 __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t token,
                                                   int chunk)
 {
@@ -123,10 +123,10 @@ __device__ __forceinline__ int32_t rank_of_choice(const CombineState &c, int32_t
     return rank;
 }
 
-/* Returns the peer of an expert unit. Each token index has one expert unit per peer, and `role`
- * is the index of the peer: role 0 is the next higher rank, role 1 is the rank after it, and so
- * on, modulo num_ranks. Exception: if adds_by_host() is true, the mates of this rank (the ranks
- * with its index on other hosts) come last, because their units wait for other ranks. */
+/* Returns the peer to which an expert unit sends. `role` is the index of this peer: role 0 is
+ * the next higher rank, role 1 is the rank after it, and so on, modulo num_ranks. Exception: if
+ * adds_by_host() is true, the mates of this rank (the ranks with its index on other hosts) come
+ * last, because their units wait for other ranks. */
 __device__ __forceinline__ int peer_of_role(const CombineState &c, int role)
 {
     const int local = ranks_per_host(c.job.self), ranks = c.job.self.num_ranks;

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The second operation of dispatch_backward, which runs only if the plan is FLAT. It returns
- * the gradients of the choices' weights ("floats") to the tokens' ranks. In a FLAT plan each
- * row has top_k floats, which the kernels of combine do not support.
+/* The second operation of dispatch_backward, which runs only if the plan is FLAT (each token
+ * has at most one row per rank). It returns the gradients of the choices' weights ("floats") to
+ * the tokens' ranks. The kernels of combine cannot do this, because in a FLAT plan each row has
+ * top_k floats.
  *
  *   slot_floats    [num_rows, top_k]    input: one per choice of the row's token on this rank
  *   choice_floats  [num_tokens, top_k]  output: one per choice of this rank's tokens
@@ -136,8 +137,8 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* The kernel. It moves the floats. If the plan is invalid, or slot_floats of a rank has too few
- * rows, it zeroes the output. */
+/* Moves the floats. If the plan is invalid, or slot_floats of a rank has too few rows, it
+ * zeroes the output. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

@@ -30,7 +30,8 @@
 
 #include "cuda/combine/leaf_stack.cuh"
 
-/* Like read_slot(), but the slot is always a row of the caller's buffer (clamp_slot()). */
+/* Like read_slot(), but returns 0 instead of a slot after the last row of the caller's buffer
+ * (clamp_slot()). */
 __device__ __forceinline__ int32_t clamped_slot_of(const CombineState &c, int rank,
                                                    int32_t token, int chunk)
 {
@@ -134,7 +135,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
-    /* binary search for the last slab (local expert) that begins at or before the slot */
+    /* Binary search for the local expert whose rows contain the slot: the last expert whose
+     * first slot (slab_begin) is not after it. */
     int low = 0, high = h.owned;
     while (high - low > 1) {
         const int middle = (low + high) / 2;
@@ -185,9 +187,9 @@ __device__ __forceinline__ bool sum_leaves(const CombineState &c,
 
 /* ------------------------------------------------------------------ floats that return ---- */
 
-/* Only in dispatch_backward: sends the floats of one token of `rank` from slot_floats to this
- * peer. There is one float for each choice of the token that goes to this rank. `to`: this
- * rank's array of floats in the heap of `rank`. Called by a whole warp. */
+/* Only in dispatch_backward: sends to `rank` the floats of one of its tokens. They are in
+ * slot_floats, one for each choice of the token that goes to this rank. `to`: this rank's array
+ * of floats in the heap of `rank`. Called by a whole warp. */
 __device__ __forceinline__ void send_floats(const CombineState &c, int rank, int32_t token,
                                             uint32_t *to)
 {
@@ -248,7 +250,8 @@ __device__ __forceinline__ bool receive_floats(const CombineState &c, int32_t to
 
 /* ------------------------------------------------------------------------------- units ---- */
 
-/* One piece of a token's row. The warp loads the slots and ranks of its next unit early. */
+/* The work of a warp on one piece of a token's row. The warp loads `slot` and `ranks` of its
+ * next unit early, because a load takes long. */
 struct Unit {
     int32_t token;
     int role, piece; /* role: in an expert unit it selects the peer (peer_of_role()), else 0 */
@@ -292,8 +295,8 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
             return relay_unit<ROW, PART>(c, u, rank, has_partial, node[0]);
     if (!has_partial) return true;
     /* Index of this rank among the peer's sources. The index of rank r among the sources of
-     * rank s is (s - r - 1) modulo num_ranks. In backend p2p, u.role is the peer's index among
-     * this rank's sources, so the two indices add up to num_ranks - 2. */
+     * rank s is (r - s - 1) modulo num_ranks. In backend p2p, u.role is the peer's index among
+     * the sources of this rank. This index and `source` add up to num_ranks - 2. */
     const int source = c.job.self.num_ranks - 2 - u.role;
     uint8_t *heap = c.job.self.heap[rank];
     uint4 *staged =

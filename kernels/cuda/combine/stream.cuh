@@ -103,8 +103,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
     /* this lane's address in row 0 of the caller's array, at the current piece; for row i, add
      * row_offset(i) */
     const uint8_t *rows;
-    /* The unit that is being copied. token: its token. vector: index in the row of its first
-     * vector. */
+    /* The unit whose pieces are being copied to the ring. vector: index in the row of the first
+     * vector of the unit's piece. */
     int32_t token, vector;
     int32_t slots = 0; /* number of rows on this rank that are left to copy for that unit */
     /* bit mask of the partial sums that are left to copy: bit p stands for the rank at position
@@ -167,7 +167,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             (__reduce_add_sync(ALL_LANES, leaf < 4 ? 0 : one) + (low >> 24)) * all_bytes;
         const int end = (int)((leaf < 4 ? low : high) >> leaf % 4 * 8 & 255);
         const int place = has_slot ? end - __popc(same & ~lanes_below()) : 0;
-        const bool is_last = has_slot && same >> lane_id() == 1; /* of its leaf */
+        /* the slot is the last one of its leaf */
+        const bool is_last = has_slot && same >> lane_id() == 1;
         const uint32_t ends = __reduce_or_sync(ALL_LANES, is_last ? 1u << place : 0);
         entry.places[lane_id()] = (uint8_t)place;
         if (lane_id() == 0) {
@@ -294,12 +295,14 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
             node[v] = sum;
         }
     }
-    /* Only with LEAVES: adds the sums of leaf `leaf` to the tree. `left`: bit mask of the leaves
-     * that follow. The smallest subtree that contains both this leaf and the next one has this
-     * leaf in its left child, at level `level`. This child is complete: adds its parts, which
-     * wait at lower levels. Then the child waits for its sibling. At most one node of each level
-     * waits. Bit l of has_waiting is 1 if a node of level l waits: in `node` if l is 0, else in
-     * waiting[l - 1]. After the last leaf, `node` is the sum of all leaves. */
+    /* Only with LEAVES: adds a leaf to the tree. `leaf`: its index. acc: the sums of its rows.
+     * `left`: bit mask of the leaves that are added later. In the smallest subtree that
+     * contains this leaf and the next one, this leaf is in the left child, a node at level
+     * `level`. After this leaf, that node is complete. So the function computes it: it adds to
+     * this leaf all nodes that wait at lower levels. The new node then waits until its sibling
+     * is complete. At most one node of each level waits. Bit l of has_waiting is 1 if a node of
+     * level l waits: in `node` if l is 0, else in waiting[l - 1]. After the last leaf, `node`
+     * is the sum of all leaves. */
     static __device__ __forceinline__ void add_leaf(const float (&acc)[V][ROW::N],
                                                     uint4 (&node)[V],
                                                     uint4 (&waiting)[TREE_LEVELS - 1][V],

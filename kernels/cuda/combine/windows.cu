@@ -6,8 +6,9 @@
  *
  *   remote CTAs   the last CTAs of the grid. They multiply rows by their weights and store them
  *                 to peers. In dispatch_backward they also send the gradients of the weights
- *   local CTAs    the other CTAs. They do the same for this rank's tokens, write zeros for
- *                 tokens without a slot, and receive the gradients of the weights
+ *   local CTAs    the other CTAs. They multiply the rows of this rank's tokens and store them
+ *                 to the output, write zeros for tokens without a slot, and receive the
+ *                 gradients of the weights
  *
  * If there is only one CTA, it is both a remote CTA and a local CTA. The kernel moves only rows
  * that are aligned to 16 bytes. */
@@ -66,7 +67,8 @@ __device__ __forceinline__ void list_rows(const CombineState &c, const WindowSta
     __syncthreads();
 }
 
-/* Copies the rows of a team. Called by all threads of the team's CTAs. */
+/* Stores the results of all tokens of a team: a remote team's to peers, a local team's to this
+ * rank's output. Called by all threads of the team's CTAs. */
 template <class ROW>
 static __device__ __noinline__ void copy_results(const CombineState &c, const WindowState &w,
                                                  RowList<BLOCK> &list, const CopyTeam team)
@@ -161,7 +163,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
     __shared__ Stride expert, source;
     __shared__ WindowState windows;
     const p2p_self &self = job.self;
-    /* Meanwhile, the first warp of this CTA reads the plan. */
+    /* The second warp permits the stores while the first warp reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.out_place, job.num_tokens, 0);
     read_plan(plan, job.plan, job.plan_bytes, self, job.num_tokens);
