@@ -62,7 +62,8 @@ static __global__ void __launch_bounds__(THREADS)
         choices[i] = is_zero_expert(t, i) ? -1 : t.topk_idx[i];
 }
 
-/* Adds the products in float64, as the CPU code does. */
+/* Computes the weight of the shared expert. Adds the products in float64, as the CPU code
+ * does. */
 static __global__ void __launch_bounds__(THREADS)
     shared_gate_kernel(const __grid_constant__ layer_tokens t)
 {

@@ -11,8 +11,8 @@
  *
  * All arrays are in device memory of this rank; no kernel accesses a peer's memory. Only the
  * device knows the number of rows of each expert. So a launcher chooses the grid for the
- * maximum number of rows, and each kernel reads the actual numbers. Every launcher enqueues on
- * `stream` and returns the error of the launch. */
+ * maximum number of rows, and each kernel reads the actual number of rows. Every launcher
+ * enqueues on `stream` and returns the error of the launch. */
 #ifndef EPIC_CUDA_GROUPED_H
 #define EPIC_CUDA_GROUPED_H
 
@@ -278,9 +278,10 @@ typedef struct p2p_gate_blocks_job {
     int32_t pad;
 } p2p_gate_blocks_job;
 
-/* Arguments of p2p_launch_leaves(). It adds the `terms` arrays of each of up to GATE_BLOCKS
- * leaves, and then adds the leaves in a binary tree. Element [row, column] of term t of a leaf
- * is at from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
+/* Arguments of p2p_launch_leaves(). A leaf is one block of tokens, and consists of `terms`
+ * arrays [rows, columns]. The kernel adds the arrays of each leaf, and then adds the up to
+ * GATE_BLOCKS leaves in a binary tree. Element [row, column] of term t of a leaf is at
+ * from[leaf * leaf_stride + t * term_stride + row * row_stride + column]. */
 typedef struct p2p_leaves_job {
     const float *from;
     float *to; /* [rows, columns]: the sum */
@@ -303,8 +304,8 @@ cudaError_t p2p_launch_losses(const p2p_sum_losses_job *job, cudaStream_t stream
 cudaError_t p2p_launch_incoming(const p2p_loss_gradients_job *job, cudaStream_t stream);
 cudaError_t p2p_load_dense(void);
 
-/* Computes slabs->slabs and slabs->tiles from the numbers of rows and tokens that the caller
- * passes (experts/slabs.cu). Must run before all kernels that read them. */
+/* Computes slabs->slabs and slabs->tiles from the row and token counts that the caller passes
+ * (experts/slabs.cu). Must run before all kernels that read them. */
 cudaError_t p2p_launch_slabs(const p2p_slabs *slabs, cudaStream_t stream);
 
 /* These functions launch a grouped GEMM. p2p_launch_gemm() uses tensor cores if
@@ -322,8 +323,9 @@ bool p2p_gemm_has_few_rows(const p2p_gemm *job);
 cudaError_t p2p_launch_few_rows(const p2p_gemm *job, cudaStream_t stream);
 
 /* Launches a FORWARD product of bf16 matrices with float32 results on Hopper's tensor cores.
- * Its slices have gate_slice_terms() terms. Requires that p2p_gemm_is_slow() returns NULL for
- * the product. Writes the sums of the slices to job->slice_sums, and does not use job->out. */
+ * Splits each sum into slices of gate_slice_terms() terms (split-K). Requires that the tensor
+ * cores support the product (p2p_gemm_is_slow() returns NULL). Writes the sums of the slices to
+ * job->slice_sums, and does not use job->out. */
 cudaError_t p2p_launch_hopper_slices(const p2p_gemm *job, cudaStream_t stream);
 
 /* Returns NULL if this GPU's tensor cores support the product, otherwise a short text with the

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* GEMM of a few rows and float32 weights, with sums that are cut into slices (split-K). It is
- * used for the gate of a layer that decodes.
+ * used for the gate of a layer in decoding, where a call has few tokens.
  *
  *     out [slots, n] = a [slots, k] b [k, n]      slots <= EXPERTS_FEW_ROWS
  *
@@ -48,8 +48,8 @@ static __device__ __forceinline__ void add_terms(float (&sum)[ROWS_EACH],
     }
 }
 
-/* The kernel. CTAs with the same slice and columns have consecutive indices, so that they share
- * weights in the L2 cache. */
+/* Computes the sums of all slices. CTAs with the same slice and columns have consecutive
+ * indices, so that they share weights in the L2 cache. */
 static __global__ void __launch_bounds__(THREADS)
     few_rows_kernel(const __grid_constant__ p2p_gemm g)
 {

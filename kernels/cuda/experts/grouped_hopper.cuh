@@ -87,7 +87,8 @@ static __device__ __forceinline__ bool uniform_in_warp(bool x)
 
 /* Replaces multiply_tile() if none of this warpgroup's 64 rows holds a token. Waits for each
  * stage of the tile and releases it. Only the first warp does so. The other warps wait at the
- * barrier in store_tile(), so that no warp falls a whole round of the ring behind. */
+ * barrier in store_tile(), so that no warp falls a whole round of the ring behind. Such a warp
+ * would misread the parity of a stage's barrier. */
 template <int CTAS>
 static __device__ __forceinline__ void skip_tile(const Tile &w, const SharedLayout &at,
                                                  Stage &s, int thread)
@@ -139,8 +140,8 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
         }
         s.next_stage();
     }
-    /* Every path must wait here. If one did not, ptxas would serialize the wgmma (warning
-     * C7518). */
+    /* Every path through this function must wait here. Otherwise ptxas would serialize the
+     * wgmma (warning C7518). */
     wait_wgmma<0>();
     if (w.steps > 0) release_stage<CTAS>(at, s.previous_index(), thread);
 }
@@ -402,9 +403,10 @@ struct Scales {
         next_b[0] = __ldg(b + step);
         next_b[1] = __ldg(b + right + step);
     }
-    /* Called before every fourth block, when the four lanes have loaded the scales of the next
-     * four blocks. Multiplies this lane's scales of a by its scales of b. Then starts to load
-     * the scales of block `step`, which is one of the four blocks after the next four. */
+    /* Called every four blocks, when the four lanes have loaded the scales of the next four
+     * blocks. Each lane has loaded the scales of one block, and multiplies the scales of a by
+     * those of b. Then the lane starts to load the scales of block `step`, which is used four
+     * blocks later. */
     __device__ __forceinline__ void use_next_blocks(int step)
     {
 #pragma unroll
@@ -498,8 +500,9 @@ run_consumer(const Maps &maps, const Job &job, const SharedLayout &at, int warpg
 
 /* ------------------------------------------------------------------------------ kernel ---- */
 
-/* The kernel. T: type of matrices a and b. Out: type of the result. PASS: an epic_gemm_pass, or
- * PASS_SLICES. CTAS: number of CTAs in a cluster. The body is compiled only for sm_90a. */
+/* The kernel of all products. T: type of matrices a and b. Out: type of the result. PASS: an
+ * epic_gemm_pass, or PASS_SLICES. CTAS: number of CTAs in a cluster. The body is compiled only
+ * for sm_90a. */
 template <class T, class Out, int PASS, int CTAS>
 static __global__ void __launch_bounds__(THREADS, 1)
     hopper_kernel(const __grid_constant__ Maps maps, const __grid_constant__ Job job)

@@ -62,8 +62,8 @@ static __device__ __forceinline__ int64_t slices_of(const p2p_gemm &g)
     return g.slices > 1 ? g.slices : 1;
 }
 
-/* Finds tile slice `index`. The order is: first all slices of a tile, then the tiles of a row
- * of tiles, and then the rows of tiles. */
+/* Returns tile slice `index`. Tile slices are ordered by row of tiles, then by tile in the row,
+ * and then by slice. */
 template <int PASS>
 static __device__ TileSlice find_tile_slice(const p2p_gemm &g, int64_t index)
 {
@@ -322,8 +322,8 @@ static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileS
     store_numbers_at(g.out, type, at, num_valid, x);
 }
 
-/* Returns the number of rows of out if the sums are divided into slices, so that there is only
- * one slab. */
+/* Returns the number of rows of out for a product whose sums are divided into slices. Such a
+ * product has a single slab. */
 template <int PASS> static __device__ __forceinline__ int64_t lines_of(const p2p_gemm &g)
 {
     return PASS == EPIC_GEMM_WEIGHT ? g.k : g.slabs.num_slots;
@@ -341,9 +341,9 @@ static __device__ __forceinline__ void store_partial_four(const p2p_gemm &g, con
         store_numbers_at(g.slice_sums, EPIC_F32, at, count_four(p.columns, column), x);
 }
 
-/* The kernel. Each CTA computes every gridDim.x-th tile slice. Shared memory has two buffers:
- * the CTA multiplies the data of one step from one buffer, and writes the data of the next step
- * to the other buffer. */
+/* Computes the products. Each CTA computes every gridDim.x-th tile slice. Shared memory has two
+ * buffers: the CTA multiplies the data of one step from one buffer, and writes the data of the
+ * next step to the other buffer. */
 template <int PASS, bool SCALED>
 static __global__ void __launch_bounds__(THREADS)
     plain_kernel(const __grid_constant__ p2p_gemm g)

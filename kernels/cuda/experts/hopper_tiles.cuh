@@ -109,7 +109,7 @@ struct Tile {
     int column, expert, steps;
     /* WEIGHT: first slot of the slab. PASS_SLICES: first term of the slice. Otherwise 0. */
     int first;
-    /* number of rows that hold a token: rows of the tile (WEIGHT: rows of the slab) */
+    /* number of rows of the tile (WEIGHT: of the slab) that hold a token */
     int tokens;
     /* FORWARD, INPUT: number of rows of the tile that are stored (rows_to_store()) */
     int rows;
@@ -122,8 +122,8 @@ struct Tile {
 };
 
 /* Returns the number of rows of a tile that are stored. Usually all rows are stored, including
- * the padding. With job.leave_padding, only the rows with a token are stored. If the tile has
- * enough rows, their number is rounded up to whole boxes. */
+ * the padding. With job.leave_padding, only the rows with a token are stored. Their number is
+ * rounded up to whole boxes of FEW_LINES rows, but not above tile.rows. */
 static __device__ __forceinline__ int rows_to_store(const Job &job, const slab_tile &tile)
 {
     const int whole_boxes = (tile.tokens + FEW_LINES - 1) / FEW_LINES * FEW_LINES;

@@ -34,8 +34,8 @@ static __device__ float add_lanes(float x)
 /* A slot, its local expert, and how its weight is used. */
 struct Slot {
     int64_t slot, expert;
-    /* The slot's weight and 1, in one of two orders. `input` is the factor of the result of the
-     * first GEMM, and `early` is the factor of the activation. */
+    /* One of these factors is the slot's weight, and the other one is 1. `input` multiplies the
+     * result of the first GEMM, and `early` multiplies the activation. */
     float input, early;
 };
 
@@ -200,8 +200,8 @@ static __global__ void __launch_bounds__(THREADS, ACTIVATION == ANY_ACTIVATION ?
         [](int64_t) {});
 }
 
-/* Called by the LANES adjacent lanes that have the N elements each of a block of 128 elements.
- * Returns the bits of the largest absolute value in the block to all of them. */
+/* A block of 128 elements belongs to LANES adjacent lanes, each of which passes N elements in
+ * x. Returns the bits of the largest absolute value in the block to all these lanes. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint32_t largest_of_block(const float (&x)[N])
 {

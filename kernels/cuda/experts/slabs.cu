@@ -7,9 +7,9 @@
  *     out  tiles  [num_tiles]          the slabs, cut after every EXPERTS_TILE_ROWS rows
  *
  * One CTA runs, with one expert per thread. A prefix sum over the threads computes each
- * expert's first row and first tile. The numbers that the caller passes can be wrong, so rows
- * after num_slots are ignored. If they were not, a later kernel could access memory outside of
- * the buffers. */
+ * expert's first row and first tile. The counts that the caller passes can be wrong, so rows
+ * after num_slots are ignored. Otherwise a later kernel could access memory outside of the
+ * buffers. */
 #include "cuda/common/launch.cuh"
 #include "cuda/common/rows.cuh"
 #include "cuda/experts/grouped.h"
@@ -43,8 +43,8 @@ static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
     return count < 0 ? 0 : count < most ? count : most;
 }
 
-/* The kernel. Each iteration of the outer loop handles THREADS experts, with rows from
- * first_row on and tiles from first_tile on. */
+/* Computes slabs and tiles. Each iteration of the outer loop handles THREADS experts, with rows
+ * from first_row on and tiles from first_tile on. */
 static __global__ void __launch_bounds__(THREADS)
     slabs_kernel(const __grid_constant__ p2p_slabs s)
 {

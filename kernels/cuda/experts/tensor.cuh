@@ -157,8 +157,7 @@ __device__ __forceinline__ void add_box(const CUtensorMap *map, uint32_t from, i
                  : "memory");
 }
 
-/* Closes a group. It contains the box stores that this thread has started since the last
- * call. */
+/* Closes a group of box stores: those that this thread has started since the last call. */
 __device__ __forceinline__ void commit_boxes()
 {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
