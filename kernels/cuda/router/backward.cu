@@ -122,9 +122,9 @@ __host__ __device__ __forceinline__ bool needs_full_softmax(const epic_router &r
     return r.weight_rule == EPIC_WEIGHT_OF_SCORE && r.score == EPIC_SCORE_SOFTMAX;
 }
 
-/* The kernel. One warp processes one token. d: the warp's row of gradients in shared memory. s:
- * the warp's row with the softmax of the logits in shared memory, or NULL if it is not
- * needed. */
+/* Computes the gradients of the logits. One warp processes one token. d: the warp's row of
+ * gradients in shared memory. s: the warp's row with the softmax of the logits in shared
+ * memory, or NULL if it is not needed. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_backward_kernel(const __grid_constant__ p2p_router_backward_job job)
@@ -160,9 +160,9 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 /* maximum number of warps of a CTA; the warps divide the tokens among themselves */
 #define SCALE_WARPS 8
 
-/* Returns, on all lanes, the term of one choice in the gradient of its expert's scale. The term
- * is the gradient of the choice's weight, multiplied by the weight without this scale. `place`:
- * index of the choice (token * top_k + k). `s`: this warp's row in shared memory. */
+/* Returns, on all lanes, what one choice adds to the gradient of its expert's scale: the
+ * gradient of the choice's weight, multiplied by the weight without the expert's scale.
+ * `place`: index of the choice (token * top_k + k). `s`: this warp's row in shared memory. */
 __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job, float *s,
                                              int64_t place)
 {
@@ -186,10 +186,10 @@ __device__ __forceinline__ double scale_part(const p2p_router_backward_job &job,
     return (double)job.d_weights[place] * (double)weight;
 }
 
-/* The kernel. A CTA processes one expert, and each of its warps processes a part of the tokens.
- * A warp searches its tokens for choices of this expert, and computes only the weights of these
- * choices. Thread 0 adds the sums of the warps in a fixed order, so that the result always has
- * the same bits. */
+/* Computes the gradients of the experts' scales. A CTA processes one expert, and each of its
+ * warps processes a part of the tokens. A warp searches its tokens for choices of this expert,
+ * and computes only the weights of these choices. Thread 0 adds the sums of the warps in a
+ * fixed order, so that the result always has the same bits. */
 __global__ void __launch_bounds__(SCALE_WARPS *WARP)
     router_scale_kernel(const __grid_constant__ p2p_router_backward_job job)
 {

@@ -113,7 +113,8 @@ __device__ __forceinline__ void write_weights(const p2p_router_job &job, const C
     }
 }
 
-/* The kernel. V: upper bound of the number of columns per lane; 0: no bound. */
+/* Processes one token per warp. V: upper bound of the number of columns per lane; 0: no
+ * bound. */
 template <int V>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     router_kernel(const __grid_constant__ p2p_router_job job,

@@ -129,10 +129,10 @@ static __device__ double factor_of(const p2p_loss_job &job)
     return job.factor / (job.num_divisions == 2 ? (double)tokens : 1.0) / (double)tokens;
 }
 
-/* The kernel. FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes
- * the gradient of the tokens' logits. Each warp processes one run. For the balance loss by
- * sequences, the warps of a CTA process the same sequence at the same time, because they count
- * its choices together. Z: true for the z-loss, false for the balance loss. */
+/* FORWARD: computes the sum of the loss over each run of tokens. BACKWARD: writes the gradient
+ * of the tokens' logits. Each warp processes one run. For the balance loss by sequences, the
+ * warps of a CTA process the same sequence at the same time, because they count its choices
+ * together. Z: true for the z-loss, false for the balance loss. */
 template <Pass PASS, bool Z>
 __global__ void __launch_bounds__(MOST_WARPS *WARP)
     loss_kernel(const __grid_constant__ p2p_loss_job job)
@@ -152,8 +152,8 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
 
     double sum = 0;
     int64_t first = sequence ? all.begin / sequence * sequence : all.begin;
-    /* All threads of the CTA must execute the loop equally often, because count_sequence() has
-     * barriers. */
+    /* All threads of the CTA must execute the loop the same number of times, because
+     * count_sequence() has barriers. */
     while (first < all.end) {
         if (sequence) count_sequence(job, counts, first);
         const TokenInterval now = clip_to_sequence(own, first, sequence);
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(MOST_WARPS *WARP)
     if (PASS == FORWARD && lane_id() == 0 && mine < LOSS_RUNS) job.runs[mine] = sum;
 }
 
-/* The kernel. One CTA adds the sums of all runs in a binary tree, and writes the loss. */
+/* One CTA adds the sums of all runs in a binary tree, and writes the loss. */
 __global__ void __launch_bounds__(ADDERS)
     add_runs_kernel(const __grid_constant__ p2p_loss_job job)
 {

@@ -188,8 +188,8 @@ __device__ __forceinline__ void write_logit_gradient(void *d_logits, uint32_t ty
 
 /* --------------------------------------------------------------------------- scores ---- */
 
-/* Returns the maximum of `mine` over all lanes, without NaNs. Exception, as in the CPU code: if
- * `first`, the first value of the row, is NaN, returns NaN. */
+/* Returns the maximum of `mine` over all lanes and ignores NaNs. Exception, as in the CPU code:
+ * if `first`, the first value of the row, is NaN, returns NaN. */
 __device__ __forceinline__ float largest_of(float mine, float first)
 {
 #pragma unroll
