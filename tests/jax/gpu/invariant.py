@@ -123,10 +123,13 @@ class Check:
     def compare(self, ranks: int, what: str, got: Arrays, wanted: Arrays) -> None:
         """Print which arrays have other bits, and in how many rows; nothing without a reference."""
         for name in got.keys() & wanted.keys():
-            other = int((got[name] != wanted[name]).any(axis=1).sum())
-            if other:
+            is_other = got[name] != wanted[name]
+            if is_other.any():
                 self.good = False
-                say(f"FAILED {self.kind}, {ranks} ranks, {what}: {other} rows of {name} differ")
+                first = tuple(np.argwhere(is_other)[0])
+                say(f"FAILED {self.kind}, {ranks} ranks, {what}: {is_other.any(axis=1).sum()} rows "
+                    f"({is_other.sum()} bytes) of {name} differ; byte {first[1]} of row {first[0]} "
+                    f"is {got[name][first]:#x} instead of {wanted[name][first]:#x}")  # fmt: skip
 
     def run_all(self, layer: Layer, ranks: int) -> None:
         """Compute all tokens, without losses, and with losses and all gradients."""
