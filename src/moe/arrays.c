@@ -132,8 +132,8 @@ epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_
     add_rows(&p, j, "d_x.data", a->d_x.data, true);
     add_array(&p, "gradients.w_gate", g->w_gate, d.b_gate, real, true);
     add_array(&p, "gradients.b_gate", g->b_gate, d.scale - d.b_gate, real, true);
-    add_array(&p, "gradients.scale_of_expert", g->scale_of_expert, d.gate_up - d.scale, real,
-              true);
+    add_array(&p, "gradients.scale_of_expert", g->scale_of_expert, d.gate_padding - d.scale,
+              real, true);
     add_array(&p, "gradients.w_gate_up", g->w_gate_up, local * j->hidden * width, of_expert,
               true);
     add_array(&p, "gradients.w_down", g->w_down, local * j->experts.inner * j->hidden,
@@ -147,8 +147,8 @@ epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_
               real, true);
     add_array(&p, "gradients.shared_b_down", g->shared_b_down, d.w_shared_gate - d.b_down, real,
               true);
-    add_array(&p, "gradients.w_shared_gate", g->w_shared_gate, d.end - d.w_shared_gate, real,
-              true);
+    add_array(&p, "gradients.w_shared_gate", g->w_shared_gate,
+              d.shared_padding - d.w_shared_gate, real, true);
     add_buffers(&p, j, a->saved, a->workspace, false);
     return check_arrays(p.list, p.num);
 }

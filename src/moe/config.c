@@ -12,6 +12,7 @@
 #include "moe/moe.h"
 #include "plan/plan.h"
 #include "rules/convert.h"
+#include "rules/device_layout.h"
 
 #define KNOWN_FLAGS                                                                \
     (EPIC_SUM_DENSE | EPIC_RECOMPUTE | EPIC_DISPATCH_AGAIN | EPIC_LOSS_BY_CALLER | \
@@ -292,14 +293,16 @@ dense_grad_offsets moe_dense_grad_offsets(const moe_job *j)
     dense_grad_offsets p = {0};
     p.b_gate = j->hidden * j->columns;
     p.scale = p.b_gate + j->columns;
-    p.gate_up = p.scale + j->columns;
-    p.down = p.b_gate_up = p.b_down = p.w_shared_gate = p.end = p.gate_up;
+    p.gate_padding = p.scale + j->columns;
+    p.gate_up = device_round_up(p.gate_padding, DENSE_GRAD_ALIGNMENT);
+    p.down = p.b_gate_up = p.b_down = p.w_shared_gate = p.shared_padding = p.end = p.gate_up;
     if (!j->has_shared) return p;
     const int64_t inner = j->shared.inner, width = inner * (j->shared.ungated ? 1 : 2);
     p.down = p.gate_up + j->hidden * width;
     p.b_gate_up = p.down + inner * j->hidden;
     p.b_down = p.b_gate_up + width;
     p.w_shared_gate = p.b_down + j->hidden;
-    p.end = p.w_shared_gate + j->hidden;
+    p.shared_padding = p.w_shared_gate + j->hidden;
+    p.end = device_round_up(p.shared_padding, DENSE_GRAD_ALIGNMENT);
     return p;
 }

@@ -33,9 +33,9 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* Number of gradients in a row of work.dense_grads: the first GATE_PARTS are those of the gate
- * and the router, the others those of the shared expert. */
-enum { DENSE_PARTS = 8, GATE_PARTS = 3 };
+/* Number of parts of a row of work.dense_grads: the first GATE_PARTS are the gradients of the gate
+ * and the router, the others those of the shared expert. Padding is the last part of both. */
+enum { DENSE_PARTS = 10, GATE_PARTS = 4 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
  * gradient that the caller does not want is computed only with EPIC_SUM_DENSE, because other
@@ -48,12 +48,14 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     const dense_part list[DENSE_PARTS] = {
         {g->w_gate, p.w_gate, p.b_gate, true},
         {g->b_gate, p.b_gate, p.scale, true},
-        {g->scale_of_expert, p.scale, p.gate_up, j->weights.scale_of_expert != NULL},
+        {g->scale_of_expert, p.scale, p.gate_padding, j->weights.scale_of_expert != NULL},
+        {NULL, p.gate_padding, p.gate_up, false},
         {g->shared_gate_up, p.gate_up, p.down, true},
         {g->shared_down, p.down, p.b_gate_up, true},
         {g->shared_b_gate_up, p.b_gate_up, p.b_down, true},
         {g->shared_b_down, p.b_down, p.w_shared_gate, true},
-        {g->w_shared_gate, p.w_shared_gate, p.end, j->weights.w_shared_gate != NULL}};
+        {g->w_shared_gate, p.w_shared_gate, p.shared_padding, j->weights.w_shared_gate != NULL},
+        {NULL, p.shared_padding, p.end, false}};
     for (int i = 0; i < DENSE_PARTS; i++) {
         parts[i] = list[i];
         parts[i].is_computed = list[i].is_computed && (all || list[i].to);
@@ -69,6 +71,7 @@ static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DEN
         const int64_t begin = parts[i].begin;
         if (parts[i].is_computed) continue;
         while (i + 1 < end && !parts[i + 1].is_computed) i++;
+        if (parts[i].end == begin) continue;
         TRY(CONTEXT_OP(j->ctx, add_array, j->call.stream, dense_grads + begin, NULL,
                        parts[i].end - begin, EPIC_F32, true));
     }
@@ -81,7 +84,7 @@ static gradient_addresses staged_targets(const dense_part parts[DENSE_PARTS],
     float *at[DENSE_PARTS];
     for (int i = 0; i < DENSE_PARTS; i++)
         at[i] = parts[i].is_computed ? dense_grads + parts[i].begin : NULL;
-    return (gradient_addresses){at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7], 0};
+    return (gradient_addresses){at[0], at[1], at[2], at[4], at[5], at[6], at[7], at[8], 0};
 }
 
 /* A range of the blocks of a batch: `count` blocks, starting at block `first`. Their gradients

@@ -194,10 +194,16 @@ static inline epic_rows moe_block_out_rows(const moe_job *j, const epic_rows *ro
 }
 
 /* Offsets in reals of the gradients of the gate and the shared expert in one buffer. Biases
- * that the layer does not have get offsets too, so that the sizes are equal on all ranks. */
+ * that the layer does not have get offsets too, so that the sizes are equal on all ranks. At
+ * gate_padding and shared_padding, zeros fill up the buffer to the next multiple of
+ * DENSE_GRAD_ALIGNMENT reals. So gate_up is aligned in each row of work.dense_grads, because a
+ * GPU has faster kernels for aligned results, whose sums may have other bits. */
 typedef struct dense_grad_offsets {
-    int64_t w_gate, b_gate, scale, gate_up, down, b_gate_up, b_down, w_shared_gate, end;
+    int64_t w_gate, b_gate, scale, gate_padding;
+    int64_t gate_up, down, b_gate_up, b_down, w_shared_gate, shared_padding, end;
 } dense_grad_offsets;
+
+#define DENSE_GRAD_ALIGNMENT 4 /* 16 bytes of float32, as the copies of tensor cores need */
 
 dense_grad_offsets moe_dense_grad_offsets(const moe_job *j);
 

@@ -227,8 +227,8 @@ static __device__ __noinline__ void clear_outputs(const p2p_combine_job &job, in
 
 /* Called by all threads of all CTAs if a rank's receive buffer has too few rows. The CTA that
  * calls it last reports the rank and zeroes all outputs. */
-static __device__ __noinline__ void clear_after_overflow(const p2p_combine_job &job, OpState &op,
-                                                         const device_plan_header &h)
+static __device__ __noinline__ void
+clear_after_overflow(const p2p_combine_job &job, OpState &op, const device_plan_header &h)
 {
     if (is_last_cta_of_overflow(op, h)) clear_outputs(job, threadIdx.x, LOWLAT_BLOCK);
 }

@@ -21,8 +21,10 @@ enum { MOST_RANKS = 8, LEAVES = 8, PIECE = 1 << 20, MOST_ARRAYS = 64 };
 
 typedef struct model {
     const char *name;
-    uint32_t type, experts, top_k, hidden, inner, shared; /* shared: inner dimension; 0: none */
-    bool scaled;                                          /* the experts are e4m3 */
+    /* shared: inner dimension of the shared expert; 0: none. With it, the layer also has a
+     * zero-expert, so that the number of columns of the gate is odd. */
+    uint32_t type, experts, top_k, hidden, inner, shared;
+    bool scaled; /* the experts are e4m3 */
 } model;
 
 static const model models[] = {
@@ -91,6 +93,11 @@ static uint32_t draw_below(rank *r, uint32_t n)
     return (uint32_t)((r->random >> 33) * n >> 31);
 }
 
+static uint32_t columns_of(const model *m)
+{
+    return m->experts + (m->shared ? 1 : 0);
+}
+
 /* ------------------------------------------------------------------------------ arrays ---- */
 
 static void *bytes_on(rank *r, int64_t bytes)
@@ -138,10 +145,10 @@ static void make_weights(rank *r)
     const uint32_t type = m->scaled ? EPIC_E4M3 : m->type;
     const double size = m->scaled ? 1 : 0.05; /* smaller numbers of e4m3 would be imprecise */
     const int64_t begin = (int64_t)r->number * r->local, local = r->local;
-    r->weights.w_gate = numbers_on(r, 1, 0, (int64_t)m->hidden * m->experts, EPIC_F32, 0.05);
+    r->weights.w_gate = numbers_on(r, 1, 0, (int64_t)m->hidden * columns_of(m), EPIC_F32, 0.05);
     r->weights.w_gate_up = numbers_on(r, 2, begin * up, local * up, type, size);
     r->weights.w_down = numbers_on(r, 3, begin * down, local * down, type, size);
-    r->gradients.w_gate = bytes_on(r, (int64_t)m->hidden * m->experts * 4);
+    r->gradients.w_gate = bytes_on(r, (int64_t)m->hidden * columns_of(m) * 4);
     r->gradients.w_gate_up = bytes_on(r, local * up * 4);
     r->gradients.w_down = bytes_on(r, local * down * 4);
     if (m->shared) {
@@ -176,8 +183,10 @@ static void make_layer(rank *r)
                             .alignment = 128,
                             .sum_order = EPIC_TREE,
                             .leaves = LEAVES};
-    r->router = (epic_router){
-        .num_experts = m->experts, .top_k = m->top_k, .normalize = EPIC_NORMALIZE_SUM};
+    r->router = (epic_router){.num_experts = m->experts,
+                              .top_k = m->top_k,
+                              .normalize = EPIC_NORMALIZE_SUM,
+                              .zero_experts = columns_of(m) - m->experts};
     r->experts = (epic_experts){.num_local_experts = (uint32_t)r->local,
                                 .hidden = m->hidden,
                                 .inner = m->inner,
@@ -344,7 +353,7 @@ static void compare_gradients(rank *r)
                     hash_on(r, (char *)g->w_down + e * up / 2, up / 2),
                     &wanted.of_expert[1][whole]);
     }
-    const uint64_t of_gate = hash_on(r, g->w_gate, (int64_t)m->hidden * m->experts * 4);
+    const uint64_t of_gate = hash_on(r, g->w_gate, (int64_t)m->hidden * columns_of(m) * 4);
     expect_hash(r, "the gradient of w_gate", of_gate, &wanted.dense[0]);
     if (!m->shared) return;
     expect_hash(r, "the gradient of shared_gate_up", hash_on(r, g->shared_gate_up, shared),
