@@ -67,8 +67,8 @@ __device__ __forceinline__ bool has_token(const PackedMove &m, const Unit &unit,
 /* Returns the next unit for this warp, and loads the words that the unit needs first. Some
  * units take longer than others, so the warps of a CTA take units one by one from a common
  * counter, *num_taken. The list is divided into sections of gridDim.x units, and each CTA gets
- * one unit of each section. The position of this unit changes from section to section. If it
- * did not, all units of a CTA could be for the same peer. Called by a whole warp. */
+ * one unit of each section. The position of this unit in its section changes from section to
+ * section. Otherwise all units of a CTA could be for the same peer. Called by a whole warp. */
 template <bool FLAT>
 __device__ __forceinline__ Unit take_unit(const PackedMove &m, int *num_taken, int32_t end)
 {
@@ -222,14 +222,14 @@ __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t toke
 
 struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
-    bool has_counts;   /* true: the numbers of tokens of all ranks are known */
+    bool has_counts;   /* true: the number of tokens of each rank is known */
     /* log2 of the number of slabs (one per expert, rounded up) in which this warp also zeroes
      * padding slots; negative: none, or not known yet */
     int slab_bits;
 };
 
-/* At the first call, waits until all ranks have announced their numbers of tokens. Before that,
- * a warp moves only tokens of this rank. Returns false if the group has failed. */
+/* At the first call, waits until each rank has announced its number of tokens. Before that, a
+ * warp moves only tokens of this rank. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;
@@ -251,8 +251,8 @@ __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, Rou
     return true;
 }
 
-/* Sends or receives the row of a unit. The copy of the row to the current buffer has been
- * started before. Returns false if the group has failed. */
+/* Sends or receives the row of a unit. Requires that begin_copy() has started to copy the row
+ * to the current buffer. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, RoundProgress &p,
                                           const BulkBuffers &buffers)
@@ -340,9 +340,8 @@ __device__ __forceinline__ bool pad_all(PackedMove &m, const uint8_t *memory)
     return true;
 }
 
-/* The kernel. The template argument OwnPiece packs the rows of this rank: JoinedPiece copies
- * rows and scales, and QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the
- * plan. */
+/* The template argument OwnPiece packs the rows of this rank: JoinedPiece copies rows and
+ * scales, and QuantizedPiece quantizes rows. WITH_PLAN: the kernel also makes the plan. */
 template <class OwnPiece, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_bulk_kernel(const __grid_constant__ p2p_dispatch_job job)

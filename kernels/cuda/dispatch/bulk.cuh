@@ -99,8 +99,8 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
 {
     const p2p_dispatch_job &job = m.job;
     const uint8_t *const row = job.tokens + row_offset(token, m.shape);
-    /* the scales, minus 16 * row_vectors, so that vector v of the packed row is at second + 16
-     * * v */
+    /* address of the scales, minus 16 * row_vectors, so that vector v of the packed row is at
+     * second + 16 * v */
     const uint8_t *const second =
         job.scales + (int64_t)token * job.scale_bytes - (int64_t)m.row_vectors * 16;
     for (int32_t v = lane_id(); v < m.shape.vectors; v += WARP)

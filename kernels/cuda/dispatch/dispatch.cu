@@ -21,7 +21,6 @@
  *
  *   send     token i, to every peer that needs it. To send a token, a warp needs only the
  *            token's choices (its top_k experts), not the plan
- *            token's choices, not the plan
  *   receive  token i - lag of each source. The last source is this rank itself, whose tokens
  *            are read from `tokens`
  *
@@ -38,17 +37,17 @@
  *
  * Ranks cannot wait for each other in a circle. A warp waits for token t only after it has sent
  * its share of all tokens up to t. Let t be the lowest token for which any warp of any rank
- * waits. Then every warp has already sent its share of token t, so the wait ends. This holds
- * even if ranks have different lags. If this kernel makes the plan, receiving starts
- * `num_early_tokens` tokens behind sending and then catches up.
+ * waits. A warp that has not yet sent its share of token t waits for nothing, so it sends this
+ * share, and the wait ends. This holds even if ranks have different lags. If this kernel makes
+ * the plan, receiving starts `num_early_tokens` tokens behind sending and then catches up.
  *
  * A warp copies pieces into a ring buffer in shared memory some units before it uses them. So a
  * piece in staging may be copied before it has arrived. In this case the copy contains poison,
  * and the warp polls the piece in staging. */
 #include "cuda/dispatch/stream.cuh"
 
-/* The kernel. There is one instance for each value of ROWS (stream.cuh), WITH_PLAN (the kernel
- * makes the plan) and FLAT (the layout). A single kernel for all values would need more
+/* There is one instance of this kernel for each value of ROWS (stream.cuh), WITH_PLAN (the
+ * kernel makes the plan) and FLAT (the layout). A single kernel for all values would need more
  * registers than a thread can have. */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)

@@ -26,10 +26,10 @@ template <class Job> struct RowMove {
 /* value of header.alignment with which the kernels do not zero padding slots */
 #define NO_PADDING 0
 
-/* Returns the number of roles, without the roles that forward. Role 0 sends. Roles 1 to F
- * forward rows from other hosts, where F is num_forward_roles() (0 without relays). Role F + n
- * receives from the rank that is n above this rank, modulo num_ranks. With n = num_ranks, this
- * is this rank itself. */
+/* Returns the number of roles (kinds of work of a unit), without the roles that forward. Role 0
+ * sends. Roles 1 to F forward rows from other hosts, where F is num_forward_roles() (0 without
+ * relays). Role F + n receives from the rank that is n above this rank, modulo num_ranks. With
+ * n = num_ranks, this is this rank itself. */
 __host__ __device__ __forceinline__ int num_roles(const p2p_self &self)
 {
     return self.num_ranks + 1;

@@ -416,10 +416,10 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* The kernel. The template argument OwnPiece packs the rows of this rank: JoinedPiece copies
- * rows and scales, and QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and,
- * if the kernel quantizes them, have elements of 16 bits. Pieces are copied through the ring
- * only with FAST. WITH_PLAN: the kernel also makes the plan. */
+/* The template argument OwnPiece packs the rows of this rank: JoinedPiece copies rows and
+ * scales, and QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if the
+ * kernel quantizes them, have elements of 16 bits. Pieces are copied through the ring only with
+ * FAST. WITH_PLAN: the kernel also makes the plan. */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

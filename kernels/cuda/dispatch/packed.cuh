@@ -298,8 +298,8 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* If the scales are unaligned, loads those of a piece that was read from the ring, because
-     * the ring copies only aligned vectors. */
+    /* Completes a piece that was read from the ring: if the scales are unaligned, loads them
+     * from memory, because the ring copies only aligned vectors. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {

@@ -6,12 +6,14 @@
  *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
  *   recv    [recv_rows, row_bytes]    output, in a window of this rank: rows by slot
  *
- *   warp 1 of the last CTA  sends the permit of this rank to all peers
+ *   warp 1 of the last CTA  sends the permit of this rank to all peers: a message that allows
+ *                           them to store rows into its window
  *   planner CTAs            make the plan, then count themselves in num_planned
  *   other CTAs              send the first `num_early_tokens` tokens through staging meanwhile
  *   all CTAs                wait for the plan and for the permits of all peers. If all permits
- *                           came, remote CTAs store rows to peers and local CTAs do the rest
- *                           (windows.cuh). Otherwise all CTAs move all rows through staging
+ *                           have arrived, remote CTAs store rows to peers and local CTAs do the
+ *                           rest (windows.cuh). Otherwise all CTAs move all rows through
+ *                           staging
  *   warp 0 of CTA 0         after a direct dispatch, waits until all peers have stored rows
  *   the CTA that is last    sets the counters to 0; after an error, clears the outputs
  *
@@ -41,8 +43,8 @@ static __device__ __noinline__ bool move_staged(WindowMove m, OpState &op,
     return move_rounds<EXACT, FLAT>(m, op, ring) && pad_all<EXACT>(m);
 }
 
-/* The kernel. There is one instance for each value of ROWS except ROWS_ANY, of WITH_PLAN (the
- * kernel makes the plan) and of FLAT (the layout). */
+/* There is one instance of this kernel for each value of ROWS except ROWS_ANY, of WITH_PLAN
+ * (the kernel makes the plan) and of FLAT (the layout). */
 template <int ROWS, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_windows_kernel(const __grid_constant__ p2p_dispatch_job job)
@@ -63,7 +65,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                            (shape.pieces + job.span - 1) / job.span);
         windows.is_direct = 0;
     }
-    /* Meanwhile, the first warp of this CTA reads the plan. */
+    /* The second warp permits the stores while the first warp reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.recv_place, job.recv_rows, num_early_tokens);
     open_plan<WITH_PLAN>(plan, job);

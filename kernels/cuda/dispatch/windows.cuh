@@ -90,7 +90,7 @@ static __device__ __noinline__ void copy_tokens(const WindowMove &m, RowList<BLO
 
 /* ---------------------------------------------------------------------------- the rest ---- */
 
-/* Receives the data that comes with the row of one token of the rank with number `role`: the
+/* Receives the data that comes with the row of one token of rank rank_of_role(role): the
  * record, the weights and, with FLAT, the local experts. If the token was sent early, also
  * receives its row from staging. Called by one warp. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
