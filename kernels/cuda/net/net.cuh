@@ -21,8 +21,8 @@
  *
  * Kernels of backend `hosts` follow two rules that p2p does not need:
  *
- *   1. In each epoch (operation or round) they wait for every word that peers put in it.
- *      If they did not, a word could arrive late, two epochs later, and overwrite a newer word.
+ *   1. In each epoch (operation or round) they wait for every word that peers put in that
+ *      epoch. Otherwise a word could arrive two epochs later and overwrite a newer word.
  *   2. Each token's array of floats begins at an even index, because the net copies whole words
  *      of 8 bytes. With an odd index, a put could overwrite a float of another token.
  *
@@ -54,8 +54,8 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
     if (index < load_relaxed(&control->ring_room)) return true;
     if (!poll_permit(&control->room_polled_at, 1)) return false;
     const uint64_t room = load_relaxed(&op.self->net->ring.words->taken) + P2P_RING_ENTRIES;
-    /* Several threads may store here. If an older value remains, it only causes one more read
-     * of `taken`. */
+    /* Several threads may store here. If an older value overwrites a newer one, the only effect
+     * is one more read of `taken`. */
     store_relaxed(&control->ring_room, room);
     return index < room;
 }

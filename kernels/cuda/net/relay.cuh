@@ -151,7 +151,8 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
 }
 
 /* Returns true if relays may add the partial sums of the ranks of their host. This is so if the
- * sums are added in tree order and the ranks of each host are one subtree. */
+ * sums are added in tree order and the ranks of each host are one subtree. In this case the sum
+ * has the same bits as without relays. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {
