@@ -3,9 +3,9 @@
  * backend is a library of its own, compiled from the same sources.
  *
  * In the backend `p2p` all ranks are on one host. In the backend `hosts` some ranks are on
- * other hosts. The build defines EPIC_HOSTS for `hosts`, which only this file reads. All other
- * files test HOSTS in an ordinary `if`. So the compiler checks all code in both builds, and in
- * `p2p` it removes the code for other hosts.
+ * other hosts. For `hosts`, the build defines EPIC_HOSTS. Only this file reads EPIC_HOSTS. All
+ * other files test HOSTS in an ordinary `if`. So the compiler checks all code in both builds,
+ * and in `p2p` it removes the code for other hosts.
  *
  * A member of a struct that only the backend `hosts` needs is an array of HOSTS elements,
  * mostly `net[HOSTS]`. In `p2p` the array is empty, so the struct does not grow.

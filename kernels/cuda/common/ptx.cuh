@@ -58,9 +58,9 @@ __device__ __forceinline__ void load_two_words(const uint64_t *p, uint64_t &a, u
                  : "memory");
 }
 
-/* A fence between this rank and all other ranks (acq_rel.sys). The stores before the fence are
- * those of this thread and of earlier kernels: all ranks see them before they see the stores
- * after the fence. Loads after the fence do not read older values than loads before it. */
+/* A fence between this rank and all other ranks (acq_rel.sys). All ranks see the stores before
+ * the fence, of this thread and of earlier kernels, before they see this thread's stores after
+ * the fence. Loads after the fence do not read older values than loads before it. */
 __device__ __forceinline__ void fence_system()
 {
     asm volatile("fence.acq_rel.sys;" ::: "memory");
@@ -116,7 +116,7 @@ __device__ __forceinline__ uint64_t policy_once()
     return policy;
 }
 
-/* Loads 16 bytes that no thread writes during the kernel. */
+/* Loads 16 bytes that no thread writes during the kernel and no kernel reads again soon. */
 __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
 {
     uint4 v;
@@ -126,7 +126,7 @@ __device__ __forceinline__ uint4 load_once(const void *p, uint64_t policy)
     return v;
 }
 
-/* Loads 16 bytes that no thread writes during the kernel. */
+/* Loads 16 bytes that no thread writes during the kernel and that are read again soon. */
 __device__ __forceinline__ uint4 load_again(const void *p)
 {
     uint4 v;
@@ -175,8 +175,8 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Closes a group. It contains the asynchronous copies that this thread has started since the
- * last call. */
+/* Closes a group of asynchronous copies: those that this thread has started since the last
+ * call. */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");

@@ -26,15 +26,15 @@
 /* The part of a quantized piece of a row that one lane has: some elements, and one word of
  * scales. A word of scales contains the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* A word of scales contains the scales of the elements of vector v of this many adjacent
-     * lanes. */
+    /* Number of adjacent lanes whose vectors with the same index make 128 elements. The scales
+     * of these elements are one word. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
     static constexpr int BYTES = V * WARP * N;
     /* this lane's e4m3 elements, four per word */
     uint32_t q[V][N / 4];
-    /* word number word_index() of the piece's words of scales */
+    /* the piece's word of scales with index word_index() */
     uint32_t scales;
 
     /* Returns true if this lane has a word of scales to store (not all lanes have one). */

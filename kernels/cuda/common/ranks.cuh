@@ -151,8 +151,9 @@ __device__ __forceinline__ int32_t largest_number(const RankNumbers &n)
     return (int32_t)__reduce_max_sync(ALL_LANES, (uint32_t)most);
 }
 
-/* Packs a mask of culprits into 32 bits. Bits 0 to 29: the lowest ranks of the mask, at most
- * MOST_NAMED, 10 bits each. Bits 30 and 31: the number of these ranks. */
+/* Packs a mask of culprits (ranks that caused a failure) into 32 bits. Bits 0 to 29: the lowest
+ * ranks of the mask, at most MOST_NAMED, 10 bits each. Bits 30 and 31: the number of these
+ * ranks. */
 #define MOST_NAMED 3
 __device__ __forceinline__ uint32_t pack_ranks(RankMask mask)
 {

@@ -142,8 +142,9 @@ __device__ __forceinline__ uint4 poison_vector()
     return make_uint4(POISON, POISON, POISON, POISON);
 }
 
-/* Returns true if any word of the vector is poison. Poison is the largest 32-bit value, so it
- * is enough to compare the maximum of the words. */
+/* Returns true if any word of the vector is poison, the mark of a word that has not arrived
+ * (heap.h). Poison is the largest 32-bit value, so it is enough to compare the maximum of the
+ * words. */
 __device__ __forceinline__ bool has_poison(uint4 q)
 {
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
