@@ -8,7 +8,8 @@
  *
  *   load_f32, load_bf16, load_f16      load LANES elements from any address, as float32
  *   store_f32, store_bf16, store_f16   round LANES floats and store them to any address
- *   store_e4m3                         like these, with saturation (convert.h)
+ *   store_e4m3                         converts LANES floats to e4m3 with saturation
+ *                                      (convert.h), stores
  *   lanes_of                           returns a vector with the same value in each lane
  *   lanes_add, lanes_mul, lanes_div    compute one result per lane, rounded once
  *   lanes_fma(a, b, sum)               returns a * b + sum, rounded once

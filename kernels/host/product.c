@@ -43,9 +43,9 @@
  * copying longer parts of a row of B is faster */
 #define GROUP_COLUMNS 64
 #define BLOCK_ROWS 384 /* a multiple of every TILE_ROWS */
-/* Products with at most HOST_FEW_ROWS rows read B in place: STEPS rows of B at a time, as STEPS
- * contiguous streams, of which FEW_VECTORS vectors each are in registers at a time. The sums,
- * at most FEW_SUMS floats, stay in the first-level cache. */
+/* Products with at most HOST_FEW_ROWS rows read B in place. They read STEPS rows of B at the
+ * same time, and keep FEW_VECTORS vectors of each of these rows in registers. The sums, at most
+ * FEW_SUMS floats, stay in the first-level cache. */
 #define FEW_SUMS (32 * HOST_PRODUCT_DEPTH)
 
 /* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
@@ -217,8 +217,9 @@ static void copy_few_left(const part *t, float *out)
         }
 }
 
-/* Adds the products with `steps` rows of B to `vectors` vectors of each row's sums. `a`:
- * element of op(A)'s first row for the first row of B. `right`: vectors of the rows of B. */
+/* Adds the products with `steps` rows of B to `vectors` vectors of each row's sums. `a`: the
+ * element of op(A)'s first row that is multiplied by the first row of B. `right`: vectors of
+ * the rows of B. */
 INLINE void add_products(const part *t, float *sums, int64_t sums_row, const float *a,
                          lanes right[STEPS][FEW_VECTORS], int steps, int vectors)
 {
@@ -277,7 +278,8 @@ INLINE void multiply_few_columns(const part *t, const float *left, float *sums,
     memset(sums, 0, (size_t)(t->rows * sums_row) * sizeof *sums);
     for (int64_t l = 0; l < steps; l += STEPS)
         add_few_rows(t, sums, sums_row, left + l, b + l * row_bytes, wide, type);
-    /* the columns after the wide ones, and the last rows of B */
+    /* Add what the loop above left out: the columns after the first `wide` ones, and the last
+     * rows of B. */
     for (int64_t l = 0; l < t->depth; l++) {
         const int64_t done = l < steps ? wide : 0;
         add_one_row(t, sums + done, sums_row, left + l,
@@ -289,7 +291,8 @@ INLINE void multiply_few_columns(const part *t, const float *left, float *sums,
     }
 }
 
-/* Multiplies matrices of which A has at most HOST_FEW_ROWS rows, and B has type `type`. */
+/* Multiplies two matrices. Requires that A has at most HOST_FEW_ROWS rows. `type`: type of
+ * B. */
 INLINE void multiply_few(const host_product *p, epic_type type)
 {
     float *const left = p->memory, *const sums = left + HOST_FEW_ROWS * HOST_PRODUCT_DEPTH;

@@ -54,8 +54,8 @@ INLINE float inverse_of_e8m0(int scale)
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
 }
 
-/* Quantize one whole block of a row, `block` (128 or 32) elements from index `at` on. Store the
- * bytes to q, and the block's scale to the row `scales`. */
+/* These functions quantize one whole block of a row: 128 or 32 elements, which begin at index
+ * `at` of the row. They store the bytes to q, and the block's scale to the row `scales`. */
 INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const float scale = scale_1x128(largest_bits(x, 128));

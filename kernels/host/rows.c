@@ -150,7 +150,7 @@ static void dot_rows(double *sum, bool first, const void *a, const void *b, epic
         dot_of(sum, first, a, b, EPIC_F32, n);
 }
 
-/* Implement the functions of host_kernels with these names. */
+/* These functions implement the functions of host_kernels with the same names. */
 static void quantize_1x128(void *q, void *scales, const void *row, float w, epic_type type,
                            int64_t n)
 {
@@ -204,9 +204,10 @@ INLINE void copy_line(char *to, const char *from)
     for (int i = 0; i < LINE / step; i++) store_past_caches(to + i * step, x[i]);
 }
 
-/* Implements host_kernels.copy, for results, which are larger than the caches and not read
- * soon, and for staging rings, which are read by a core that shares no cache with this one. An
- * ordinary store would first read the destination, and a non-temporal store saves this read. */
+/* Implements host_kernels.copy with non-temporal stores. An ordinary store would first read the
+ * destination, and a non-temporal store saves this read. The destinations are results, which
+ * are larger than the caches and not read soon, and staging rings, which another core reads
+ * that shares no cache with this core. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {

@@ -17,7 +17,7 @@ extern const host_kernels host_kernels_avx512;
 
 /* Returns true if the processor has AVX2, FMA and F16C. __builtin_cpu_supports() also checks
  * that the system saves the registers. F16C is read from CPUID, because some compilers do not
- * accept it as an argument of that function. */
+ * accept "f16c" as an argument of __builtin_cpu_supports(). */
 static bool runs_avx2(void)
 {
     unsigned a, b, c, d;
