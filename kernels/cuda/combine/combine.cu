@@ -39,8 +39,8 @@
 #define BLOCK 384 /* threads per CTA; with this number, each thread can have 168 registers */
 #define WARPS (BLOCK / WARP)
 
-/* Zeroes all outputs after an error, if the plan is invalid or the array `rows` of a rank has
- * too few rows. Called by the CTA that finishes last. */
+/* Zeroes all outputs. The CTA that finishes last calls it if the plan is invalid, or if the
+ * array `rows` of a rank has too few rows. */
 static __device__ void clear_outputs(const CombineState &c)
 {
     zero_rows(c.job.out, c.job.row_bytes, 0, c.job.num_tokens, threadIdx.x, BLOCK);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A LeafStack adds partial sums in the order of a binary tree, for any number of leaves. The
  * kernels of combine use it for the leaves of one rank and for the partial sums of many ranks.
- * A *node* is the sum below one node of the tree, packed into vectors of type PART. */
+ * A *node* is the sum of all leaves below one node of the tree, packed into vectors of type
+ * PART. */
 #ifndef EPIC_LEAF_STACK_CUH
 #define EPIC_LEAF_STACK_CUH
 

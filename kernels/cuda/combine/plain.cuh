@@ -130,8 +130,8 @@ sum_local_rows(const CombineState &c, uint4 (&node)[V][PartialSum<ROW, PART>::VE
 
 /* ---------------------------------------------------------------- leaves within a rank ---- */
 
-/* Returns the leaf of a slot's expert in the sum tree. The first leaf of this rank has index
- * 0. */
+/* Returns the index of the leaf of the sum tree to which the slot's expert belongs. The first
+ * leaf of this rank has index 0. */
 __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
 {
     const device_plan_header &h = c.plan.header;
@@ -317,9 +317,9 @@ __device__ __forceinline__ bool do_expert_unit(const CombineState &c, const Unit
 
 /* Receives the partial sums of the four ranks from `position` on in the sum order. If
  * has_node[i] is true, the rank at position + i sends a partial sum, which is read into q[i].
- * If this rank is one of them, the caller has already stored its partial sum in q. Afterwards,
- * stores poison to the staging for the next use. Called by a whole warp. Returns false if the
- * group has failed. */
+ * If this rank is one of the four, the caller has already stored its partial sum in q.
+ * Afterwards, stores poison to the staging for the next use. Called by a whole warp. Returns
+ * false if the group has failed. */
 template <class ROW, class PART, int V>
 __device__ __forceinline__ bool
 receive_partials(const CombineState &c, const Unit &u, int position, bool (&has_node)[4],

@@ -36,7 +36,7 @@
 struct __align__(8) Slot
 {
     int32_t number;
-    /* bits of the slot's weight or, in dispatch_backward, of its gradient */
+    /* bits of the slot's weight or, in dispatch_backward, of the gradient of this weight */
     uint32_t word;
 };
 
@@ -342,7 +342,8 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                     IS_FIRST ? __fmul_rn(weight, x[n]) : __fmaf_rn(weight, x[n], acc[v][n]);
         }
     }
-    /* Only with LEAVES: sets `sum` like add_rows_here(). The unit has slots on this rank. */
+    /* Only with LEAVES: sets `sum` to this rank's partial sum, as add_rows_here() describes.
+     * Requires that the unit has slots on this rank. */
     __device__ __forceinline__ void add_leaves_here(const Entry &u, uint4 (&sum)[V])
     {
         const bool with_weights = c.job.slot_weights != NULL;
