@@ -23,7 +23,7 @@ struct Activated {
     float value, slope;
 };
 
-/* Returns the sigmoid of x. Computes exp(-|x|) instead of exp(-x), because it cannot
+/* Returns the sigmoid of x. Computes exp(-|x|) instead of exp(-x), because exp(-|x|) cannot
  * overflow. */
 __device__ __forceinline__ float sigmoid_of(float x)
 {
@@ -72,8 +72,8 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
         return compute_gelu_tanh(x);
     case EPIC_RELU2:
         return {x < 0 ? 0 : x * x, x < 0 ? 0 : 2 * x};
-    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: the value is constant if x is above
-     * ex.limit */
+    /* EPIC_CLAMPED_SWIGLU and EPIC_CLAMPED_SILU: if x is above ex.limit, the value is that at
+     * ex.limit, and the slope is 0 */
     default:
         const Activated a = compute_swish(above ? ex.limit : x, ex.alpha);
         return {a.value, above ? 0 : a.slope};

@@ -5,9 +5,9 @@
  *   rows  [slots, n]    input
  *   out   [experts, n]  output: overwritten, or added to
  *
- *   CTA   64 columns of one expert
- *   warp  every WARPS-th row of the expert's slab (its rows in the receive buffer); each lane
- *         adds two columns
+ *   CTA   adds 64 columns of one expert
+ *   warp  adds every WARPS-th row of the expert's slab (its rows in the receive buffer); each
+ *         lane adds two columns
  *   the first 64 threads   add the sums of the warps in a fixed order, one column each
  *
  * An earlier kernel on the stream has written the slabs, so no fence is needed. */

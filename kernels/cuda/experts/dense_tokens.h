@@ -47,7 +47,7 @@ typedef struct p2p_fits_job {
 } p2p_fits_job;
 
 /* Enqueues the check that a plan fits its layer. If the plan does not fit, the kernel sets the
- * plan's result to an error, and epic_check() later returns a class (b) error. */
+ * plan's result to an error, and epic_check() later returns a class (b) error (epic.h). */
 cudaError_t p2p_launch_fits(const p2p_fits_job *job, cudaStream_t stream);
 cudaError_t p2p_load_fits(void);
 

@@ -75,11 +75,11 @@ typedef struct p2p_gemm {
     const void *bias;
     /* [slots]: factor of the bias in each row; NULL: 1 */
     const float *bias_weights;
-    /* row_type EPIC_E4M3: [slots, blocks]: scales of a, one for each block of 128 elements of a
-     * row */
+    /* only if row_type is EPIC_E4M3: the scales of a [slots, blocks], one for each block of 128
+     * elements of a row */
     const float *a_scales;
-    /* row_type EPIC_E4M3: [experts, blocks, blocks]: scales of b, one for each block of 128 x
-     * 128 elements */
+    /* only if row_type is EPIC_E4M3: the scales of b [experts, blocks, blocks], one for each
+     * block of 128 x 128 elements */
     const float *b_scales;
     /* INPUT: an array with the shape and type of out that is added to the result; NULL: none */
     const void *addend;
@@ -182,7 +182,8 @@ typedef struct p2p_scale_job {
     p2p_slabs slabs;
     void *rows;           /* [slots, n] of row_type; rows without a token stay unchanged */
     const float *weights; /* [slots]; NULL: all weights are 1 */
-    /* [experts, n] of weight_type; then rows += weight * bias. NULL: rows *= weight. */
+    /* bias [experts, n] of weight_type: the kernel computes rows += weight * bias. NULL: the
+     * kernel computes rows *= weight. */
     const void *bias;
     int64_t n;
     uint32_t row_type, weight_type;

@@ -292,8 +292,8 @@ static __device__ __forceinline__ void load_eight(const float *from, int block_d
 }
 
 /* Stores four results x to row m of the tile, from column `column` of out on. If the row has no
- * token, the results become zeros. If it has one, the bias and g.addend are added, if they are
- * set. If g.accumulate is set, the old values of out are added to every row. */
+ * token, the results become zeros. If the row has a token, adds the bias and g.addend to the
+ * results, if they are set. If g.accumulate is set, adds the old values of out in every row. */
 template <int PASS, bool SCALED>
 static __device__ __forceinline__ void store_four(const p2p_gemm &g, const TileSlice &p, int m,
                                                   int64_t column, float *x)

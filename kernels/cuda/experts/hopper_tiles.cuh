@@ -54,7 +54,7 @@
 /* barrier of both consumer warpgroups together */
 #define BARRIER_BOTH 3
 
-/* value of PASS for FORWARD with sums that are cut into slices (see above) */
+/* value of PASS for FORWARD with sums that are cut into slices (see the top of this file) */
 #define PASS_SLICES 3
 static_assert(PASS_SLICES > EPIC_GEMM_WEIGHT, "PASS_SLICES is another value than each pass");
 
@@ -196,8 +196,8 @@ static __device__ __forceinline__ bool find_tile(Tile &w, const Job &job, int nu
 }
 
 /* The position of a thread in the ring of stages. `index` is the stage. `parity` is the parity
- * of the phase for which the thread waits at the barriers of this stage. It changes each time
- * the thread comes back to stage 0. */
+ * of the phase for which the thread waits at the barriers of this stage. The parity changes
+ * each time the thread comes back to stage 0. */
 struct Stage {
     int index, parity;
 

@@ -14,8 +14,8 @@
 #include "cuda/common/wait.cuh"
 #include "cuda/experts/dense_tokens.h"
 
-/* Returns true if the plan does not fit the layer. `notice` then describes the fault, with the
- * values of its error text. `h`: header of the plan. */
+/* Returns true if the plan does not fit the layer. In this case, sets `notice` to the fault and
+ * the values for its error text. `h`: header of the plan. */
 static __device__ bool find_fault(const p2p_fits_job &job, const device_plan_header &h,
                                   p2p_notice &notice)
 {

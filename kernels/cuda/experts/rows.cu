@@ -427,8 +427,9 @@ static cudaError_t launch_kind(const p2p_activation_job *job, bool backward,
     return launch_kernel(kernel, ctas_of(&job->slabs, job->sms), THREADS, 0, stream, *job);
 }
 
-/* Launches the instance for vectors or for single elements, and for the activation. float32
- * rows use ANY_ACTIVATION, because its functions have full precision. */
+/* Launches the kernel instance for the job. Aligned rows are processed as vectors, other rows
+ * element by element. float32 rows use ANY_ACTIVATION, because its functions have full
+ * precision. */
 template <class T>
 static cudaError_t launch_typed(const p2p_activation_job *job, bool backward,
                                 cudaStream_t stream)

@@ -36,7 +36,8 @@ static __device__ int64_t sum_before(int64_t x, int64_t *memory, int64_t *total)
     return before;
 }
 
-/* Returns the caller's value for expert e. Limits it to [0, most], because it may be wrong. */
+/* Returns the caller's count for expert e, limited to [0, most], because the caller's count may
+ * be wrong. */
 static __device__ int64_t count_at(const int32_t *counts, int e, int64_t most)
 {
     const int64_t count = counts[e];
