@@ -7,9 +7,9 @@
  *   out  d_scale_of_expert  [columns]                router_scale_kernel, one CTA per expert
  *
  * The kernels compute the weights again from the logits. If the weights come from a softmax
- * over all experts (needs_full_softmax()), they use all logits of a token, otherwise only the
- * logits of the chosen experts. Lane L handles choices L and L + 32 of a token, at index j = 0
- * and 1 (struct Chosen). */
+ * over all experts (needs_full_softmax()), the kernels use all logits of a token, otherwise
+ * only the logits of the chosen experts. Lane L handles choices L and L + 32 of a token, at
+ * index j = 0 and 1 (struct Chosen). */
 #include "cuda/common/launch.cuh"
 #include "cuda/router/router.cuh"
 
@@ -58,7 +58,7 @@ __device__ __forceinline__ void share_backward(const Shares<2> &s, const Chosen<
 
 /* Adds the gradient of the scores or logits of the chosen experts to d [columns], a row in
  * shared memory. g: gradient of the parts (struct Shares). z: logits of the chosen experts.
- * Adds one choice after the other: two choices of a token may have the same expert, and
+ * Adds one choice after the other, because two choices of a token may have the same expert, and
  * simultaneous additions would overwrite each other. */
 __device__ __forceinline__ void parts_backward(const epic_router &r, const Shares<2> &s,
                                                const Chosen<2> &c, const float (&z)[2],

@@ -132,8 +132,8 @@ template <> struct Owned<0> {
         position = 0;
         find_next(0xffffffffu, -1);
     }
-    /* Sets the keys of all ids of this lane to `value`, and makes the key of the first id
-     * current. */
+    /* Sets the keys of all ids of this lane to `value`, and makes the key of the first id the
+     * current key. */
     __device__ void set_keys(uint32_t *to, uint32_t value)
     {
         for (int v = 0; v < count; v++) to[padded_index(first + v)] = value;
@@ -153,7 +153,7 @@ struct IdOwnership {
     int groups; /* number of groups of experts; 1 if the router has no groups */
     int ids_per_group;
     int lane_bits;       /* log2 of the number of lanes that share a group */
-    int groups_per_lane; /* 1 if lanes share groups */
+    int groups_per_lane; /* number of groups whose ids one lane owns; 1 if lanes share groups */
     int ids_per_lane;    /* maximum number of ids that a lane owns */
 
     __device__ __forceinline__ int lanes_per_group() const

@@ -115,9 +115,9 @@ __device__ __forceinline__ TokenInterval clip_to_sequence(TokenInterval s, int64
     return {max(s.begin, first), min(s.end, first + sequence_tokens)};
 }
 
-/* Returns the factor of the sum over the tokens. This is job.factor. If job.plan is set,
- * job.factor is divided by the number of tokens of all ranks, which the plan contains. The
- * division is done job.num_divisions times. */
+/* Returns the factor by which the sum over the tokens is multiplied. This is job.factor. If
+ * job.plan is set, job.factor is divided by the number of tokens of all ranks, which the plan
+ * contains. The division is done job.num_divisions times. */
 static __device__ double factor_of(const p2p_loss_job &job)
 {
     const device_plan_header *plan = (const device_plan_header *)job.plan;

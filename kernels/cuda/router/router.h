@@ -76,7 +76,7 @@ typedef struct p2p_loss_job {
     /* balance loss by sequences: [num_tokens, top_k]: the chosen experts */
     const int32_t *topk_idx;
     int64_t sequence_tokens; /* number of tokens per sequence; 0: the loss is over all tokens */
-    double factor;           /* factor of the sum over the tokens */
+    double factor;           /* factor by which the sum over the tokens is multiplied */
     /* a plan, or NULL; with a plan, the kernel divides `factor` by the plan's number of tokens
      * of all ranks */
     const void *plan;
