@@ -31,10 +31,11 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Waits for the row word of a token of `rank`. `word`: the result of peek_row(). In lane 0,
- * `slot` becomes the index of the row; in all other lanes, it becomes -1. `more` becomes false.
- * If `keep` is true, also copies the index into the plan that this kernel makes. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Waits for the row word of a token of `rank` (the index of the token's row on this rank).
+ * `word`: the result of peek_row(). In lane 0, `slot` becomes the index of the row; in all
+ * other lanes, it becomes -1. `more` becomes false. If `keep` is true, also copies the index
+ * into the plan that this kernel makes. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {

@@ -137,10 +137,10 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
     for (int32_t i = share; i < padding.count; i += sharers) write(padding.first + i);
 }
 
-/* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs.
- * `warps` warps divide the padding piece by piece. `warp`: index of this warp among them.
- * `pieces`: number of pieces per row. padding_in(slab) returns the padding slots of a slab.
- * Called by a whole warp. */
+/* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs
+ * (one per local expert). `warps` warps divide the padding piece by piece. `warp`: index of
+ * this warp among them. `pieces`: number of pieces per row. padding_in(slab) returns the
+ * padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,
                                                     int warp, int warps, Write write)

@@ -16,8 +16,8 @@ template <bool EXACT> struct PieceFeed {
     const DispatchMove &m;
     Pieces ring;
     UnitWalk walk; /* the unit whose pieces are copied now */
-    /* this lane's first vector of the next piece to copy; NULL: the pieces of the unit are not
-     * copied */
+    /* address of this lane's first vector of the next piece to copy; NULL: the pieces of the
+     * unit are not copied */
     const uint8_t *from;
     int32_t vector;      /* index in the row of the first vector of the next piece to copy */
     int32_t pieces_left; /* number of pieces of the unit that have not been copied */
