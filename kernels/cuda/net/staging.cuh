@@ -193,9 +193,9 @@ __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
-/* If a piece is in host memory, waits for its last vector, at `last`. If it is not, returns
- * true at once, because the caller polls the piece itself. Called by a whole warp. Returns
- * false if the group has failed. */
+/* If a piece is in host memory, waits for its last vector, at `last`. If the piece is in device
+ * memory, returns true at once, because the caller polls the piece itself. Called by a whole
+ * warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);

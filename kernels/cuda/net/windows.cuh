@@ -55,10 +55,10 @@ __device__ __forceinline__ p2p_window_area *window_area(const p2p_self &self, ui
 
 /* -------------------------------------------------------------------------- permission ---- */
 
-/* Permits all peers to store into the output of this rank. Sends them the place of the output,
- * its number of rows, and the number of tokens that this rank always sends through staging.
- * Called by one warp of the grid before begin_operation(), so that the fence of
- * announce_operation() orders these words before the signature. */
+/* Permits all peers to store into the output of this rank. Sends them the place of the output
+ * (window and offset), its number of rows, and the number of tokens that this rank always sends
+ * through staging. Called by one warp of the grid before begin_operation(), so that the fence
+ * of announce_operation() orders these words before the signature. */
 __device__ __forceinline__ void permit_stores(const p2p_self &self, uint64_t place,
                                               int32_t rows, int32_t num_early_tokens)
 {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void permit_stores(const p2p_self &self, uint64_t pla
 struct Permit { /* The permit of a peer (p2p_window_words in heap.h). */
     uint64_t place;
     uint32_t rows, num_early_tokens;
-    /* true: all words have arrived, and are of the same call as this rank's call */
+    /* true: all words have arrived, and belong to the call that this rank executes */
     bool is_valid;
 };
 
