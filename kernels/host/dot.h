@@ -64,9 +64,9 @@ INLINE float add_accumulators(const float *sums)
     __m256 by_8[4];
     for (int i = 0; i < 4; i++) by_8[i] = add_groups(sums + i * 8 * GROUP);
     /* The five steps add the sums of 32 groups at distances 16, 8, 4, 2 and 1. add_groups()
-     * returns eight groups in the order 0, 2, 4, 6, 1, 3, 5, 7. So in the last three steps,
-     * groups 0 and 4 are in elements 0 and 2, groups 0 and 2 in elements 0 and 1, and groups 0
-     * and 1 in elements 0 and 4. */
+     * returns eight groups in the order 0, 2, 4, 6, 1, 3, 5, 7. So the elements that a step
+     * adds are 2 apart in the third step (groups 0 and 4), 1 apart in the fourth step (groups 0
+     * and 2), and 4 apart in the last step (groups 0 and 1). */
     const __m256 eight =
         _mm256_add_ps(_mm256_add_ps(by_8[0], by_8[2]), _mm256_add_ps(by_8[1], by_8[3]));
     const __m256 four = _mm256_add_ps(eight, _mm256_permute_ps(eight, 0x4e));

@@ -48,8 +48,8 @@
  * FEW_SUMS floats, stay in the first-level cache. */
 #define FEW_SUMS (32 * HOST_PRODUCT_DEPTH)
 
-/* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum, the
- * terms l from `first` to first + depth - 1. */
+/* Part of a product: rows [first_row, first_row + rows) of op(A), and one chunk of the sum: the
+ * terms l = `first` to first + depth - 1. */
 typedef struct part {
     const host_product *p;
     int64_t first_row, rows, first, depth;
@@ -61,7 +61,8 @@ INLINE const float *left_at(const host_product *p, int64_t row, int64_t l)
     return (const float *)p->a + (p->transpose_a ? l * p->lda + row : row * p->lda + l);
 }
 
-/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS] filled with zeros. */
+/* Copies the rows of a part of op(A) to out, as tiles [depth, TILE_ROWS]. Fills the last tile
+ * up with zeros. */
 static void pack_left(const part *t, float *out)
 {
     for (int64_t tile = 0; tile < t->rows; tile += TILE_ROWS, out += TILE_ROWS * t->depth) {
@@ -83,7 +84,8 @@ static void pack_left(const part *t, float *out)
     }
 }
 
-/* Transposes a square of LANES x LANES floats. Rows are from_row and to_row floats apart. */
+/* Transposes a square of LANES x LANES floats. Adjacent rows are from_row floats apart in
+ * `from`, and to_row floats apart in `to`. */
 INLINE void transpose_square(float *to, int64_t to_row, const float *from, int64_t from_row)
 {
 #if LANES >= 8
@@ -145,7 +147,7 @@ static void pack_right(const part *t, int64_t column, int64_t count, float *out)
 
 /* Computes a tile of C, at `c`: the product of the packed tile `a` [depth, TILE_ROWS] of op(A)
  * and the packed panel `b` [depth, PANEL] of op(B). Stores the first `stored` rows and `count`
- * columns. ldc is the distance of rows of `c` in floats. `adds`: see struct part. */
+ * columns. ldc is the distance in floats between two rows of `c`. `adds`: see struct part. */
 INLINE void multiply_tile(const float *a, const float *b, int64_t depth, float *c, int64_t ldc,
                           int64_t stored, int64_t count, bool adds)
 {

@@ -192,7 +192,8 @@ static void fence_copies(void)
 }
 #else
 #define LINE 256 /* number of bytes that copy_line() copies at a time */
-/* shorter rows are copied by memcpy(), because unaligned bytes are a large part of them */
+/* rows with fewer bytes are copied by memcpy(), because unaligned bytes are a large part of
+ * them */
 #define MIN_PAST_CACHES 1024
 
 /* Copies LINE bytes with non-temporal stores. `to` must be aligned to sizeof(lanes). */

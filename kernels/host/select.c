@@ -46,7 +46,8 @@ int host_kernels_all(const host_kernels *out[4])
     return num;
 }
 
-/* Needs no lock: threads that call it at the same time store the same pointer. */
+/* Returns the kernels for this processor. Needs no lock: threads that call it at the same time
+ * store the same pointer. */
 const host_kernels *host_kernels_get(void)
 {
     static _Atomic(const host_kernels *) chosen;
