@@ -100,9 +100,9 @@ __device__ __forceinline__ void fill_end(const BackwardMove &m, int32_t vector, 
 }
 
 /* Reads this lane's vectors of a piece of d_out for a token of `rank`. If the token is this
- * rank's, reads them from the caller's array. If it is a peer's, waits until the piece has
- * arrived in staging, and stores poison there for the next use. Called by a whole warp. Returns
- * false if the group has failed. */
+ * rank's, reads them from the caller's array. If the token is a peer's, waits until the piece
+ * has arrived in staging, and stores poison there for the next use. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <class ROW, int V>
 __device__ __forceinline__ bool receive_d_out(const BackwardMove &m, int32_t token,
                                               int32_t vector, int rank, uint4 (&x)[V])
@@ -281,9 +281,9 @@ __device__ __forceinline__ bool is_forward_role(int role)
     return HOSTS && role < 0;
 }
 
-/* Loads the word of the plan that a unit needs first. This is called while the warp works on
- * the preceding unit. If the unit sends a token, lane k loads the rank to which choice k goes.
- * If the unit receives a token, lane n loads the token's n-th slot on this rank. */
+/* Loads the word of the plan that a unit needs first. The function is called while the warp
+ * works on the preceding unit. If the unit sends a token, lane k loads the rank to which choice
+ * k goes. If the unit receives a token, lane n loads the token's n-th slot on this rank. */
 __device__ __forceinline__ int32_t read_ahead(const BackwardMove &m, const UnitWalk &walk)
 {
     const int32_t sent = m.round_begin + walk.step;

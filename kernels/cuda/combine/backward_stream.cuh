@@ -33,7 +33,8 @@ struct Entry {
     uint32_t work;
     __extension__ RankMask
         peers[MANY_RANKS]; /* many ranks only: the peers, if the unit sends */
-    int16_t role, span; /* role: what the unit does (role_of()). span: index of its span */
+    /* role: what the unit does (role_of()). span: index in the row of the unit's span */
+    int16_t role, span;
     /* first: index in the row of the unit's first piece. count: number of pieces. A unit
      * without work uses one buffer of the ring, which stays empty. */
     int16_t first, count;

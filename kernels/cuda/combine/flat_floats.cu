@@ -137,8 +137,8 @@ static __device__ bool rows_were_enough(const p2p_self &self, const OpState &op,
     return enough;
 }
 
-/* Moves the floats. If the plan is invalid, or slot_floats of a rank has too few rows, it
- * zeroes the output. */
+/* Moves the floats. If the plan is invalid, or slot_floats of a rank has too few rows, the
+ * kernel zeroes the output. */
 __global__ void __launch_bounds__(BLOCK, 1)
     floats_kernel(const __grid_constant__ p2p_combine_job job)
 {

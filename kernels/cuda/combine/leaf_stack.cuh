@@ -40,11 +40,11 @@ __device__ __forceinline__ int ancestor_level(uint32_t a, uint32_t b)
     return 32 - __clz(a ^ b);
 }
 
-/* Adds partial sums in the order of a binary tree. It is possible that some leaves have no
- * partial sum. The caller pushes one node for each other leaf, in ascending order of leaves. A
- * node whose right sibling is not complete stays on the stack, in shared memory. leaf_at[i] is
- * a leaf below node i of the stack, which shows where the node is in the tree. `depth`: number
- * of nodes on the stack. P: number of 16-byte vectors of a node in each lane. */
+/* Adds partial sums in the order of a binary tree. The caller pushes one node for each leaf
+ * that has a partial sum, in ascending order of leaves. A node whose right sibling is not
+ * complete stays on the stack, in shared memory. leaf_at[i] is a leaf below node i of the
+ * stack, which shows where the node is in the tree. `depth`: number of nodes on the stack. P:
+ * number of 16-byte vectors of a node in each lane. */
 template <class ROW, class PART> struct LeafStack {
     static constexpr int P = PartialSum<ROW, PART>::VECTORS;
     uint4 *memory;

@@ -100,7 +100,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
      * rank */
     int32_t position_rank;
     const Slot *slot; /* the slot whose row is copied next */
-    /* this lane's address in row 0 of the caller's array, at the current piece; for row i, add
+    /* this lane's address in row 0 of job.rows, at the current piece; for row i, add
      * row_offset(i) */
     const uint8_t *rows;
     /* The unit whose pieces are being copied to the ring. vector: index in the row of the first
@@ -431,10 +431,9 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
                     (int64_t)u.token * float_stride(c.top_k),
                 u.num_slots);
     }
-    /* Reads one piece of the partial sum of the peer at `position` into q. Reads it from the
-     * ring. If the piece had not arrived when it was copied to the ring, waits for it in
-     * staging. Then stores poison to the staging for the next use. Returns false if the group
-     * has failed. */
+    /* Reads one piece of the partial sum of the peer at `position` from the ring into q. If the
+     * piece had not arrived when it was copied to the ring, waits for it in staging. Then
+     * stores poison to the staging for the next use. Returns false if the group has failed. */
     __device__ __forceinline__ bool receive_partial(const Entry &u, int position, uint4 (&q)[V])
     {
         uint4 *from = staged_partial(u.token, position);

@@ -18,8 +18,8 @@
 
 #define BLOCK 384
 
-/* Multiplies a row's vectors by its weight and rounds them to type ROW. The result is the
- * partial sum of this row alone. */
+/* Multiplies vectors of a row by the row's weight and rounds them to type ROW. The result is
+ * the partial sum of this row alone. */
 template <class ROW, int COUNT>
 __device__ __forceinline__ void weigh_row(uint4 (&q)[COUNT], float weight)
 {
