@@ -82,7 +82,7 @@ __device__ __forceinline__ Activated compute_activation(float x, const epic_expe
 
 /* Returns the factor by which a gated expert's activation is multiplied, and its derivative. u:
  * the up value. The factor is usually u. With EPIC_CLAMPED_SILU it is the clamped u, with
- * EPIC_CLAMPED_SWIGLU the clamped u plus 1, and without a gate 1. */
+ * EPIC_CLAMPED_SWIGLU the clamped u plus 1, and without a gate it is 1. */
 __device__ __forceinline__ Activated compute_up_factor(float u, const epic_experts &ex)
 {
     const bool clamped =

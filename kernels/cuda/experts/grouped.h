@@ -114,10 +114,10 @@ typedef struct p2p_gemm {
     float *slice_sums;
 } p2p_gemm;
 
-/* Returns an INPUT product that computes the same sums as the e4m3 product `g`. It is needed
- * because the kernels for e4m3 are compiled only for INPUT. A FORWARD product becomes an INPUT
- * product if k and n are swapped, because FORWARD of e4m3 reads matrix b in the layout of
- * INPUT. */
+/* Returns an INPUT product that computes the same sums as the e4m3 product `g`. This conversion
+ * is needed because the kernels for e4m3 are compiled only for INPUT. A FORWARD product becomes
+ * an INPUT product if k and n are swapped, because FORWARD of e4m3 reads matrix b in the layout
+ * of INPUT. */
 RULE p2p_gemm p2p_as_input(p2p_gemm g)
 {
     const int64_t k = g.k;

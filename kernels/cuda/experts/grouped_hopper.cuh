@@ -147,8 +147,8 @@ static __device__ __forceinline__ void multiply_tile(float (&d)[128], const Tile
 }
 
 /* Positions of a thread's results in the 64 rows of its warpgroup, as wgmma defines them. The
- * result d[4 * j + i] is in row `row` if i < 2, otherwise in row `row` + 8. It is in column 8 *
- * j + column + i % 2. */
+ * result d[4 * j + i] is in row `row` if i < 2, otherwise in row `row` + 8. Its column is 8 * j
+ * + column + i % 2. */
 struct Lane {
     int row, column;
 

@@ -225,7 +225,8 @@ struct SharedLayout {
 /* Starts to copy the part of matrix a for one stage to shared memory. `step`: the part's first
  * index along the summed dimension. The barrier `full` counts the bytes. FEW: copies only rows
  * with a token, in boxes of FEW_LINES rows. The other rows in shared memory then keep old
- * values. This does no harm, because they change only results of rows without a token. */
+ * values. This does no harm, because these values change only results of rows without a
+ * token. */
 template <int PASS, bool FEW>
 static __device__ __forceinline__ void load_a(uint32_t to, const Maps &maps, uint32_t full,
                                               const Tile &w, int step)
@@ -285,8 +286,8 @@ static __device__ __forceinline__ void copy_tile(const Maps &maps, const SharedL
 }
 
 /* Main loop of the producer thread. If most experts have only one row of tiles, the kernel
- * mostly waits for memory. Then, for a tile that is at most half full, the producer copies only
- * the rows with a token. */
+ * mostly waits for memory. In this case, if a tile is at most half full, the producer copies
+ * only the rows with a token. */
 template <class T, int PASS, int CTAS>
 static __device__ __forceinline__ void run_producer(const Maps &maps, const Job &job,
                                                     const SharedLayout &at, int rank)

@@ -52,7 +52,8 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier)
 }
 
 /* Arrives at the same barrier of CTA `cta` of the cluster. No memory order is needed, because
- * this only reports that wgmma has read shared memory. A .release.cluster would be slow. */
+ * the arrival only reports that wgmma has read shared memory. A .release.cluster would be
+ * slow. */
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, int cta)
 {
     asm volatile("{\n"
