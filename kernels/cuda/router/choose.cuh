@@ -95,9 +95,9 @@ template <int V> struct Owned {
     }
 };
 
-/* The keys of the ids [first, first + count) of a lane, for any count. They are not sorted, in
- * shared memory. `best` is the current key: the largest key that has not been removed. Its id
- * is first + position. Equal keys are removed in ascending order of ids. */
+/* The keys of the ids [first, first + count) of a lane, for any count. They are in shared
+ * memory and not sorted. `best` is the current key: the largest key that has not been removed.
+ * Its id is first + position. Equal keys are removed in ascending order of ids. */
 template <> struct Owned<0> {
     int first, count, position;
     uint32_t best;
