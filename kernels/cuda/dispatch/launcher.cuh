@@ -33,8 +33,8 @@ static cudaError_t load_kernels(const Kernel (&kernels)[COUNT], int most_bytes)
 }
 
 /* Returns a copy of the job in which lag, span, total_warps, num_early_tokens and catch_up are
- * set. They determine how units are divided among warps, and how many tokens are sent before
- * the first token is received. `bytes`: number of bytes that are sent per token. */
+ * set. These fields determine how units are divided among warps, and how many tokens are sent
+ * before the first token is received. `bytes`: number of bytes that are sent per token. */
 static inline p2p_dispatch_job deal_dispatch(const p2p_dispatch_job &job, int64_t bytes,
                                              int num_sms)
 {
