@@ -155,8 +155,8 @@ __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, con
 }
 
 /* Records in control memory how far rows of rank `peer` have arrived. `last`: address of the
- * last vector of a piece that has arrived. Two warps may overwrite each other's value; the next
- * arrival corrects it. */
+ * last vector of a piece that has arrived. A warp may overwrite a newer value of another warp;
+ * the next arrival corrects the value. */
 __device__ __forceinline__ void record_arrival(const OpState &op, int peer, const uint4 *last)
 {
     uint64_t *seen = &control_of(op)->net->received_vectors[peer];

@@ -97,9 +97,10 @@ __device__ __forceinline__ Permit peek_permit(const p2p_self &self, const OpStat
     return {high << 32 | (uint32_t)low, (uint32_t)rows, (uint32_t)begun, is_valid};
 }
 
-/* Lane q waits for the permit of rank q. If rank q runs a kernel without windows, there is no
- * permit, so the lane also waits for the signature of q: q would have sent a permit before it.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Lane q waits until it has the permit of rank q, or until it is clear that q sends no permit.
+ * A rank sends its permit before its signature. So if the signature of q has arrived without a
+ * permit, q runs a kernel without windows. Called by a whole warp. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool wait_permits(const p2p_self &self, const OpState &op,
                                              Permit &permit)
 {
