@@ -66,9 +66,9 @@ __device__ __forceinline__ void fence_system()
     asm volatile("fence.acq_rel.sys;" ::: "memory");
 }
 
-/* Loads a word in this GPU's memory with acquire order. If it reads the value that another
- * thread stored with store_release(), later loads of this thread see everything that the other
- * thread stored before its store_release(). */
+/* Loads a word in this GPU's memory with acquire order. If this load reads the value that
+ * another thread stored with store_release(), later loads of this thread see everything that
+ * the other thread stored before its store_release(). */
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t *p)
 {
     uint32_t v;

@@ -176,9 +176,9 @@ __device__ __forceinline__ RankMask unpack_ranks(uint32_t packed)
 #else
 typedef uint32_t RankMask;
 
-/* Macros in place of the functions with these names above. With functions, the machine code of
- * the kernels would change, because the compiler inlines functions only after its first
- * optimizations. */
+/* Macros in place of the functions with these names above. Functions would give the kernels
+ * other machine code than these plain operators, because the compiler inlines functions only
+ * after its first optimizations. */
 #define no_ranks() 0u
 #define rank_bit(q) (1u << (q))
 #define has_rank(mask, q) ((mask) >> (q)&1)

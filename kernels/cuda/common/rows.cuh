@@ -414,9 +414,9 @@ template <class Job> static inline int units_per_token(const Job &job, int roles
  *              number of warps that take part. A token has `kinds` units, one for each pair of
  *              role and span. The number of warps and `kinds` have no common divisor above 1,
  *              so that each warp gets all pairs one after the other. The role and span of a
- *              warp's next unit should also be far from those of its last unit. If they were
- *              close, a warp would do similar work for a long time, and get ahead of the other
- *              warps or fall behind. */
+ *              warp's next unit should also be far from those of its last unit. Otherwise a
+ *              warp would do similar work for a long time, and get ahead of the other warps or
+ *              fall behind. */
 template <class Job>
 static inline void deal_units(Job &job, int num_sms, int block, int roles, int vectors)
 {
