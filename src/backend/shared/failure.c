@@ -39,8 +39,8 @@ void shared_report_end(epic_group *g, int peer)
 }
 
 /* Claims failure_state, so that this rank may write the failure. While another rank writes a
- * failure, waits for it, and replaces it as writer if it has died. Returns false if the group
- * already has a failure, or after PATIENCE_NS. */
+ * failure, waits for that rank; if that rank has died, claims failure_state instead of it.
+ * Returns false if the group already has a failure, or after PATIENCE_NS. */
 static bool become_writer(epic_group *g)
 {
     const int64_t stop = clock_ns() + PATIENCE_NS;
@@ -56,8 +56,8 @@ static bool become_writer(epic_group *g)
 }
 
 /* Stores the first failure of the group in shared memory, and wakes all ranks. The ordered
- * store of GROUP_BROKEN comes after the failure's fields, so a rank that loads GROUP_BROKEN can
- * read them. */
+ * store of GROUP_BROKEN comes after the stores of the failure's fields, so a rank that has
+ * loaded GROUP_BROKEN reads the complete failure. */
 void shared_break_group(epic_group *g, const epic_failure_info *failure)
 {
     if (!become_writer(g)) return;

@@ -8,8 +8,9 @@
 
 #define SLICE_NS 100000000
 
-/* Returns the longest sleep of a waiting rank between two heartbeats: at most a quarter of the
- * timeout, so that the last heartbeat is recent when a peer's deadline passes. */
+/* Returns the maximum time that a waiting rank sleeps between two heartbeats. It is at most a
+ * quarter of the timeout, so that the rank's last heartbeat is recent when the deadline of a
+ * peer passes. */
 static int64_t slice_of(const epic_config *config)
 {
     const int64_t quarter = config->timeout_ms * 1000000ll / 4;

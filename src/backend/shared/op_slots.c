@@ -23,9 +23,9 @@ bool shared_slot_is_free(epic_group *g, const shared_exchange *x)
 /* Claims a free op slot and returns its index, or -1 if no slot is free.
  *
  * Between the test and the claim, another thread may have claimed, used and released the slot.
- * So this function tests again after its claim. If peers still read the slot, it undoes the
- * claim. In the meantime another thread may have found the slot in use and gone to sleep, so
- * the function then wakes that thread. */
+ * So this function tests again after its claim. If peers still read the slot, the function
+ * undoes the claim. While the slot was claimed, another thread may have found no free slot and
+ * gone to sleep, so the function also wakes sleeping threads. */
 int shared_claim(epic_group *g)
 {
     for (int i = 0; i < g->layout.num_slots; i++) {
@@ -44,9 +44,9 @@ static void raise_num_used_slots(shared_rank_state *head, uint32_t count)
     while (used < count && !compare_swap(&head->num_used_slots, &used, count)) continue;
 }
 
-/* Resets the counters of the slot for one peer. For a vacant seat, sets them as if it had read
- * every entry and finished the exchange, so that code that looks for the slowest peer need not
- * skip vacant seats. */
+/* Resets the counters of the slot for one peer. For a vacant seat (a rank that has left the
+ * group), sets the counters as if the peer had read every entry and finished the exchange, so
+ * that code that looks for the slowest peer need not skip vacant seats. */
 static void reset_counters(const epic_group *g, shared_op_slot *slot, int peer,
                            uint64_t version)
 {
@@ -103,8 +103,8 @@ void shared_announce(epic_group *g, int index, uint64_t tag, uint64_t sequence,
 
 /* Returns whether a peer's op slot holds the exchange (tag, sequence). The peer may be writing
  * another exchange into the slot, so the version must be even, and the same before and after
- * the comparison. If this rank takes part in the exchange too, the peer keeps the exchange in
- * the slot until this rank has finished. */
+ * the comparison. If this rank takes part in the exchange, a result of true stays valid after
+ * the return, because the peer keeps the exchange in the slot until this rank has finished. */
 static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
 {
     const uint64_t version = load_ordered(&slot->version);
@@ -114,9 +114,9 @@ static bool slot_holds(shared_op_slot *slot, uint64_t tag, uint64_t sequence)
     return same && load_relaxed(&slot->version) == version;
 }
 
-/* Returns the peer's op slot for the exchange (tag, sequence), with its index in *index, or
- * NULL. The search begins at index `first`. Callers usually pass the index of this rank's own
- * slot, because the peer's slot often has the same index. */
+/* Returns the peer's op slot for the exchange (tag, sequence) and sets *index to its index, or
+ * returns NULL. The search begins at index `first`. Callers usually pass the index of this
+ * rank's own slot, because the peer's slot often has the same index. */
 shared_op_slot *shared_find_slot(const epic_group *g, int peer, uint64_t tag, uint64_t sequence,
                                  int first, int *index)
 {

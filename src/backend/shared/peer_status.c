@@ -10,8 +10,9 @@
 #define GRACE_NS 100000000
 
 /* Returns whether the heartbeat in `wait` is recent, which shows that the rank still waits. A
- * waiting rank renews its heartbeat at least every slice_ns. A heartbeat is recent for 2.5
- * slice_ns, but at least for GRACE_NS, because a busy machine may run the rank late. */
+ * waiting rank renews its heartbeat at least every slice_ns. A heartbeat counts as recent if it
+ * is at most 2.5 slice_ns or GRACE_NS old, whichever is longer, because on a busy machine the
+ * rank may get a core late. */
 static bool is_fresh(const epic_group *g, const shared_wait *wait)
 {
     const int64_t heartbeat = load_acquire(&wait->heartbeat_ns), now = clock_ns();
@@ -41,8 +42,8 @@ static void add_all_waits(const epic_group *g, int peer, epic_peer_status *out)
 }
 
 /* Reads the last operation that the peer announced. The peer may overwrite the op slot during
- * the loads, so they repeat (at most 100 times) until the slot's version is even, and the same
- * before and after them. */
+ * the loads, so the loads are repeated (at most 100 times) until the slot's version is even,
+ * and equal before and after the loads. */
 static void add_last_operation(const epic_group *g, int peer, epic_peer_status *out)
 {
     for (int attempt = 0; attempt < 100; attempt++) {

@@ -14,7 +14,8 @@ int64_t shared_ring_bytes(const epic_group *g, bool everyone)
     return everyone ? g->layout.broadcast_ring_bytes : g->layout.peer_ring_bytes;
 }
 
-/* Begins the next flow (sequence of entries), with `entries` entries, at one end of a ring. */
+/* Begins the next flow (a sequence of `entries` entries) in a ring that this rank writes or
+ * reads. */
 static void next_flow(ring_end *end, int64_t entries, char *ring)
 {
     end->base = end->next;
@@ -72,8 +73,8 @@ static bool has_room(const shared_exchange *x, const ring_end *end, int64_t inde
 }
 
 /* Returns the number of entries of the broadcast ring that all peers have dropped: the minimum
- * of their counters. Loads only the counter that was the minimum last time, if this counter
- * leaves no room for entry `index`, because the other counters are then not needed. */
+ * of their counters. First loads the counter that was the minimum last time. If this counter
+ * leaves no room for entry `index`, returns it and does not load the other counters. */
 static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 {
     ring_end slow = x->broadcast_out;
@@ -93,7 +94,8 @@ static int64_t least_dropped(epic_group *g, shared_exchange *x, int64_t index)
 }
 
 /* Implements epic_transport.room. A load of a reader's counter may fetch a cache line from
- * another core, so loads the counters only if their last known values leave no room. */
+ * another core, so this function loads the counters only if their last known values leave no
+ * room. */
 void *shared_room(epic_group *g, int index, int to, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -117,7 +119,7 @@ static void count_bytes(epic_group *g, const shared_exchange *x, int64_t *sent, 
 static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
 {
     if (upto <= x->broadcast_sent) return;
-    /* seen_count is INT64_MAX if all other seats are vacant */
+    /* seen_count is INT64_MAX if all other ranks have left the group */
     INVARIANT(x->broadcast_out.base + upto - x->depth <= x->broadcast_out.seen_count);
     INVARIANT(x->broadcast_out.base + upto <= x->broadcast_out.next);
     count_bytes(g, x, &x->broadcast_sent, upto);
@@ -126,7 +128,8 @@ static void send_broadcast(epic_group *g, shared_exchange *x, int64_t upto)
         if (r != g->rank && x->links[r].slot) shared_wake_slot(g, x->links[r].slot);
 }
 
-/* epic_transport.send: stores the new number of sent entries, then wakes the readers. */
+/* Implements epic_transport.send: stores the new number of sent entries, then wakes the
+ * readers. */
 void shared_send(epic_group *g, int index, int to, int64_t upto)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -144,7 +147,8 @@ void shared_send(epic_group *g, int index, int to, int64_t upto)
 }
 
 /* Implements epic_transport.entry. A load of the peer's counter may fetch a cache line from
- * another core, so loads it only if its last known value does not include the entry. */
+ * another core, so this function loads the counter only if its last known value does not
+ * include the entry. */
 const void *shared_entry(epic_group *g, int index, int from, int64_t entry)
 {
     shared_exchange *x = &g->exchanges[index];
@@ -166,7 +170,8 @@ void shared_drop(epic_group *g, int index, int from, int64_t upto)
     peer_link *link = &x->links[from];
     shared_peer_counters *counters = &link->slot->peers[g->rank];
     const ring_end *end = x->everyone ? &link->broadcast_in : &link->in;
-    /* not compared with the sent entries: a reader may drop entries before they are sent */
+    /* compares with all entries of the flow, because a reader may drop entries before they are
+     * sent */
     INVARIANT(end->base + upto <= end->next);
     if (x->everyone)
         store_ordered(&counters->broadcast_dropped, end->base + upto);

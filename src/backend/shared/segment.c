@@ -8,7 +8,8 @@
 #define PAGE 4096
 /* maximum size of a broadcast ring (a ring that all peers read) */
 #define FULL_RING (1024 * 1024)
-/* minimum ring for full speed: two entries of 64 KiB with trailers (bytes after the row) */
+/* minimum size of a ring for full speed: two rows of 64 KiB with trailers (bytes after the
+ * row) */
 #define GOOD_RING (132 * 1024)
 #define MIN_RING (2 * 8704) /* two entries of 1024 float64 elements with trailers */
 
@@ -22,8 +23,8 @@ static int64_t at_least(int64_t bytes, int64_t least)
     return bytes < least ? least : bytes;
 }
 
-/* Sets the ring sizes for full speed. No ring needs to be larger than all rows of an
- * operation. */
+/* Sets the ring sizes for full speed. A ring that holds all rows of an operation is large
+ * enough, so sizes are limited to that. */
 static void size_full_rings(const epic_config *config, shared_layout *l)
 {
     const int64_t peers = at_least(l->num_ranks - 1, 1);

@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The segment is the memory that the ranks of a group share. This file describes its layout. A
- * slot is an op slot: the memory of one rank, its owner, for one exchange. A reader of a ring
- * *drops* an entry to return its memory to the writer (backend/transport.h).
+/* The segment is the memory that the ranks of a group share. This file describes the layout of
+ * the segment. A slot is an op slot: memory that one rank, the slot's owner, uses for one
+ * exchange (the communication of one operation). A ring is a circular buffer for entries
+ * (rows). When the reader of a ring does not need an entry any more, it *drops* the entry, so
+ * that the writer may reuse its memory (backend/transport.h).
  *
- *   segment: header, then blocks [max_in_flight][num_ranks], then the staging of all ranks
- *   block:   rank state (used only in the first block of a rank), one slot; page-aligned
- *   staging: for each slot, the broadcast ring, then one ring to each peer in rank order;
- *            page-aligned
+ * segment: header, then blocks [max_in_flight][num_ranks], then the staging of all ranks block:
+ * rank state (used only in the first block of a rank), one slot; page-aligned staging: for each
+ * slot, the broadcast ring, then one ring to each peer in rank order; page-aligned
  *
- * The order makes a new segment cheap for many ranks. The staging takes most of the addresses,
- * and small operations use none of it, so a process needs few page tables for the blocks. A rank
- * reads the first blocks of all its peers, which are next to each other. So one page fault can
- * map several of them.
+ * Blocks come first and are contiguous, because this makes a new segment cheap for many ranks.
+ * Small operations use only blocks. If each block were next to its large staging, the blocks
+ * would be far apart, and a process would need many page tables to map them. A rank reads the
+ * first block of each peer. These blocks are next to each other, so one page fault can map
+ * several of them.
  *
  * The segment contains no addresses, because each rank may map it elsewhere. Its memory is
  * initially zero, and the system allocates a page only when a rank uses it. Words that
@@ -26,7 +28,7 @@
 #define RANK_WORDS (EPIC_MAX_RANKS / 64)
 #define SEGMENT_MAGIC 0x31474553434950ull /* "PICSEG1" in memory */
 
-/* Two values of failure_state. While a rank writes the failure, the value is this rank + 1. */
+/* Values of failure_state. While rank r writes the failure, the value is r + 1. */
 #define GROUP_HEALTHY 0u
 #define GROUP_BROKEN UINT32_MAX
 
@@ -34,8 +36,8 @@
  * (ASLEEP). wait.c describes the protocol. */
 enum slot_futex_state { SLOT_FUTEX_IDLE, SLOT_FUTEX_ARMED, SLOT_FUTEX_ASLEEP };
 
-/* Written by a rank that waits. After its own deadline, a peer reads it to find the
- * culprits. */
+/* A rank that waits writes here what it waits for. A peer whose deadline has passed reads it,
+ * to find the ranks that caused the delay. */
 typedef struct shared_wait {
     /* clock_ns() when the rank last showed that it waits; 0: never */
     _Alignas(64) _Atomic int64_t heartbeat_ns;
@@ -43,8 +45,9 @@ typedef struct shared_wait {
     _Atomic uint64_t waits_for[RANK_WORDS];
 } shared_wait;
 
-/* Counters in an op slot for one peer. The peer writes the first three, and the slot's owner
- * writes `sent`. Entries are counted over all flows of the exchange. */
+/* The part of an op slot that belongs to one peer. The peer writes broadcast_dropped, dropped
+ * and done. The slot's owner writes `sent`. The counts of entries include all flows of the
+ * exchange (a flow is a sequence of entries of one size). */
 typedef struct shared_peer_counters {
     /* how many entries of the owner's broadcast ring the peer has dropped */
     _Alignas(64) _Atomic int64_t broadcast_dropped;
@@ -57,7 +60,7 @@ typedef struct shared_peer_counters {
 } shared_peer_counters;
 
 /* The op slot of one rank for one exchange. Only its owner writes it, except `futex` and the
- * first three members of shared_peer_counters. */
+ * counters in `peers` that the peers write. */
 typedef struct shared_op_slot {
     /* even: the members from `tag` to `op_header` are complete; odd: the owner is writing
      * them */
@@ -77,17 +80,19 @@ typedef struct shared_op_slot {
 typedef struct shared_rank_state {
     _Alignas(64) _Atomic uint32_t closed; /* 1: the rank has closed its context */
     _Atomic uint32_t ended; /* 1: a peer has found that the rank's process has exited */
-    /* peers need not search the op slots from this index on, because they were never used */
+    /* op slots with this index or a higher one were never used, so peers do not search them */
     _Atomic uint32_t num_used_slots;
-    _Atomic uint32_t last_slot; /* index of the op slot announced last, plus one; 0: none */
+    /* index of the op slot that the rank announced last, plus one; 0: the rank has announced no
+     * slot */
+    _Atomic uint32_t last_slot;
     /* how many operations of this rank are storing into windows of peers now */
     _Atomic uint32_t num_storing;
     _Atomic uint64_t cores[CORE_WORDS]; /* a core_set: the cores on which the rank may run */
-    /* Threads sleep on this counter while no op slot is free. It is incremented when an op slot
-     * may have become free. */
+    /* Threads of the rank sleep on this futex while no op slot of the rank is free. A peer
+     * increments it when an op slot may have become free. */
     _Alignas(64) _Atomic uint32_t free_slot_futex;
     _Atomic uint32_t num_sleepers; /* how many threads sleep until an op slot is free */
-    shared_wait wait;              /* state of these threads' wait */
+    shared_wait wait;              /* what these threads wait for */
 } shared_rank_state;
 
 /* The beginning of the segment. */

@@ -1,16 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The transport (backend/transport.h) of ranks that share memory, for the backends threads and
- * shm. They allocate the shared memory, the segment (segment.h). Here a slot is an op slot: the
- * memory of one rank, its owner, for one exchange. Each slot has one *broadcast ring*, the
- * owner's ring to EVERYONE, and one *peer ring* to each peer. A ring moves entries, and a
- * *flow* is a sequence of entries of one size (transport.h). A reader *drops* an entry to
- * return its memory to the writer.
+ * shm. These backends allocate the shared memory, the segment (segment.h). Here a slot is an op
+ * slot: memory that one rank, the slot's owner, uses for one exchange (the communication of one
+ * operation). Each slot has one *broadcast ring*, which all peers read, and one *peer ring* for
+ * each peer. A ring is a circular buffer for entries (rows), and a *flow* is a sequence of
+ * entries of one size. A reader *drops* an entry that it does not need any more, so that the
+ * writer may reuse its memory.
  *
- * Finding peers: announce() writes this rank's slot. Then it searches the peers' slots for the
- * same tag and sequence number, and wakes their owners. The rank that announces last finds the
- * slots of all peers. Each use of a slot has a version number. A peer that has finished the
- * exchange stores this number in the owner's slot (shared_peer_counters.done). The owner reuses
- * the slot when every peer has done so.
+ * Finding peers: announce() writes this rank's slot. Then announce() searches the peers' slots
+ * for the same tag and sequence number, and wakes the owners of the slots that it finds. The
+ * rank that announces last finds the slots of all peers. Each use of a slot has a version
+ * number. A peer that has finished the exchange stores this number in the owner's slot
+ * (shared_peer_counters.done). The owner reuses the slot after every peer has stored the
+ * number.
  *
  * Rings: `sent` and `dropped` count the entries of all flows of an exchange. A new flow begins
  * at the start of the ring's memory, after the readers have dropped all entries of the previous
@@ -24,22 +26,25 @@
 #include "backend/shared/segment.h"
 #include "base/patience.h"
 
-/* The position of this rank at its end of a ring, as writer or as reader. Entries are counted
- * over all flows of the exchange. */
+/* The position of this rank in a ring that it writes or reads. The counts of entries include
+ * all flows of the exchange. */
 typedef struct ring_end {
-    int64_t base; /* how many entries all earlier flows had */
-    /* how many entries all flows have, including the current one; `base` of the next flow */
+    int64_t base; /* how many entries all flows before the current flow had */
+    /* how many entries all flows up to the current flow have; this becomes `base` when the next
+     * flow begins */
     int64_t next;
-    /* The other side's counter as this rank last loaded it: the reader's `dropped` at the
-     * writer's end, the writer's `sent` at the reader's end. */
+    /* The last value that this rank has loaded of the other side's counter. If this rank is the
+     * writer, the counter is the reader's `dropped`; if it is the reader, the writer's
+     * `sent`. */
     int64_t seen_count;
     char *ring; /* the memory of the ring */
 } ring_end;
 
 /* The state that this rank keeps about one peer during one exchange. */
 typedef struct peer_link {
-    shared_op_slot *slot; /* the peer's op slot for this exchange; NULL: not found yet */
-    int index;            /* index of this op slot */
+    /* the peer's op slot for this exchange; NULL until this rank has found it */
+    shared_op_slot *slot;
+    int index; /* index of this op slot */
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
@@ -83,14 +88,15 @@ struct epic_group {
     shared_exchange *exchanges; /* [num_slots]: the state of each op slot */
     peer_link *links;           /* [num_slots, num_ranks]: memory of shared_exchange.links */
 
-    /* Returns whether the peer's process has exited. If the ranks are threads of one process:
-     * whether the peer has closed its context in another generation. */
+    /* Returns whether the peer is gone without a sign in the segment: its process has exited
+     * or, if the ranks are threads of one process, it has closed its context in another
+     * generation. */
     bool (*is_dead)(epic_group *group, int peer);
     void *backend_data; /* state of the backend threads or shm */
 };
 
-/* Initializer of the epic_transport of backend threads or shm, which differ only in their
- * windows and in how they change the members. */
+/* Initializer of an epic_transport. The transports of the backends threads and shm differ only
+ * in the three arguments: how windows work, and how the members of the group change. */
 #define SHARED_TRANSPORT(windows_of_backend, regroup_of_backend, set_members_of_backend)      \
     {                                                                                         \
         .windows = (windows_of_backend), .regroup = (regroup_of_backend), .shares = true,     \

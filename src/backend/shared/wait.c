@@ -1,15 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sleep and wake protocol of op slots.
  *
- * The futex of a slot is idle, armed or asleep. The slot's owner checks for changes, and calls
- * wait() if it finds none. If the futex is idle, wait() sets it to armed and returns, and the
- * owner checks once more. A peer that changes something sets the futex back to idle. If the
- * next wait() finds the futex still armed, nothing has changed, and the thread sleeps.
+ * The futex of a slot has the value idle, armed or asleep. The slot's owner checks whether a
+ * peer has changed something (for example sent entries), and calls wait() if not. If the futex
+ * is idle, wait() sets it to armed and returns, and the owner checks once more. A peer that
+ * changes something sets the futex back to idle. If the next wait() finds the futex still
+ * armed, nothing has changed since, and the thread sleeps.
  *
  * No wake-up is lost, because four accesses are sequentially consistent. The peer first stores
  * its change and then loads the futex. The owner first sets the futex to armed and then loads
- * the data that may have changed. So the peer finds the futex armed and wakes the owner, or the
- * owner finds the change. */
+ * the data that may have changed. So either the peer finds the futex armed and sets it to idle,
+ * or the owner finds the change. */
 #include <errno.h>
 #include <linux/futex.h>
 #include <sched.h>
@@ -51,9 +52,9 @@ static bool waits_for_gone_peer(epic_group *g, const uint64_t *waits_for)
     return false;
 }
 
-/* Renews the heartbeat between two slices of sleep (each at most slice_ns). Returns whether the
- * thread should sleep another slice: not after the deadline, after a failure of the group, or
- * if a peer for which this rank waits is gone. */
+/* Called after each sleep of at most slice_ns: renews the heartbeat, and returns whether the
+ * thread should sleep again. It should not if the deadline has passed, if the group has failed,
+ * or if a peer for which this rank waits is gone. */
 static bool should_sleep_on(epic_group *g, shared_wait *wait, const uint64_t *waits_for,
                             int64_t deadline)
 {
@@ -73,8 +74,8 @@ static void sleep_slice(epic_group *g, _Atomic uint32_t *word, uint32_t seen, in
     futex_sleep(g, word, seen, left < g->slice_ns ? left : g->slice_ns);
 }
 
-/* Returns whether the members may run on at least one core per member, all together. All
- * members must have published their cores (group.c). */
+/* Returns whether the cores on which the members may run are, taken together, at least as many
+ * as the members. All members must have published their cores (group.c). */
 static bool find_core_per_rank(const epic_group *g)
 {
     core_set any = {{0}};
@@ -115,7 +116,7 @@ static bool spin_on_futex(epic_group *g, const shared_op_slot *slot, int64_t beg
 }
 
 /* Waits until a peer sets the armed futex to idle: polls for a short time after `now`, then
- * sleeps in slices. Returns at the deadline at the latest. */
+ * sleeps for at most slice_ns at a time. Returns at the deadline at the latest. */
 static void sleep_on_slot(epic_group *g, shared_op_slot *slot, const uint64_t *waits_for,
                           int64_t now, int64_t deadline)
 {

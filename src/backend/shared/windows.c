@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Keeps a rank's windows (memory into which peers store rows directly) mapped until no peer
- * stores into them.
+/* Makes sure that a rank unmaps its windows (memory into which peers store rows directly) only
+ * when no peer is storing into them.
  *
  * A rank that stores into a window first increments its num_storing and then loads the flag
  * `closed` of the window's owner. An owner that closes its context first sets `closed` and then
- * loads num_storing of each peer. These accesses are sequentially consistent. So the storing
- * rank finds that the owner is closed and does not store, or the owner finds that a peer is
- * storing and waits. */
+ * loads num_storing of each peer. These accesses are sequentially consistent. So either the
+ * storing rank finds `closed` set and does not store, or the owner finds that a peer is storing
+ * and waits. */
 #include <time.h>
 
 #include "backend/shared/shared.h"
