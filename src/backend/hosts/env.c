@@ -9,7 +9,7 @@
 
 #define MAX_THREADS 7         /* maximum value of EPIC_NET_THREADS */
 #define DEFAULT_MAX_THREADS 6 /* maximum default of EPIC_NET_THREADS */
-/* The smallest default of EPIC_NET_THREADS other than 0. The default is never 1, because a
+/* If the default of EPIC_NET_THREADS is not 0, it is at least this. It is never 1, because a
  * single net thread would only do the work of the proxy thread and would not be faster. */
 #define DEFAULT_MIN_THREADS 2
 /* by default a rank starts one net thread per this many of its cores (docs/lab/hosts.md) */
@@ -23,7 +23,7 @@ const net_engine *hosts_env_engine(char *why)
 
 enum { SWITCH_OFF, SWITCH_ON, SWITCH_UNSET };
 
-/* Reads a variable whose value is 0 or 1. `without` is the end of the error text: it describes
+/* Reads a variable whose value is 0 or 1. The error text ends with `without`, which describes
  * what happens if the variable is unset. */
 static epic_result read_switch(const char *name, const char *without, int *value)
 {
@@ -55,8 +55,8 @@ static epic_result read_relays(bool *relays)
 }
 
 /* Reads a variable whose value is an integer from 0 to `most`. Sets *out to -1 if the variable
- * is not set. The error text contains `what` (the thing that is counted) and `without` (the
- * effect if the variable is not set). */
+ * is not set. The error text contains `what` (the thing that the integer counts) and `without`
+ * (what happens if the variable is not set). */
 static epic_result read_number(const char *name, const char *what, const char *without,
                                int32_t most, int32_t *out)
 {
@@ -74,7 +74,7 @@ static epic_result read_number(const char *name, const char *what, const char *w
 }
 
 /* Reads EPIC_NET_WINDOW. The default is large, so that in most operations a rank sends all rows
- * before it receives the first one, which keeps the net busy. */
+ * before it receives the first row. This order keeps the net busy. */
 static epic_result read_window(int32_t *window)
 {
     TRY(read_number("EPIC_NET_WINDOW", "tokens that are sent before one is received", "8192",

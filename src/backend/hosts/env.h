@@ -17,14 +17,16 @@ typedef enum hosts_memory {
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;
-    /* value of EPIC_NET_RELAY. true: a row is sent only once to each host, to a rank there (the
-     * relay), which forwards it to the other ranks of that host */
+    /* value of EPIC_NET_RELAY. true: if several ranks of a host need a row, the row is sent
+     * over the net once, to one rank of that host (the relay), which forwards it to the other
+     * ranks */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
-    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first */
+    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first
+     * token */
     int32_t window;
     /* EPIC_NET_THREADS: number of threads that the net may start in addition to the proxy
-     * thread. -1: not set, hosts_env_threads() computes the number from the number of cores */
+     * thread. -1: the variable is not set, and hosts_env_threads() chooses the number */
     int32_t threads;
 } hosts_env;
 

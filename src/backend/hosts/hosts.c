@@ -3,12 +3,12 @@
  * kernels and operations of backend p2p, compiled again with EPIC_HOSTS. This file joins and
  * leaves groups.
  *
- * Ranks of one host store rows directly into each other's heap, their receive buffer in device
- * memory. Between hosts, the net copies words from the outbox of the sender into the inbox of
- * the receiver (net/net.h). Inbox and outbox, here called boxes, have the layout of a heap and
- * are in GPU memory or in host memory. The net treats each rank as a separate host, so this
- * file passes a rank wherever the net expects a host. Liveness connections (net/liveness.h)
- * show which ranks are dead. */
+ * Each rank has a heap, its receive buffer in device memory. Ranks of one host store rows
+ * directly into each other's heaps. Between hosts, the net copies words from the outbox of the
+ * sender into the inbox of the receiver (net/net.h). Inbox and outbox, here called boxes, have
+ * the layout of a heap and are in GPU memory or in host memory. The net treats each rank as a
+ * separate host, so this file passes a rank wherever the net expects a host. Liveness
+ * connections (net/liveness.h) show which ranks are dead. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -20,7 +20,8 @@
 #include "base/error.h"
 
 #define LEAVE_NAP_NS 200000
-/* maximum number of ranks per host with relays: each has a bit of a 32-bit word */
+/* maximum number of ranks per host if relays are used, because a relay has one bit per rank of
+ * its host in a 32-bit word */
 #define MAX_RELAYS 31
 
 /* Data that each rank sends to all ranks through the bootstrap while it joins the group. */
@@ -29,10 +30,11 @@ typedef struct peer_info {
     p2p_gpu gpu;
     cudaIpcMemHandle_t handle; /* IPC handle of the heap, for ranks of this host */
     uint32_t relays;           /* value of EPIC_NET_RELAY on this rank */
-    /* value of EPIC_NET_MEMORY on this rank (a hosts_memory): the memory that it requests */
+    /* value of EPIC_NET_MEMORY on this rank (a hosts_memory) */
     uint32_t requested_memory;
     uint32_t on_gpu; /* 1: this rank's inbox and outbox are in GPU memory */
-    /* error text of this rank; without an error: why its boxes are not in GPU memory */
+    /* if `result` is an error: its error text; otherwise the reason why this rank's boxes are
+     * not in GPU memory */
     char sentence[256];
     _Alignas(8) unsigned char liveness[NET_LIVENESS_HANDLE_BYTES];
     _Alignas(8) unsigned char net[NET_HANDLE_BYTES];
@@ -46,7 +48,7 @@ typedef struct hosts_part {
     hosts_proxy *proxy;
     bool on_gpu; /* true: inbox and outbox are in GPU memory; false: in host memory */
     /* The heap, into which the ranks of this host write rows. This rank's partial sums, which
-     * no other rank uses, are behind it in the same allocation. */
+     * no other rank uses, follow the heap in the same allocation. */
     uint8_t *heap;
     /* memory into which the net copies words from other hosts; it has the layout of a heap */
     uint8_t *inbox;
@@ -91,8 +93,8 @@ static epic_result alloc_gpu(uint8_t **out, int64_t bytes)
     return p2p_cuda(cudaMalloc((void **)out, (size_t)bytes), "memory of the device");
 }
 
-/* Allocates an inbox or outbox. *out is the address for the net, *seen the address of the same
- * memory for kernels. */
+/* Allocates an inbox or outbox. Sets *out to its address for the net, and *seen to its address
+ * for kernels. */
 static epic_result alloc_for_net(uint8_t **out, uint8_t **seen, bool on_gpu, int64_t bytes)
 {
     TRY(on_gpu ? alloc_gpu(out, bytes) : alloc_host(out, bytes));
@@ -137,10 +139,10 @@ static int64_t box_bytes(const p2p_heap *at, bool on_gpu)
     return on_gpu ? p2p_heap_bytes(at) : at->bytes;
 }
 
-/* Allocates inbox and outbox, and fills the inbox with poison (the value of a word that has not
- * arrived). Sets self.heap[q] to the outbox for every other rank q: kernels write the words for
- * rank q there, and the net sends them. If rank q is on this host, p2p_heap_connect() later
- * sets self.heap[q] to the heap of rank q. */
+/* Allocates inbox and outbox, and fills the inbox with poison (the value that marks a word that
+ * has not arrived yet). Sets self.heap[q] to the outbox for every other rank q: kernels write
+ * the words for rank q there, and the net sends them. If rank q is on this host,
+ * p2p_heap_connect() later sets self.heap[q] to the heap of rank q. */
 static epic_result make_boxes(epic_group *g, hosts_part *h)
 {
     const int64_t bytes = box_bytes(&g->self.at, h->on_gpu);
@@ -245,8 +247,8 @@ static epic_result fail_on_gpu(epic_result result)
 }
 
 /* Allocates inbox and outbox and opens the net. Uses host memory if EPIC_NET_MEMORY is host or
- * the engine cannot access GPU memory, and GPU memory if not. connect_boxes() later decides for
- * all ranks together. */
+ * the engine cannot access GPU memory, and GPU memory if not. Later connect_boxes() may move
+ * the boxes to host memory, because all ranks must use the same kind of memory. */
 static epic_result open_own_boxes(epic_group *g, hosts_part *h, peer_info *mine)
 {
     mine->requested_memory = h->env.memory;
@@ -269,8 +271,9 @@ static epic_result listen_for_liveness(epic_group *g, hosts_part *h, peer_info *
                                 .ranks_per_host = 1,
                                 .timeout_ms = g->config.timeout_ms,
                                 .group_id = g->self.group_id};
-    /* With MANY_RANKS, ranks of one process have no liveness connection between them: they exit
-     * together, and the connections would need too many sockets. */
+    /* With MANY_RANKS, ranks of one process have no liveness connection to each other, because
+     * the connections would need too many sockets. These ranks exit together, so they need not
+     * watch each other. */
     for (int q = 0; MANY_RANKS && q < g->num_ranks; q++)
         setup.is_in_process[q] = p2p_same(g->peers[q].process, g->peers[g->rank].process);
     return net_liveness_listen(&h->liveness, &setup, mine->liveness);
@@ -300,7 +303,8 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* this thread does not use the net after this; later only the proxy thread does */
+    /* this is the last call here that uses the net; from now on only the proxy thread calls
+     * it */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }
@@ -379,7 +383,8 @@ static int first_that_wants(const peer_info *infos, int num_ranks, hosts_memory 
 }
 
 /* Checks the memory that ranks request with EPIC_NET_MEMORY. All requests must be equal. If a
- * rank requests GPU memory, all inboxes and outboxes must already be in GPU memory. */
+ * rank requests GPU memory, the inboxes and outboxes of all ranks must already be in GPU
+ * memory. */
 static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 {
     const int gpu = first_that_wants(infos, num_ranks, HOSTS_MEMORY_GPU);
@@ -400,8 +405,8 @@ static epic_result check_wanted_memory(const peer_info *infos, int num_ranks)
 }
 
 /* Connects the net, with the same kind of memory on all ranks: GPU memory if every rank can
- * connect with it. If not, all ranks move to host memory, or fail if a rank has set
- * EPIC_NET_MEMORY=gpu.
+ * connect with boxes in GPU memory. If not, all ranks move their boxes to host memory, or fail
+ * if a rank has set EPIC_NET_MEMORY=gpu.
  *
  * The ranks exchange their infos before the second attempt, so that no rank frees its boxes
  * while another rank still connects to them. */
@@ -477,7 +482,7 @@ static void free_group(epic_group *g)
 }
 
 /* Implements p2p_hooks.write: writes bytes to offset `at` of a peer's inbox, and returns when
- * they are sent. Does nothing if the peer is dead. `peer` may be this rank. */
+ * the bytes are sent. Does nothing if the peer is dead. `peer` may be this rank. */
 static void write_to_peer(epic_group *g, int peer, int64_t at, const void *bytes, size_t count)
 {
     if (p2p_is_dead(g, peer)) return;
@@ -505,7 +510,7 @@ static epic_group *new_group(const epic_join *join)
 }
 
 /* Implements epic_backend.join. A rank that has failed still sends its info, so that all ranks
- * return an error and none waits for it. */
+ * return an error and no rank waits for the failed rank. */
 static epic_result hosts_join(epic_group **out, const epic_join *join)
 {
     if (join->bootstrap->num_ranks > DEVICE_MAX_RANKS)
@@ -565,7 +570,7 @@ void epic_backend_hosts_counts(const epic_group *g, uint64_t counts[3])
 }
 
 /* Implements epic_backend.forget: closes the liveness connections in a forked child, so that
- * peers notice the end of the parent even if the child still runs. */
+ * peers notice when the parent exits even if the child still runs. */
 static void hosts_forget(epic_group *g)
 {
     net_liveness_forget(g->hosts->liveness);

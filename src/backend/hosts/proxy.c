@@ -30,15 +30,17 @@
 #define MAX_OPEN_EPOCHS 4
 /* maximum number of ring entries that the thread reads before it posts puts */
 #define MAX_ENTRIES 256
-/* A batch that is not full is posted only if fewer puts to its host are in flight. */
+/* A batch that is not full is posted only if fewer than this many puts to its host are in
+ * flight. */
 #define FEW_IN_FLIGHT 4
-/* Limits for the puts in flight to one host. At MAX_URGENT_IN_FLIGHT, new urgent pieces wait
- * and are joined into larger puts. MAX_BYTES_IN_FLIGHT limits the bytes of row puts, because
- * the net may send these bytes before an urgent put that is posted later. */
+/* Limits for the puts in flight to one host. While MAX_URGENT_IN_FLIGHT urgent puts are in
+ * flight, new urgent pieces wait and are joined into larger puts. MAX_BYTES_IN_FLIGHT limits
+ * the bytes of row puts, because the net may send all of these bytes before an urgent put that
+ * is posted later. */
 #define MAX_URGENT_IN_FLIGHT 16
 #define MAX_BYTES_IN_FLIGHT (2u << 20)
-/* An urgent batch that needs more than this many puts first waits for the pieces between its
- * ranges, which join ranges into fewer puts. */
+/* An urgent batch that needs more than this many puts is not posted yet, because pieces that
+ * arrive later may fill the gaps between its ranges, so that fewer puts are needed. */
 #define URGENT_MAX_PUTS 4
 /* an urgent batch stops waiting for pieces when no urgent piece has been read for this long */
 #define URGENT_QUIET_US 5
@@ -46,7 +48,8 @@
 #define PREFETCH_LINES 4
 /* calls of proxy_progress() without progress after which the thread begins to sleep */
 #define IDLE_ROUNDS 64
-/* polling time in us before the first sleep, if there are at least SPARE_CORES cores */
+/* polling time in us before the first sleep, if this process may use at least SPARE_CORES
+ * cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* duration of the first sleep; each later one is twice as long */
@@ -85,7 +88,7 @@ struct hosts_proxy {
     bool is_running;      /* true while kernels of an operation run */
     bool has_read;        /* true if the last call of read_entries() has read an entry */
     bool has_read_urgent; /* true if the last call of read_entries() has read an urgent piece */
-    /* for each host: true if the net refuses more puts to the host at the moment */
+    /* for each host: true if the net accepts no more puts to the host at the moment */
     bool full[NET_MAX_HOSTS];
     int64_t urgent_at; /* time in us (clock_us()) at which an urgent piece was last read */
     /* true: the thread has read the ring entry that ends the epoch; the epoch ends when all its
@@ -93,19 +96,20 @@ struct hosts_proxy {
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
-    /* number of these entries that are pieces; the others mark the end of an epoch */
+    /* number of ring entries read so far that are pieces; the other entries mark the end of an
+     * epoch */
     uint64_t pieces;
     /* number of bytes and of puts posted for pieces, without state words and messages */
     uint64_t bytes, puts;
-    uint64_t max_puts_in_flight; /* maximum number of row puts in flight to one host */
+    uint64_t max_puts_in_flight; /* limit for the number of row puts in flight to one host */
     /* number of puts posted to each host, including state words and messages */
     uint64_t posted[NET_MAX_HOSTS];
     uint64_t num_urgent[NET_MAX_HOSTS]; /* number of urgent puts posted to each host */
-    /* value of posted[host] after each of the last urgent puts to a host; urgent put n has the
-     * index n % MAX_URGENT_IN_FLIGHT */
+    /* urgent[host][n % MAX_URGENT_IN_FLIGHT]: value of posted[host] after urgent put n to the
+     * host; only the last MAX_URGENT_IN_FLIGHT urgent puts are kept */
     uint64_t urgent[NET_MAX_HOSTS][MAX_URGENT_IN_FLIGHT];
-    /* copies of `posted` at the end of the last epochs; epoch n has the index n %
-     * MAX_OPEN_EPOCHS */
+    /* ends[n % MAX_OPEN_EPOCHS]: copy of `posted` at the end of epoch n; only the last
+     * MAX_OPEN_EPOCHS epochs are kept */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
     uint64_t num_ends;  /* number of epochs that have ended */
     uint64_t num_freed; /* number of epochs whose puts are all done */
@@ -142,7 +146,7 @@ static bool post_put(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
     return true;
 }
 
-/* Passes to the batcher a piece that a kernel has posted. */
+/* Adds a piece that a kernel has posted to the batcher. */
 static void read_piece(hosts_proxy *p, int host, uint64_t entry)
 {
     const uint64_t word = P2P_ENTRY_WORD(entry);
@@ -156,9 +160,9 @@ static void read_piece(hosts_proxy *p, int host, uint64_t entry)
  * MAX_ENTRIES entries were read. Returns the number of entries read.
  *
  * Kernels fill the ring again and again. The top byte of an entry is the lap in which it was
- * written (P2P_ENTRY_LAP), so the thread can skip entries of earlier laps. The acquire load of
- * an entry makes the words in the outbox visible that the entry describes. The store to `taken`
- * lets kernels reuse the ring entries. */
+ * written (P2P_ENTRY_LAP), so the thread recognizes an entry of an earlier lap, which it has
+ * already read. The acquire load of an entry makes the words in the outbox visible that the
+ * entry describes. The store to `taken` allows kernels to reuse the ring entries. */
 static int read_entries(hosts_proxy *p)
 {
     int num_read = 0;
@@ -195,8 +199,9 @@ static bool has_fewer_in_flight(const hosts_proxy *p, int host, uint64_t max_put
  * - Full batches of rows are posted while few puts are in flight to the host
  *   (max_puts_in_flight). If many are in flight, the batches wait here, because the net would
  *   send later urgent puts only after them.
- * - Urgent batches are posted as soon as no more urgent pieces arrive. The warps of a plan post
- *   about a thousand pieces of records one after the other, and joining them saves puts.
+ * - Urgent batches are posted as soon as no more urgent pieces arrive. The warps of a plan
+ *   kernel post about a thousand small urgent pieces one after the other, and joining them
+ *   saves puts.
  * - Partial batches are posted while kernels post nothing and the net has little to do.
  * - At the end of an epoch, all urgent and partial batches are posted. */
 static bool may_go(const void *self, int host, put_batch_kind kind, int puts)
@@ -223,8 +228,8 @@ static void record_urgent(hosts_proxy *p, int host)
  * all its batches are posted.
  *
  * If the net accepts no more puts to one host, the function still posts those to the other
- * hosts. If it stopped, the other hosts would wait for rows of this rank and report this rank
- * as the culprit. */
+ * hosts. If the function returned instead, the other hosts would wait for rows of this rank and
+ * report this rank as the culprit. */
 static int post_batches(hosts_proxy *p)
 {
     int posted = 0;
@@ -251,7 +256,7 @@ static int post_batches(hosts_proxy *p)
 
 /* Publishes to the kernels the number of epochs that are completely sent (`freed`). Epochs use
  * the two halves of the outbox alternately. When all puts of an epoch are done, kernels may
- * overwrite its half. */
+ * overwrite the half of the outbox that the epoch used. */
 static void free_epochs(hosts_proxy *p)
 {
     while (p->num_freed < p->num_ends) {
@@ -264,8 +269,8 @@ static void free_epochs(hosts_proxy *p)
 
 /* ------------------------------------------------------ state and messages of the rank ---- */
 
-/* Sends a state word to offset `at` of a host's inbox, if its value is new and the put of the
- * previous value is done. */
+/* Sends a state word with value `value` to offset `at` of a host's inbox, if the value is new
+ * and the put of the previous value is done. */
 static void send_state_word(hosts_proxy *p, state_word *m, int host, int64_t at, uint64_t value)
 {
     const hosts_proxy_setup *s = &p->setup;
@@ -328,7 +333,8 @@ static void mark_dead(const hosts_proxy *p)
 /* --------------------------------------------------------------------------- main loop ---- */
 
 /* Performs each task of the thread once: reads ring entries, posts puts, lets the net progress,
- * and sends this rank's state. Returns the number of entries, puts and net events together. */
+ * and sends this rank's state. Returns the number of entries plus the number of puts and of net
+ * events. */
 static int proxy_progress(hosts_proxy *p)
 {
     int moved = read_entries(p);
@@ -346,8 +352,8 @@ static void nap_us(int64_t us)
     nanosleep(&(struct timespec){.tv_nsec = us * 1000}, NULL);
 }
 
-/* Sleeps for `us` microseconds, or until hosts_proxy_wake() ends the sleep. Returns true if
- * hosts_proxy_wake() ended it. */
+/* Sleeps for `us` microseconds, or until hosts_proxy_wake() ends the sleep. Returns whether
+ * hosts_proxy_wake() ended the sleep. */
 static bool nap_until_called(hosts_proxy *p, int64_t us)
 {
     const struct timespec end = clock_in_ns(us * 1000);
@@ -447,7 +453,8 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* one message per host, so a host that does not receive does not delay others */
+    /* each host has its own message, so a host that does not receive does not delay other
+     * hosts */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

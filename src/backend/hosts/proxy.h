@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread of a rank. Kernels post pieces (put_batch.h) into the *proxy ring*
- * (kernels/cuda/net/net.cuh). The thread reads the pieces, joins them into puts and passes the
- * puts to the net. It reports to the kernels which operations are completely sent and which
- * ranks are dead. It also sends two state words to all peers: the ranks that this rank waits
- * for, and the failure that it has reported. The net treats each rank as a host of its own, so
- * `host` is a rank. */
+/* The proxy thread of a rank. Kernels post *pieces*, ranges of words to send (put_batch.h),
+ * into the *proxy ring* (kernels/cuda/net/net.cuh). The proxy thread reads the pieces, joins
+ * them into puts (net/net.h) and passes the puts to the net. It reports to the kernels which
+ * operations are completely sent and which ranks are dead. It also sends two state words to all
+ * peers: the ranks that this rank waits for, and the failure that this rank has reported. The
+ * net treats each rank as a host of its own, so `host` is a rank. */
 #ifndef EPIC_HOSTS_PROXY_H
 #define EPIC_HOSTS_PROXY_H
 
@@ -35,16 +35,17 @@ typedef struct hosts_proxy_setup {
 epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
 
 /* Sends `bytes` bytes from offset `at` of the outbox to the same offset of a host's inbox,
- * after all earlier puts to this host are done. Returns when its put is done, or after at most
- * twice MESSAGE_TIMEOUT_MS (proxy.c). Any thread may call it. Concurrent calls run one after
- * the other. */
+ * after all earlier puts to this host are done. Returns when the bytes are sent, or after at
+ * most twice MESSAGE_TIMEOUT_MS (proxy.c). Any thread may call this function. Concurrent calls
+ * run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
 
-/* Wakes the proxy thread. Called when an operation starts. Any thread may call it. */
+/* Wakes the proxy thread. Called when an operation starts. Any thread may call this
+ * function. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
-/* Sets `counts` to the number of bytes, puts and pieces posted so far, in this order. Any
- * thread may call it. */
+/* Sets counts[0] to the number of bytes posted so far, counts[1] to the number of puts, and
+ * counts[2] to the number of pieces. Any thread may call this function. */
 void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Calls hosts_proxy_counts(). For tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);

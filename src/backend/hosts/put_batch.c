@@ -1,17 +1,19 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins pieces into puts. put_batch.h explains pieces, blocks and batches. A batch is in one of
- * these lists: free, waiting for more pieces, or ready to be posted. Urgent batches and batches
- * of rows have separate lists. Only the batch that is being posted (put_batcher.current) is in
- * no list. A *span* is a range of adjacent words, and a batch is an array of spans. */
+ * three lists: the list `free`, a list `waiting` (for more pieces) or a list `ready` (to be
+ * posted). Urgent batches and batches of rows have separate waiting and ready lists. Only the
+ * batch that is being posted (put_batcher.current) is in no list. A *span* is a range of
+ * adjacent words, and a batch is an array of spans. */
 #include "backend/hosts/put_batch.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #define MAX_OPEN 2048 /* number of batches, including the free ones */
-/* A batch is stale if other batches have received this many pieces since its last piece.
- * Kernels post rows nearly in order, so a stale batch probably gets no more pieces. Only a slow
- * warp posts a piece late: by about as many pieces as there are warps. */
+/* A batch is stale if the batcher has received this many other pieces since the batch received
+ * its last piece. Kernels post rows nearly in order. While a slow warp prepares its piece, the
+ * other warps post about one piece each, which is fewer than STALE_AFTER. So a stale batch
+ * probably gets no more pieces. */
 #define STALE_AFTER 512
 #define MAX_SPANS 256 /* maximum number of spans in a batch */
 
@@ -42,12 +44,13 @@ struct put_batcher {
     uint32_t blocks_per_heap;
     uint32_t num_urgent_blocks; /* blocks with an index below this are urgent */
     uint64_t added;             /* number of pieces added so far */
-    int num_free, current;      /* current: the batch being posted; -1: none */
+    int num_free, current;      /* current: the batch that is being posted, or -1 */
     int next_span;              /* index of the next span of `current` to post */
     list free;
     /* lists of batches; index 0: batches of rows, 1: urgent batches */
     list waiting[2], ready[2];
-    /* [num_hosts, blocks_per_heap]: index of the block's waiting batch plus one; 0: none */
+    /* [num_hosts, blocks_per_heap]: index of the block's waiting batch plus one; 0: the block
+     * has no waiting batch */
     uint16_t *open_of;
     put_batch open[MAX_OPEN];
 };
@@ -114,8 +117,8 @@ void put_batcher_free(put_batcher *all)
     free(all);
 }
 
-/* A piece may need a batch for each block that it touches: the blocks that it fills completely,
- * and one partly filled block at each end. */
+/* A piece needs a batch for each block that it touches: the blocks that it fills completely,
+ * and at most one partly filled block at each of its two ends. */
 bool put_batcher_has_room(const put_batcher *all, uint32_t words)
 {
     return all->num_free >= (int)(words / all->block_words) + 2;
@@ -141,8 +144,9 @@ bool put_batcher_is_empty(const put_batcher *all)
     return all->num_free == MAX_OPEN;
 }
 
-/* Takes a free batch for a block and a host, appends it to the waiting list, and returns its
- * index. Takes the batch that was freed last, which is probably still in the cache. */
+/* Removes a batch from the free list, prepares it for a block and a host, appends it to the
+ * waiting list, and returns its index. Chooses the batch that was freed last, because its
+ * memory is probably still in the cache. */
 static int open_batch(put_batcher *all, int host, uint32_t block)
 {
     const int i = all->free.last;
@@ -157,7 +161,8 @@ static int open_batch(put_batcher *all, int host, uint32_t block)
     return i;
 }
 
-/* Removes a batch from its waiting list, so later pieces of the same block open a new batch. */
+/* Removes a batch from its waiting list, so that later pieces of the same block go to a new
+ * batch. */
 static void stop_waiting(put_batcher *all, int i)
 {
     const put_batch *p = &all->open[i];

@@ -1,12 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Joins the pieces that kernels post into fewer and larger puts.
  *
- * A *piece* is a range of words of 8 bytes in the outbox that a kernel wants to send to the
- * same offset of one host's inbox. Outbox and inbox (net/net.h) have the layout of a heap,
- * which is divided into *blocks* of the size that the network engine prefers. A *batch*
- * collects the pieces of one block for one host. It waits until it has all words of the block,
- * until no more pieces are expected, or until the net has little to do. Then each range of
- * adjacent words is sent as one put.
+ * A *put* copies words from this rank's outbox into the inbox of a peer (net/net.h). A *piece*
+ * is a range of words of 8 bytes in the outbox that a kernel wants to send to the same offset
+ * of one host's inbox. Outbox and inbox have the layout of a heap, the receive buffer of a rank
+ * in device memory. The layout is divided into *blocks* of the size that the network engine
+ * prefers. A *batch* collects the pieces of one block for one host. It waits until it has all
+ * words of the block, until no more pieces are expected, or until the net has little to do.
+ * Then each range of adjacent words in the batch is sent as one put.
  *
  * The first blocks of a heap are urgent and are sent first. They contain announcements and
  * counts, for which all ranks wait. The other blocks contain rows.
@@ -36,7 +37,7 @@ typedef enum put_batch_kind {
 } put_batch_kind;
 
 /* A function of the caller that returns whether a batch of this kind may be sent to the host
- * now. Sending the batch takes at most `puts` puts. `self` is the argument of
+ * now. The batch needs at most `puts` puts. `self` is the argument `self` of
  * put_batcher_next(). */
 typedef bool put_batch_may_go(const void *self, int host, put_batch_kind kind, int puts);
 
@@ -54,14 +55,15 @@ bool put_batcher_is_empty(const put_batcher *all);
 
 bool put_batcher_is_urgent(const put_batcher *all, uint64_t word);
 
-/* Adds a piece for a host: `words` words of the heap, starting at word `word`. Only after
- * put_batcher_has_room(). Waiting pieces for one host must not overlap. */
+/* Adds a piece for a host: `words` words of the heap, starting at word `word`. Requires that
+ * put_batcher_has_room() has returned true for this number of words. Pieces for one host that
+ * are not posted yet must not overlap. */
 void put_batcher_add(put_batcher *all, int host, uint64_t word, uint32_t words);
 
 /* Writes the next put to *out. Considers only batches for which may() returns true: first
- * urgent batches, then complete batches of rows, then partial ones, and of each kind the oldest
- * first. Returns false if there is none. If it returns true, the caller must call
- * put_batcher_mark_posted() or put_batcher_put_back() next. */
+ * urgent batches, then complete batches of rows, then partial batches of rows. Within each
+ * kind, older batches come first. Returns false if may() allows no batch. After a return of
+ * true, the caller must call put_batcher_mark_posted() or put_batcher_put_back() next. */
 bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
                       put_range *out);
 
