@@ -22,7 +22,9 @@ void liveness_close_socket(int *socket)
     *socket = -1;
 }
 
-/* Copies an IPv4 or IPv6 address to *out. Returns false if other hosts cannot connect to it. */
+/* Copies an IPv4 or IPv6 address to *out. Returns false for other kinds of addresses, and for
+ * link-local IPv6 addresses, to which other hosts cannot connect without the name of an
+ * interface. */
 static bool read_address(const struct sockaddr *from, liveness_address *out)
 {
     static const uint8_t mapped[12] = {[10] = 0xff, [11] = 0xff};

@@ -39,9 +39,9 @@ static bool is_watched(const net_liveness *l, int host)
     return l->sockets[host] >= 0 && net_liveness_state(l, host) == NET_PEER_ALIVE;
 }
 
-/* Reads the bytes that the peer has sent. If the last one is CLOSE_BYTE, sets the peer's state
- * to NET_PEER_CLOSED. If the connection has ended without it, or has failed, sets the state to
- * NET_PEER_DEAD. Both states are final. */
+/* Reads the bytes that the peer has sent. If the last byte is CLOSE_BYTE, sets the peer's state
+ * to NET_PEER_CLOSED. If the connection was closed without CLOSE_BYTE, or has failed, sets the
+ * state to NET_PEER_DEAD. Both states are final. */
 static void read_beats(net_liveness *l, int host)
 {
     char bytes[256];
@@ -57,9 +57,8 @@ static void read_beats(net_liveness *l, int host)
 /* Checks that the peer's host has acknowledged the earlier bytes, then sends the next byte.
  *
  * The peer is dead if a byte is not acknowledged, and no acknowledgement has arrived for longer
- * than silence_ms. While this process is suspended, it handles no acknowledgements.
- * run_thread() adds the time of the suspension to acked_ms, so that this time does not
- * count. */
+ * than silence_ms. While this process is suspended, it cannot check acknowledgements, so
+ * run_thread() adds the time of the suspension to acked_ms. */
 static void check_and_beat(net_liveness *l, int host, int64_t now)
 {
     struct tcp_info info;
@@ -81,7 +80,8 @@ static void check_and_beat(net_liveness *l, int host, int64_t now)
 }
 
 /* The main function of the thread. Sleeps until bytes arrive or BEAT_MS have passed. Then reads
- * the bytes, or sends the next byte to each peer. stop_thread() ends it through stop_event. */
+ * the bytes, or sends the next byte to each peer. Returns when stop_thread() has written to
+ * stop_event. */
 static void *run_thread(void *self)
 {
     net_liveness *l = self;
@@ -122,7 +122,7 @@ epic_result liveness_start_thread(net_liveness *l)
     return EPIC_OK;
 }
 
-/* Ends the thread and waits until it has ended. Does nothing if no thread runs. */
+/* Stops the thread and waits until it has returned. Does nothing if no thread runs. */
 static void stop_thread(net_liveness *l)
 {
     if (l->stop_event < 0) return;

@@ -4,16 +4,17 @@
  *
  * Hosts are numbered from 0. A group has the same number of ranks on every host. The index of a
  * rank on its host is its rail. The peers of a rank are the ranks with the same rail on all
- * other hosts, and the rank has one liveness connection to each of them. The backend `hosts`
- * treats every rank as a separate host, so there all other ranks are peers.
+ * other hosts, and the rank has one liveness connection to each peer. The backend `hosts`
+ * treats every rank as a separate host, so in this backend all other ranks are peers.
  *
  * Each end sends one byte (a heartbeat) ten times a second, and reads from the operating system
  * (TCP_INFO) whether the peer's host has acknowledged the bytes. A host acknowledges bytes even
  * while the peer's process is suspended or busy, so such a process is never reported as dead.
  * If a process exits or a host cannot be reached, this is reported within about one second.
  *
- * A forked child inherits the sockets and must call net_liveness_forget(). Until it does, the
- * connections stay open, and peers cannot see that the parent has exited. */
+ * A forked child inherits the sockets and must call net_liveness_forget(). Until the child has
+ * called it, the connections stay open even if the parent exits, so peers do not notice that
+ * the parent has exited. */
 #ifndef EPIC_NET_LIVENESS_H
 #define EPIC_NET_LIVENESS_H
 
@@ -34,10 +35,10 @@ typedef struct net_liveness_setup {
     /* a peer is dead if its host acknowledges nothing for this time; 0: use 800 ms */
     uint32_t silence_ms;
     uint64_t group_id;
-    /* name of the network interface on which peers connect; NULL: any that is up */
+    /* name of the network interface to which peers connect; NULL: any interface that is up */
     const char *interface;
-    /* by host; true: this rank's peer on that host is in this process, so it needs no
-     * connection and counts as alive */
+    /* by host; true: the peer on that host is a rank of this process, so no connection to it is
+     * needed, and its state is always NET_PEER_ALIVE */
     bool is_in_process[NET_MAX_HOSTS];
 } net_liveness_setup;
 
@@ -59,15 +60,15 @@ epic_result net_liveness_connect(net_liveness *liveness, const void *handles);
 typedef enum net_peer_state { NET_PEER_ALIVE, NET_PEER_CLOSED, NET_PEER_DEAD } net_peer_state;
 
 /* Returns the state of the peer on a host, and NET_PEER_ALIVE for this rank's own host. Any
- * thread may call it. */
+ * thread may call this function. */
 net_peer_state net_liveness_state(const net_liveness *liveness, int host);
 
-/* Ends the thread, sends the close byte to every peer, and frees the connections. The peers'
+/* Stops the thread, sends the close byte to every peer, and frees the connections. The peers'
  * net_liveness_state() then returns NET_PEER_CLOSED for this rank. Accepts NULL. */
 void net_liveness_close(net_liveness *liveness);
 
-/* For a forked child: closes the child's copies of the sockets and frees its memory. Sends
- * nothing, so the parent's connections continue. Accepts NULL. */
+/* For a forked child: closes the child's copies of the sockets and frees the child's copy of
+ * the connections. Sends nothing, so the parent's connections continue. Accepts NULL. */
 void net_liveness_forget(net_liveness *liveness);
 
 #endif

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Makes the liveness connections (liveness.h). Of two peers, the one on the host with the lower
- * number listens, and the other one connects. It tries the addresses of the listening host one
- * after the other.
+/* Makes the liveness connections (liveness.h). Of two peers, the peer on the host with the
+ * lower number listens, and the peer on the host with the higher number connects. The
+ * connecting peer tries the addresses of the listening host one after the other.
  *
  * Each rank has published a handle with its addresses and a random secret through the
  * bootstrap. The handshake of the connecting rank contains the secret of the listening rank,
- * and the reply contains the secret of the connecting rank. So both prove that they took part
- * in the bootstrap.
+ * and the reply contains the secret of the connecting rank. So both ranks prove that they took
+ * part in the bootstrap.
  *
- * Connections without these secrets are closed. They come from other programs, or from a rank
- * that has reached another machine with the same address, for example an address of a
- * container's bridge. */
+ * Connections without these secrets are closed. Such a connection comes from another program,
+ * or from a rank of another group that has reached the wrong machine, because several machines
+ * have the same address (for example an address of a container bridge). */
 #include <errno.h>
 #include <poll.h>
 #include <stdio.h>
@@ -24,8 +24,8 @@
 #include "bootstrap/bootstrap.h"
 #include "net/liveness_inner.h"
 
-/* Maximum number of accepted connections without a complete handshake. If one more arrives, it
- * replaces the oldest of them. */
+/* Maximum number of accepted connections without a complete handshake. One more connection
+ * replaces the oldest of these connections. */
 #define MAX_INCOMING 32
 /* time limit for connecting to one address */
 #define ADDRESS_TRY_MS 1000
@@ -58,8 +58,8 @@ typedef struct connect_state {
     const unsigned char *handles;
     connection outgoing[NET_MAX_HOSTS];
     connection incoming[MAX_INCOMING];
-    /* number of connections accepted so far; modulo MAX_INCOMING, the index of the oldest
-     * connection in `incoming` */
+    /* number of connections accepted so far; incoming[next_incoming % MAX_INCOMING] is the
+     * oldest connection */
     int next_incoming;
 } connect_state;
 
@@ -161,9 +161,9 @@ static void try_next_address(connect_state *o, int host, int64_t now)
 }
 
 /* Continues the outgoing connection to a host, after poll() reported `events`. If TCP has not
- * established it after ADDRESS_TRY_MS, tries the next address. An established connection waits
- * for the reply until the end of net_liveness_connect(), because the peer may call that
- * function late. */
+ * established the connection after ADDRESS_TRY_MS, tries the next address. An established
+ * connection waits for the reply until net_liveness_connect() times out, because the peer may
+ * call net_liveness_connect() later than this rank. */
 static void advance_outgoing(connect_state *o, int host, short events, int64_t now)
 {
     connection *t = &o->outgoing[host];
@@ -191,9 +191,9 @@ static void accept_connection(connect_state *o)
     *t = (connection){.fd = fd};
 }
 
-/* Reads from one incoming connection until its handshake is complete. Replies to the handshake
- * if it comes from a peer on a host with a higher number that is not connected yet. If not,
- * closes the connection. */
+/* Reads bytes from one incoming connection. When the handshake is complete, replies to it if
+ * the sender is a peer on a host with a higher number and is not connected yet. If not, closes
+ * the connection. */
 static void advance_incoming(connect_state *o, connection *t)
 {
     const bool there = receive_handshake(t);
@@ -206,7 +206,8 @@ static void advance_incoming(connect_state *o, connection *t)
         liveness_close_socket(&t->fd);
 }
 
-/* Sets which[rank] to true for each peer that is not connected yet. Returns their number. */
+/* Sets which[rank] to true for each peer that is not connected yet. Returns the number of these
+ * peers. */
 static int find_missing(const net_liveness *l, bool *which)
 {
     int count = 0;

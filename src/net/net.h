@@ -1,26 +1,27 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The interface of a network engine: code that sends bytes between ranks on several hosts. The
- * memory of a rank is GPU memory or host memory. Each rank opens one net, which connects it to
- * one rank on each other host. These ranks are its peers, and arrays of peers are indexed by
- * host. The backend `hosts` treats every rank as a separate host, so there all other ranks are
- * peers. The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
+/* The interface of a network engine: code that sends bytes between ranks on several hosts, from
+ * and to GPU memory or host memory. Each rank opens one net, which connects the rank to one
+ * rank on each other host. These ranks are its peers, and arrays of peers are indexed by host.
+ * The backend `hosts` treats every rank as a separate host, so in this backend all other ranks
+ * are peers. The engine NAME is in the library libepic_NAME.so, for example libepic_ucx.so.
  *
  * A rank has an inbox, into which its peers write, and an outbox, from which it sends. A *put*
  * copies words from a rank's outbox into the inbox of a peer. Engines guarantee:
  *
- * 1. Every aligned word of 8 bytes arrives whole. A reader that polls the word sees the old
- *   or the new value, never a mixture.
+ * 1. Every aligned word of 8 bytes is written atomically. A reader that polls the word sees the
+ *    old or the new value, never a mixture.
  * 2. Words arrive in any order, even the words of one put. Each word arrives once.
  * 3. A put that put() has accepted arrives, or is_gone() returns true for the peer.
- * 4. An engine may read the source of a put several times, until is_done() returns true for
- *   the put.
- * 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA,
- *   and no function except close() blocks.
+ * 4. An engine may read the source of a put several times, until is_done() returns true for the
+ *    put.
+ * 5. After connect(), EPIC's part of the engine does not allocate host memory or call CUDA, and
+ *    no function except close() blocks.
  *
- * Therefore a reader recognizes a new word by its content, in one of two ways. Some words
- * contain a value that is never sent (poison) until a new value arrives. All others contain the
- * epoch (number) of the operation (a stamp). A sender needs no fence and no flag. Only one
- * thread at a time may call functions of a net. Any thread may read words of the inbox. */
+ * Because of rule 2, a reader cannot infer from one word that another word has arrived. So each
+ * word shows by its content that it has arrived, in one of two ways. Some words contain a value
+ * that is never sent (poison) until a new value arrives. All other words contain a stamp, the
+ * epoch (number) of the operation. A sender needs no fence and no flag. Only one thread at a
+ * time may call functions of a net. Any thread may read words of the inbox. */
 #ifndef EPIC_NET_ENGINE_H
 #define EPIC_NET_ENGINE_H
 
@@ -52,14 +53,14 @@ typedef enum net_rdma {
 typedef struct net_setup {
     int32_t host, num_hosts; /* this rank's host, and the number of hosts */
     net_rdma rdma;
-    /* Maximum number of threads that the engine may start. Engines start threads only if CPUs,
-     * and not network devices, move the bytes. */
+    /* Maximum number of threads that the engine may start. Engines start threads only if CPUs
+     * copy the bytes, for example over TCP. With RDMA the network devices copy them. */
     int32_t threads;
     bool on_gpu; /* true: inbox and outbox are GPU memory; false: host memory */
     void *inbox; /* the addresses and sizes of inbox and outbox are multiples of 8 bytes */
     uint64_t inbox_bytes; /* equal on all ranks */
-    /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for them
-     * first, so an engine may send them before other puts. */
+    /* Puts to the first `urgent_bytes` bytes of an inbox are small, and peers wait for these
+     * puts first. So an engine may send them before other puts. */
     uint64_t urgent_bytes;
     const void *outbox; /* source memory of all puts */
     uint64_t outbox_bytes;
@@ -78,8 +79,8 @@ typedef struct net_engine {
      * `why` (NET_WHY_BYTES bytes). Not collective. */
     bool (*is_available)(char *why);
 
-    /* Returns true if inbox and outbox may be memory of a GPU of this host. Even then, a peer
-     * may be unable to reach that memory, which only connect() finds out. Not collective. */
+    /* Returns true if inbox and outbox may be memory of a GPU of this host. Even then,
+     * connect() may find out that a peer cannot reach that memory. Not collective. */
     bool (*can_reach_gpu)(void);
 
     /* Opens this rank's end of the net, and writes the data that peers need to connect to
@@ -95,12 +96,13 @@ typedef struct net_engine {
     epic_result (*connect)(net *n, const void *handles, char *why);
 
     /* Copies `bytes` bytes from the address `from` in the outbox to the offset `to` of the
-     * inbox of the peer on `host`. All three are multiples of 8, and `bytes` is at most
-     * NET_MAX_PUT_BYTES. Returns false if too many puts are in flight: the caller calls
-     * progress() and tries again. If the peer is gone, drops the put and returns true. */
+     * inbox of the peer on `host`. `to`, `from` and `bytes` are multiples of 8, and `bytes` is
+     * at most NET_MAX_PUT_BYTES. Returns false if too many puts are in flight; the caller must
+     * then call progress() and try again. If the peer is gone, does not send the put and
+     * returns true. */
     bool (*put)(net *n, int host, uint64_t to, const void *from, uint32_t bytes);
 
-    /* Puts one word of 8 bytes, which is passed by value. Its rules are those of put(). */
+    /* Like put(), but sends one word of 8 bytes, which is passed by value. */
     bool (*put_word)(net *n, int host, uint64_t to, uint64_t value);
 
     /* Lets the engine send and receive. Returns the number of events (completed puts). */
@@ -118,13 +120,14 @@ typedef struct net_engine {
     /* Writes one line of at most `size` bytes about the networks of this net to `to`. */
     void (*describe)(const net *n, char *to, size_t size);
 
-    /* Sends the accepted puts, then closes the net. Stops sending after about a second if peers
-     * do not respond. Accepts NULL. */
+    /* Sends the accepted puts, then closes the net. If peers do not respond, closes it after
+     * about a second although puts are not sent. Accepts NULL. */
     void (*close)(net *n);
 } net_engine;
 
 /* Returns the engine with this name. The first call loads its library. On an error, returns
- * NULL and writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call it. */
+ * NULL and writes the reason to `why` (NET_WHY_BYTES bytes). Any thread may call this
+ * function. */
 const net_engine *net_find_engine(const char *name, char *why);
 
 #endif

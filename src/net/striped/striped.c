@@ -2,10 +2,11 @@
 /* A net made of several nets of one engine, its stripes (striped.h).
  *
  * The *caller* is the thread that uses the striped net. Only this thread calls the net of the
- * first stripe, which sends the words of put_word() and small puts, so they never wait behind
- * large puts. Each other stripe has a thread of its own, and only that thread calls the
- * stripe's net. These threads send the large puts round-robin. The *driver* of a stripe is the
- * thread that calls its net. In this file, a call of put_word() is a put too. */
+ * first stripe. The first stripe sends the words of put_word() and small puts, so these never
+ * wait behind large puts. Each other stripe has a thread of its own, and only that thread calls
+ * the stripe's net. The large puts are distributed round-robin over these stripes. The *driver*
+ * of a stripe is the thread that calls its net. In this file, a call of put_word() is a put
+ * too. */
 #include "net/striped/striped.h"
 
 #include <sched.h>
@@ -21,16 +22,18 @@
 #define STRIPED_LARGE (32u << 10) /* puts of at least this many bytes are large */
 #endif
 #define MAX_JOBS 64 /* maximum number of puts in the queue of a stripe's thread */
-/* maximum number of puts (of put() and put_word()) in flight to one host; more are refused */
+/* maximum number of puts (of put() and put_word()) in flight to one host; put() returns false
+ * for more puts */
 #define MAX_IN_FLIGHT 1024
-#define CLOSE_MS 1000 /* striped_close() sends accepted puts for at most this many ms */
+/* maximum time in ms for which striped_close() still sends accepted puts */
+#define CLOSE_MS 1000
 
 /* The thread of a stripe calls progress() of its net in a loop. After IDLE_ROUNDS calls without
  * an event it naps (sleeps) between the calls, each time twice as long as before.
  *
- * If the caller calls striped_progress() at least every POLL_OFTEN_US, an operation is running,
- * and naps last at most MAX_NAP_BUSY_US. If it calls less often, no operation is running: naps
- * last at most MAX_NAP_IDLE_US, and end at the caller's next put. */
+ * If the caller calls striped_progress() at least every POLL_OFTEN_US, the thread assumes that
+ * an operation is running, and a nap lasts at most MAX_NAP_BUSY_US. Otherwise a nap lasts at
+ * most MAX_NAP_IDLE_US, and the caller's next put ends it. */
 #define IDLE_ROUNDS 64
 #define FIRST_NAP_US 20
 #define MAX_NAP_BUSY_US 50
@@ -52,14 +55,14 @@ typedef struct stripe {
     net *owner; /* the striped net to which the stripe belongs */
     /* for each host, number of puts that were passed to `net` */
     uint64_t posted[NET_MAX_HOSTS];
-    /* For each host, the number of puts before the first one that has not completed. Puts to a
-     * host may complete in any order. */
+    /* For each host: all puts to the host before put completed[host] have completed. Puts to a
+     * host may complete in any order, so later puts may have completed too. */
     uint64_t completed[NET_MAX_HOSTS];
     bool failed[NET_MAX_HOSTS]; /* for each host, true if the host is gone */
     pthread_t thread;
-    bool has_thread; /* true: the thread was started; it closes `net` before it ends */
-    /* queued: number of jobs that the caller has queued. started: number of these that were
-     * passed to `net`. */
+    bool has_thread; /* true: the thread was started; it closes `net` before it returns */
+    /* queued: number of jobs that the caller has queued. started: number of jobs that the
+     * thread has passed to `net`. */
     uint64_t queued, started;
     job jobs[MAX_JOBS];
     int64_t nap_us; /* duration of the current nap; 0: the thread is awake */
@@ -69,8 +72,8 @@ typedef struct stripe {
 /* The state of the puts to one host, over all stripes. Puts are numbered in the order of the
  * caller's calls. */
 typedef struct peer {
-    /* posted: number of puts that the caller has made. finished: number of puts before the
-     * first one that has not completed. */
+    /* posted: number of puts that the caller has made. finished: all puts before put number
+     * `finished` have completed. */
     uint64_t posted, finished;
     /* stripe_of[i % MAX_IN_FLIGHT]: the stripe that sends put i */
     uint8_t stripe_of[MAX_IN_FLIGHT];
@@ -80,7 +83,7 @@ typedef struct peer {
 
 struct net {
     net_setup setup;
-    int num_stripes, next; /* next: stripe 1 + next gets the next large put */
+    int num_stripes, next; /* next: the next large put goes to stripe 1 + next */
     int is_closing;
     uint64_t num_polls; /* number of calls of striped_progress() */
     uint64_t num_calls; /* number of puts that the caller has made, to all hosts */
@@ -90,7 +93,7 @@ struct net {
 
 /* Contents of a handle: the handles of all stripes, without their trailing zero bytes. */
 typedef struct handle {
-    /* number of bytes of each stripe's handle; 0: no such stripe */
+    /* number of bytes of each stripe's handle; 0: the stripe does not exist */
     uint16_t length[STRIPED_MAX];
     unsigned char bytes[NET_HANDLE_BYTES - STRIPED_MAX * sizeof(uint16_t)];
 } handle;
@@ -99,7 +102,7 @@ _Static_assert(sizeof(handle) == NET_HANDLE_BYTES,
 
 /* ----------------------------------------------------------------- driver of a stripe ---- */
 
-/* Passes one put to the stripe's net. Returns false if the net accepts no more now. */
+/* Passes one put to the stripe's net. Returns false if the net accepts no more puts now. */
 static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint32_t bytes)
 {
     if (!striped_over.engine->put(s->net, host, to, from, bytes)) return false;
@@ -107,7 +110,8 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes how many puts of the stripe to a host have completed, and if the host is gone. */
+/* Publishes how many puts of the stripe to a host have completed, and whether the host is
+ * gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -119,8 +123,8 @@ static void stripe_update(stripe *s, int host)
         __atomic_store_n(&s->failed[host], true, __ATOMIC_RELEASE);
 }
 
-/* Calls progress() of the stripe's net, and stripe_update() for each host. Returns the
- * events. */
+/* Calls progress() of the stripe's net, and stripe_update() for each host. Returns the number
+ * of events. */
 static int stripe_progress(stripe *s)
 {
     const net_setup *setup = &s->owner->setup;
@@ -159,7 +163,7 @@ static void stripe_nap(stripe *s, int64_t us, uint64_t num_calls)
     __atomic_store_n(&s->nap_us, 0, __ATOMIC_SEQ_CST);
 }
 
-/* Wakes the stripe's thread if it is in a nap that is longer than `us` microseconds. */
+/* Ends the current nap of the stripe's thread if the nap is longer than `us` microseconds. */
 static void stripe_wake(stripe *s, int64_t us)
 {
     if (__atomic_load_n(&s->nap_us, __ATOMIC_SEQ_CST) > us &&
@@ -248,8 +252,9 @@ static epic_result add_stripe(net *n, handle *all, size_t *used, char *why)
     return EPIC_OK;
 }
 
-/* Opens the first stripe and, if more would be faster (can_gain), up to n->setup.threads more.
- * Stops at the first stripe whose handle does not fit, and returns EPIC_OK. */
+/* Opens the first stripe and, if more stripes would be faster (can_gain), up to
+ * n->setup.threads more. If the handle of a stripe does not fit, opens no further stripe and
+ * returns EPIC_OK. */
 static epic_result add_stripes(net *n, handle *all, char *why)
 {
     size_t used = 0;
@@ -317,7 +322,8 @@ static epic_result agree_on_count(net *n, const handle *handles, char *why)
     return EPIC_OK;
 }
 
-/* Connects the stripes that all peers have. Starts the threads of all but the first. */
+/* Implements net_engine.connect. Connects the stripes that all peers have, and starts the
+ * threads of all these stripes except the first. */
 epic_result striped_connect(net *n, const void *bytes, char *why)
 {
     const handle *handles = bytes;
@@ -392,8 +398,8 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Sets peer.finished to the number of puts before the first one that has not completed. Returns
- * by how much it has increased. */
+/* Advances peer.finished to the first put that has not completed. Returns by how much it has
+ * increased. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];
@@ -441,7 +447,7 @@ void striped_describe(const net *n, char *to, size_t size)
 /* ----------------------------------------------------------------------------- closing ---- */
 
 /* Implements net_engine.close. The threads send the queued puts for at most CLOSE_MS, close the
- * nets of their stripes, and end. */
+ * nets of their stripes, and return. */
 void striped_close(net *n)
 {
     if (!n) return;

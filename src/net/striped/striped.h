@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A striped net combines several nets of one engine (net.h), its stripes, into one. All stripes
- * of a rank send from one outbox and receive into one inbox. Each stripe except the first has a
- * thread, because several threads are faster if CPUs move the bytes. Words of a net may arrive
- * in any order, so stripes need not wait for each other. */
+/* A striped net combines several nets of one engine (net.h), its stripes, into one net. All
+ * stripes of a rank send from the same outbox and receive into the same inbox. Each stripe
+ * except the first has a thread, because several threads are faster if CPUs copy the bytes.
+ * Words of a net may arrive in any order, so stripes need not wait for each other. */
 #ifndef EPIC_NET_STRIPED_H
 #define EPIC_NET_STRIPED_H
 

@@ -6,8 +6,8 @@
 #include "net/striped/striped.h"
 #include "net/ucx/networks.h"
 
-/* Preferred size of a put in bytes. It is less than one segment of UCX over TCP, 256 KB
- * (networks.c), and has room for 16 rows of 14 KB. */
+/* Preferred size of a put in bytes: large enough for 16 rows of 14 KB, and less than one
+ * segment of UCX over TCP (256 KB, networks.c). */
 #define PREFERRED_BYTES (224 << 10)
 
 /* Implements net_engine.is_available by opening a temporary UCX context. */

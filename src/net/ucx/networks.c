@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens contexts of UCX, and finds out which networks a context and its endpoints use. UCX has
- * no function that returns them, but can print them, so this file reads the printed text. */
+ * no function that returns the networks, but UCX can print them, so this file reads the printed
+ * text. */
 #include "net/ucx/networks.h"
 
 #include <stdio.h>
@@ -58,7 +59,8 @@ bool ucx_can_reach_gpus(ucp_context_h context)
            have.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA);
 }
 
-/* Returns UCX's name of the segment size, which has no prefix "TCP_" before version 1.17. */
+/* Returns UCX's name of the setting for the segment size. Before UCX 1.17 the name has no
+ * prefix "TCP_". */
 static const char *segment_name(void)
 {
     unsigned major, minor, release;
@@ -67,8 +69,8 @@ static const char *segment_name(void)
 }
 
 /* Returns true if this version of UCX can refuse remote writes on networks that do not support
- * them. Older versions emulate such a write with a message, which the peer stores with memcpy,
- * and print a warning about the unknown setting. */
+ * them. Older versions print a warning about the unknown setting. They emulate such a write
+ * with a message, which the peer stores with memcpy. */
 static bool can_disable_emulation(void)
 {
     unsigned major, minor, release;
@@ -131,10 +133,11 @@ static void choose_devices(ucp_context_h context, const char *port, char *device
     free(text);
 }
 
-/* Opens a UCX context (networks.h). First opens one with UCX's own settings, to find out which
- * devices it has, and whether it has TCP. If other settings are needed, closes it and opens
- * another one. Does not try these settings at once, because UCX prints warnings about TCP
- * settings without TCP, and about devices that do not exist. */
+/* Opens a UCX context (networks.h). First opens a context with UCX's own settings, to find out
+ * which devices it has, and whether it has TCP. If other settings are needed, closes this
+ * context and opens another one with these settings. Does not open the first context with these
+ * settings, because UCX prints warnings about TCP settings if it has no TCP, and about devices
+ * that do not exist. */
 ucs_status_t ucx_create_context(ucp_context_h *out, const char **segment, bool no_emulation,
                                 const char *port)
 {

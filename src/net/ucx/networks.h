@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds out which networks UCX has, and which of them it uses for a peer.
  *
- * UCX's terms: an endpoint is one end of the connection to a peer. UCX calls the networks that
- * an endpoint uses its lanes, this file calls them networks. A key allows remote writes into
- * registered memory of a peer, and a packed key is the form in which the key is sent. A memory
- * domain is a device, or a part of UCX, that registers memory. */
+ * UCX's terms: an endpoint is one end of the connection to a peer. An endpoint uses one or more
+ * networks, which UCX calls lanes. A key allows remote writes into registered memory of a peer,
+ * and a packed key is the form in which the key is sent. A memory domain is a device, or a part
+ * of UCX, that registers memory. */
 #ifndef EPIC_NET_UCX_NETWORKS_H
 #define EPIC_NET_UCX_NETWORKS_H
 
@@ -15,13 +15,14 @@
 
 /* Opens a UCX context, UCX's state of this process.
  *
- * Sets *segment to the size of its TCP segments, such as "256K" (the format of
+ * Sets *segment to the size of the context's TCP segments, such as "256K" (the format of
  * UCX_TCP_RX_SEG_SIZE), or to "" without TCP. All hosts must use the same size, because UCX
- * ends a process that receives a message larger than its segments. segment may be NULL for a
- * context that moves no data.
+ * aborts a process that receives a message larger than its segments. `segment` may be NULL for
+ * a context that sends no data.
  *
- * With no_emulation and UCX 1.22 or later, remote writes fail on networks that do not support
- * them. In all other cases UCX emulates them there with messages.
+ * Some networks do not support remote writes. If no_emulation is true and UCX is 1.22 or later,
+ * a remote write over such a network fails. If no_emulation is false or UCX is older, UCX
+ * emulates the remote write with messages.
  *
  * `port` is the port of an RDMA NIC, such as "mlx5_0:1" (nics.h), and the context uses no other
  * RDMA NIC. UCX chooses the devices if `port` is "" or not supported, or if the user has set

@@ -4,8 +4,8 @@
  *
  * # lane[0]: 4:tcp/eth0.0 md[1] -> md[1]/tcp am am_bw#0
  *
- * Here the network is tcp/eth0. md[n] is memory domain n: the first one is of this rank, the
- * second one of the peer. */
+ * Here the network is tcp/eth0. md[n] is memory domain n. The first md is the domain of this
+ * rank, the second md that of the peer. */
 #ifndef EPIC_NET_UCX_NETWORKS_TEXT_H
 #define EPIC_NET_UCX_NETWORKS_TEXT_H
 
@@ -40,9 +40,9 @@ static inline bool networks_have_port(const char *text, const char *port)
     return false;
 }
 
-/* Writes the devices that UCX may use if `port` is the only port of an RDMA NIC to `to`: the
- * port and all devices for TCP, separated by commas. `text` is as in networks_have_port().
- * Returns false if they do not fit into `size` bytes. */
+/* Writes to `to` the devices that UCX may use if `port` should be the only port of an RDMA NIC:
+ * the port and all devices for TCP, separated by commas. `text` is what UCX prints about a
+ * context. Returns false if the devices do not fit into `size` bytes. */
 static inline bool networks_list_devices(const char *text, const char *port, char *to,
                                          size_t size)
 {
@@ -68,7 +68,8 @@ static inline bool networks_begins(const char *network, const char *with)
     return strncmp(network, with, strlen(with)) == 0;
 }
 
-/* Returns true if the network in whose line `at` is serves remote access to memory. */
+/* `at` points into the line of a network. Returns true if UCX uses this network for remote
+ * access to memory. */
 static inline bool networks_is_for_memory(const char *at)
 {
     const char *found = strstr(at, " rma_bw#");
@@ -79,9 +80,10 @@ static inline bool networks_is_for_memory(const char *at)
  * must be RDMA, and at least one of them must be for remote access to memory.
  *
  * If no network is for remote access, UCX sends remote writes as messages, which the receiver
- * stores with memcpy. memcpy may write a word twice or in parts. UCX prints the network EFA
- * (srd) as one for remote access even if its devices can only read. So EFA also needs
- * no_emulation, with which the context refuses to send remote writes as messages. */
+ * stores with memcpy. memcpy may write a word twice or in parts. For EFA (network srd), UCX
+ * prints that it is for remote access even if its devices can only read. So with EFA this
+ * function returns true only if no_emulation is set, because then the context refuses to send
+ * remote writes as messages. */
 static inline bool networks_keep_words(const char *text, bool no_emulation)
 {
     char network[64];

@@ -25,7 +25,8 @@ static void read_line(char *out, size_t size, const char *path)
     fclose(file);
 }
 
-/* Reads the integer (C notation) in a file of a folder. Returns `otherwise` without one. */
+/* Reads the integer (in C notation) in a file of a folder. Returns `otherwise` if the file
+ * contains no integer or cannot be read. */
 static long read_number(const char *folder, const char *file, long otherwise)
 {
     char path[PATH_MAX + 64], text[64], *end;

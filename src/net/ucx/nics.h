@@ -53,11 +53,11 @@ const char *nics_distance_name(nics_distance distance);
 
 /* Returns the index of the port that the GPU should use, or -1 if no port is usable.
  *
- * Only active ports are considered. If one of them is InfiniBand, only InfiniBand ports are
+ * Only active ports are considered. If an active port is InfiniBand, only InfiniBand ports are
  * considered, so that all GPUs of a cluster use the same kind of network. Ports with less than
- * a quarter of the speed of the fastest port are left out. Of the others, the GPU uses the
- * nearest port, and of several nearest ports one of the fastest. Several such ports are
- * assigned round-robin to the GPUs for which they are nearest. */
+ * a quarter of the speed of the fastest port are left out. Of the remaining ports, the GPU uses
+ * the nearest, and of several nearest ports the fastest. If several ports are equally near and
+ * fast, the GPUs for which these ports are best use them round-robin. */
 int nics_choose(const nics_host *host, int gpu);
 
 /* Returns the index of the GPU with this PCI address, or -1. Ignores case. */

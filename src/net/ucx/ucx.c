@@ -44,8 +44,8 @@ typedef struct peer {
     ucp_rkey_h key;    /* key for remote writes into the peer's inbox; NULL: send messages */
     uint64_t token, inbox; /* the peer's token and the address of its inbox, from its handle */
     bool gone;
-    /* posted: number of calls of put() and put_word() for this peer. finished: number of calls
-     * before the first one that has not completed. */
+    /* posted: number of calls of put() and put_word() for this peer. finished: all calls before
+     * call number `finished` have completed. */
     uint64_t posted, finished;
     send_op ops[MAX_IN_FLIGHT];
 } peer;
@@ -164,7 +164,7 @@ static bool append_to_handle(handle *c, uint32_t *length, const void *bytes, siz
 }
 
 /* Writes the token, the worker's address and the key of the inbox to the handle. Returns
- * EPIC_ENOTSUP if they do not fit. */
+ * EPIC_ENOTSUP if the address and the key do not fit. */
 static epic_result write_handle(net *n, handle *c, char *why)
 {
     ucp_address_t *address;
@@ -377,7 +377,8 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
-/* Implements net_engine.describe. Lists networks of several peers only once. */
+/* Implements net_engine.describe. If several peers use the same networks, lists these networks
+ * only once. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
@@ -395,8 +396,8 @@ static void ucx_describe(const net *n, char *to, size_t size)
 
 /* ---------------------------------------------------------------------------- closing ---- */
 
-/* Waits until the request of UCX has completed, for at most FLUSH_MS, and releases it. If it
- * has not completed by then, UCX frees it when it completes. */
+/* Waits until the request of UCX has completed, for at most FLUSH_MS, and releases the request.
+ * If the request has not completed by then, UCX frees it when it completes. */
 static void wait_for_request(net *n, void *request)
 {
     const int64_t end = clock_ms() + FLUSH_MS;
@@ -428,7 +429,7 @@ static void ucx_close(net *n)
     free(n);
 }
 
-/* Implements stripe_engine.can_gain. With RDMA the network devices move the bytes, so more
+/* Implements stripe_engine.can_gain. With RDMA the network devices copy the bytes, so more
  * threads would not be faster. */
 static bool can_gain_from_stripes(const net *n)
 {
