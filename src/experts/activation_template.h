@@ -1,8 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Activations and their derivatives. pass_template.h includes this file. The functions read n
- * elements that are `step` elements apart. `step` is 2 if experts.interleaved is set, because
- * elements of the gate and of the up projection then alternate in a row. If it is not set,
- * `step` is 1.
+ * elements that are `step` elements apart. If experts.interleaved is set, elements of the gate
+ * and of the up projection alternate in a row, so `step` is 2. If not, `step` is 1.
  *
  * - SiLU: x s(x), with s the sigmoid.
  * - GELU: x Phi(x), with Phi the normal distribution function. Its tanh form is x/2 (1 +
@@ -36,8 +35,8 @@ static inline REAL gelu_tanh(REAL x)
     return sizeof x == sizeof(float) ? (REAL)tanhf((float)inner) : (REAL)tanh(inner);
 }
 
-/* Sets out[i] to the activation of in[i * step], an element of the gate. Does not multiply it
- * by up_factor(). */
+/* Sets out[i] to the activation of in[i * step], an element of the gate. The caller multiplies
+ * out[i] by up_factor(). */
 static void apply_activation(REAL *out, const REAL *in, int64_t n, int step,
                              const epic_experts *ex)
 {
@@ -81,7 +80,8 @@ static inline REAL gelu_tanh_slope(REAL x)
     return (1 + t) / 2 + x / 2 * (1 - t * t) * inner_slope;
 }
 
-/* Sets out[i] to the derivative of the activation at in[i * step], which is 0 above a limit. */
+/* Sets out[i] to the derivative of the activation at in[i * step]. With a clamped activation,
+ * the derivative is 0 where the input exceeds experts.limit. */
 static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -102,14 +102,14 @@ static void make_slopes(REAL *out, const REAL *in, int64_t n, int step, const ep
     case EPIC_RELU2:
         for (int64_t i = 0; i < n; i++) out[i] = in[i * step] < 0 ? 0 : 2 * in[i * step];
         break;
-    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU: constant above the limit */
+    default: /* EPIC_CLAMPED_SWIGLU, EPIC_CLAMPED_SILU */
         for (int64_t i = 0; i < n; i++)
             out[i] = in[i * step] > limit ? 0 : swish_slope(alpha * in[i * step]);
     }
 }
 
-/* Returns the factor by which an activation is multiplied. u is the element of the up
- * projection in the same column. */
+/* Returns the factor by which the activation of a gate element is multiplied. u is the element
+ * of the up projection that belongs to the gate element. */
 static inline REAL up_factor(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;
@@ -118,7 +118,7 @@ static inline REAL up_factor(REAL u, const epic_experts *ex)
     return ex->activation == EPIC_CLAMPED_SWIGLU ? clamped + 1 : clamped;
 }
 
-/* Returns the derivative of up_factor(): 0 outside of the limits, and 1 inside. */
+/* Returns the derivative of up_factor(): 0 if u is outside of the limits, and 1 if not. */
 static inline REAL up_slope(REAL u, const epic_experts *ex)
 {
     const REAL limit = (REAL)ex->limit;

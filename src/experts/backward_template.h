@@ -2,10 +2,9 @@
 /* Backward on one slab (the slots of one expert). pass_template.h includes this file after
  * forward_template.h.
  *
- * Symbols in the formulas: `a` [slots, inner] are the activations, `w` [slots] the slots'
- * weights, and `d_z` is the gradient of any array z. The forward pass is y = (w a) W_down + w
- * b_down. In this formula w is 1, unless experts.weighting is EPIC_WEIGHT_EARLY. The gradients
- * follow by the chain rule:
+ * Symbols in the formulas: `a` [slots, inner] are the activations, and `d_z` is the gradient of
+ * any array z. The forward pass is y = (w a) W_down + w b_down. With EPIC_WEIGHT_EARLY, `w`
+ * [slots] are the slots' weights; otherwise w is 1. The gradients follow by the chain rule:
  *
  * - d_W_down = (w a)^T d_y, and d_b_down is the sum of w d_y over the rows. Below, d_a is d_y
  *   W_down^T, the gradient of the product w a.
@@ -64,7 +63,7 @@ static double early_gradient(const experts_job *job, const REAL *gate_up, const 
 
 /* Computes job->d_gate_up from d [slots, inner], and then the gradients of the slots' weights.
  * d is the gradient of the activations or, with EPIC_WEIGHT_EARLY, of the weighted activations.
- * Sets the rows of padding to 0. */
+ * Sets the rows of padding slots to 0. */
 static void activations_backward(const experts_job *job, const slab *slab, REAL *d,
                                  const void *d_y)
 {

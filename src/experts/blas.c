@@ -28,9 +28,11 @@ GEMM(dgemm_int, int, double);
 GEMM(sgemm_wide, int64_t, float);
 GEMM(dgemm_wide, int64_t, double);
 
-/* Functions of OpenBLAS. If it was not found, `loaded` is false. */
+/* Functions of OpenBLAS. If no OpenBLAS was found, `loaded` is false. */
 typedef struct blas {
-    sgemm_int *sgemm; /* the first two are for 32-bit sizes, the last two for 64-bit sizes */
+    /* sgemm and dgemm are set in a build with 32-bit sizes, the other two in a build with
+     * 64-bit sizes */
+    sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
     dgemm_wide *wide_dgemm;
@@ -111,8 +113,8 @@ static bool try_library(const char *path, int flags)
     return false;
 }
 
-/* Callback of dl_iterate_phdr(). Copies the path of a library with "openblas" in its name to
- * `path`, and returns 1 to end the search. */
+/* Callback of dl_iterate_phdr(). If the name of the library contains "openblas", copies the
+ * library's path to `path` and returns 1 to end the search. */
 static int match_openblas(struct dl_phdr_info *info, size_t size, void *path)
 {
     (void)size;
@@ -274,8 +276,9 @@ void gemm_bf16(const gemm *g)
     if (!onednn_multiply(g)) multiply_bf16_plain(g);
 }
 
-/* State of experts_blas_enter(), guarded by the mutex: the number of callers between enter and
- * leave, and the number of threads that OpenBLAS used before the first of them entered. */
+/* State of experts_blas_enter(), guarded by the mutex. num_inside: number of callers that are
+ * between enter and leave. threads_before: number of threads that OpenBLAS used before the
+ * first of these callers entered. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int64_t num_inside;
 static int threads_before;

@@ -30,15 +30,18 @@ typedef struct gemm {
 void gemm_f32(const gemm *g);
 void gemm_f64(const gemm *g);
 
-/* Returns true if gemm_bf16() may be called: it needs oneDNN and bfloat16 instructions. */
+/* Returns true if gemm_bf16() may be called, that is, if oneDNN is loaded. EPIC loads oneDNN
+ * only on processors with bfloat16 instructions. */
 bool gemm_has_bf16(void);
-/* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Any thread may call it. */
+/* Multiplies bfloat16 matrices A and B. C is a float32 matrix. Any thread may call this
+ * function. */
 void gemm_bf16(const gemm *g);
 
-/* Multiply without OpenBLAS. The bits of an element of C depend only on its row of op(A), its
- * column of op(B) and k. Zeros as last terms of the sum over k do not change the bits. The
- * float32 function uses host_kernels.product, the float64 function plain loops. Both overwrite
- * `memory`, which has gemm_invariant_bytes() bytes. */
+/* Multiply without OpenBLAS, so that the bits of an element of C depend only on its row of
+ * op(A), its column of op(B) and k, and not on m and n. If the last terms of the sum over k are
+ * zeros, leaving these terms out does not change the bits. The float32 function uses
+ * host_kernels.product, the float64 function plain loops. Both overwrite `memory`, which has
+ * gemm_invariant_bytes() bytes. */
 void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);

@@ -13,8 +13,8 @@
 /* maximum number of elements in the weights of all experts together, so that their size in
  * bytes fits into an int64_t */
 #define MAX_WEIGHT_NUMBERS (1ll << 56)
-/* Maximum number of elements in a tile: 4 MiB of float32. Such a tile fits into a core's cache,
- * and still has many columns or rows. */
+/* Maximum number of elements in a tile (some columns or rows of a weight matrix, config.h): 4
+ * MiB of float32. Such a tile fits into a core's cache, and still has many columns or rows. */
 #define TILE_NUMBERS (1 << 20)
 
 static epic_result check_range(const char *name, uint32_t value, uint32_t first, uint32_t last)
@@ -139,8 +139,8 @@ static int64_t tile_numbers(const experts_job *job)
     return experts_has_ready_weights(job) ? 0 : larger_of(forward, backward);
 }
 
-/* Rounds a number of float32 elements up to a multiple of 64 bytes, so that each part of the
- * workspace begins at a cache line. */
+/* Rounds a number of elements up to a multiple of 16 (64 bytes of float32), so that each part
+ * of the workspace begins at a cache line. */
 static int64_t pad_numbers(int64_t numbers)
 {
     return (numbers + 15) / 16 * 16;

@@ -61,7 +61,8 @@ typedef struct experts_job {
     void *d_x, *d_w_gate_up, *d_w_down, *d_b_gate_up, *d_b_down;
     void *d_slot_weights;
 
-    /* The workspace. All slabs use it, one after the other.. */
+    /* The workspace. The slabs are computed one after the other, and all use the same
+     * workspace. */
     /* [slots, hidden]: input rows after conversion to the type of the sums, or multiplied by
      * their weights; empty if GEMMs can read the caller's rows */
     void *rows;
@@ -107,8 +108,8 @@ bool experts_has_ready_weights(const experts_job *job);
 
 /* Returns the size of a tile: the number of columns (or rows) of a weight matrix that are
  * multiplied at a time. The matrix has n columns (or rows) with k elements each. The bits of a
- * GEMM can depend on the size of the tiles. The size depends only on k and n, so GEMMs of the
- * same shape always have the same bits. */
+ * GEMM can depend on the size of the tiles. The tile size depends only on k and n, so GEMMs
+ * with the same shape and the same inputs always have the same bits. */
 int64_t experts_tile_size(int64_t k, int64_t n);
 
 /* Writes the sizes in bytes of `saved` and of the workspaces of forward and backward to *out,

@@ -71,7 +71,7 @@ static epic_result check_counts(const experts_job *job, int64_t num_slots)
         return epic_fail(
             EPIC_EINVAL,
             "expert_rows is NULL: it must point to the counts that epic_plan returns");
-    /* the host cannot read a device's counts; kernels ignore rows that exceed num_slots */
+    /* the host cannot read counts in device memory; kernels ignore rows beyond num_slots */
     if (job->is_device) return EPIC_OK;
     for (uint32_t e = 0; e < job->experts.num_local_experts; e++) {
         const int64_t rows = job->expert_rows[e];
@@ -274,7 +274,7 @@ static epic_result check_backward_arrays(const experts_job *job,
     return CHECK_ARRAYS(arrays);
 }
 
-/* Checks the context, if there is one, and sets job->is_device. */
+/* Checks the context, if the caller has passed one, and sets job->is_device. */
 static epic_result read_context(experts_job *job, epic_context *ctx)
 {
     if (ctx == NULL) return EPIC_OK;

@@ -12,7 +12,7 @@ static void add_bias(REAL *rows, const REAL *bias, int64_t num_rows, int64_t n)
 
 /* Computes one row of activations, out [inner], from one row of the first GEMM, gate_up
  * [width]. A row contains first the gate and then the up projection. With experts.interleaved,
- * elements of both alternate. */
+ * elements of the gate and of the up projection alternate. */
 static void activate_row(const experts_job *job, REAL *out, const REAL *gate_up)
 {
     const epic_experts *ex = &job->experts;
@@ -41,7 +41,8 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds b_down, with EPIC_WEIGHT_EARLY times the slot's weight, to the rows of y with tokens. */
+/* Adds b_down to the rows of y, except those of padding. With EPIC_WEIGHT_EARLY, b_down is
+ * multiplied by the slot's weight before. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

@@ -3,8 +3,8 @@
  *
  * GEMMs of bfloat16 matrices use dnnl_gemm_bf16bf16f32, which accepts any number of rows.
  * oneDNN's matmul primitive is not used: it would compile a kernel for each shape, and the
- * slabs of each call have new shapes. oneDNN 2 and 3 export the function, but do not declare it
- * in their headers. EPIC does not use a oneDNN that lacks it. */
+ * slabs of each call have new shapes. oneDNN 2 and 3 export dnnl_gemm_bf16bf16f32, but do not
+ * declare it in their headers. EPIC does not use a oneDNN without this function. */
 #include "experts/onednn.h"
 
 #include <dlfcn.h>
@@ -40,8 +40,9 @@ typedef struct onednn {
 
 static onednn the_onednn;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
-/* State of onednn_enter() for this thread: the number of calls without a matching
- * onednn_leave(), and the number of threads that OpenMP used before the first of them. */
+/* State of onednn_enter() for this thread. depth: number of calls of onednn_enter() without a
+ * matching onednn_leave(). threads_before: number of threads that OpenMP used before the first
+ * of these calls. */
 static _Thread_local int depth, threads_before;
 
 /* Stores the address of the function `name` in the function pointer at `function`. Returns
@@ -54,9 +55,9 @@ static bool find_symbol(void *library, const char *name, void *function)
     return address != NULL;
 }
 
-/* Reads the functions of a library. Returns false if one is missing, or if the library has
- * threads other than OpenMP's: EPIC could not limit its GEMMs to one thread, and their bits
- * would depend on the number of threads. */
+/* Reads the functions of a library. Returns false if a function is missing, or if the library
+ * uses threads of another kind than OpenMP. With such threads EPIC could not limit a GEMM to
+ * one thread, so the bits of a GEMM would depend on the number of threads. */
 static bool read_functions(onednn *o, void *library)
 {
     const version *(*get_version)(void) = NULL;
@@ -87,7 +88,7 @@ bool onednn_load_file(const char *file)
 }
 
 /* Loads the oneDNN that the build found, if the processor has bfloat16 instructions
- * (AVX512-BF16). Does nothing if a test has loaded another one. */
+ * (AVX512-BF16). Does nothing if a test has already loaded a oneDNN with onednn_load_file(). */
 static void load_default(void)
 {
 #if defined(__x86_64__) && defined(__GNUC__)

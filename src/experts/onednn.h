@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* GEMMs of bfloat16 matrices with oneDNN, loaded at first use. Only for blas.c. */
+/* GEMMs of bfloat16 matrices with oneDNN, which is loaded at first use. Only blas.c uses this
+ * file. */
 #ifndef EPIC_EXPERTS_ONEDNN_H
 #define EPIC_EXPERTS_ONEDNN_H
 
@@ -8,13 +9,15 @@
 #include "experts/blas.h"
 
 /* Returns true if oneDNN is loaded. The first call loads the library that the build found, if
- * the processor has bfloat16 instructions. Without them oneDNN is no faster than OpenBLAS. */
+ * the processor has bfloat16 instructions. Without these instructions oneDNN is not faster than
+ * OpenBLAS. */
 bool onednn_is_ready(void);
 /* Returns the name and version, for example "oneDNN 3.1.0", or "" if oneDNN is not loaded. */
 const char *onednn_name(void);
 
-/* Loads oneDNN from `file`, on any processor. Returns false if it cannot be used. Tests call it
- * before all other functions. */
+/* For tests: loads oneDNN from `file`, even if the processor has no bfloat16 instructions.
+ * Returns false if the file cannot be used. Must be called before the first call of any other
+ * function of this file. */
 bool onednn_load_file(const char *file);
 
 /* Multiplies bfloat16 matrices A and B into a float32 matrix C. Returns false and leaves C

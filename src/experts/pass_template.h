@@ -7,8 +7,8 @@
  * tile of converted weights. So the bits of a row do not depend on other slabs.
  *
  * The caller passes zeros in the rows of padding of x and d_y. If a function writes other
- * values there, for example by adding a bias, these rows are set to zero again before the next
- * GEMM. */
+ * values into rows of padding, for example by adding a bias, these rows are set to zero again
+ * before the next GEMM. */
 #include <math.h>
 #include <string.h>
 

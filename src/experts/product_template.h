@@ -4,8 +4,9 @@
  *
  * GEMMs read operands of type REAL, or BF16 operands if the processor can multiply them
  * (job->is_bf16). Weights of other types are converted to REAL in the workspace, one tile at a
- * time (experts_tile_size). A tile contains all k weights of each of its output elements. So no
- * sum is split between tiles, which would change the order of the additions. */
+ * time (experts_tile_size). A tile contains all k weights that an output element needs. So no
+ * sum is split between tiles; a split would change the order of the additions and therefore the
+ * bits. */
 
 /* Converts n elements of `type` to REAL. If REAL is double, the type is EPIC_F64 and the
  * elements are only copied. */
@@ -60,7 +61,7 @@ static REAL *operand_row(const experts_job *job, void *operand, int64_t row, int
 }
 
 /* With job->is_bf16, converts the row in the memory of operand_row() to BF16 and stores it in
- * the operand. Without it, the row is already there. */
+ * the operand. Without is_bf16, the row is already in the operand. */
 static void store_operand_row(const experts_job *job, void *operand, int64_t row, int64_t n)
 {
     if (job->is_bf16)
@@ -87,7 +88,7 @@ static void clear_padding(const experts_job *job, const slab *slab, void *operan
            (size_t)(slab->rows - slab->tokens) * bytes);
 }
 
-/* Multiplies two operands, which are BF16 if job->is_bf16 is set, and REAL if not. */
+/* Multiplies two matrices, which are BF16 if job->is_bf16 is set, and REAL if not. */
 static void multiply_matrices(const experts_job *job, const gemm *g)
 {
     if (job->is_bf16)
@@ -113,8 +114,8 @@ static REAL slot_weight(const experts_job *job, uint32_t weighting, int64_t slot
     return job->experts.weighting == weighting ? slot_weight_at(job, slot) : 1;
 }
 
-/* Returns the slab's rows of x or d_y as an operand of a GEMM. If GEMMs cannot read their type,
- * first converts them into job->rows. */
+/* Returns the slab's rows of x or d_y as an operand of a GEMM. If GEMMs cannot read the type of
+ * the rows, first converts the rows into job->rows. */
 static const void *slab_rows(const experts_job *job, const slab *slab, const void *rows)
 {
     const void *first = row_at(job, rows, slab->first);
@@ -233,10 +234,10 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
     multiply_matrices(job, &g);
 }
 
-/* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d without
- * padding, in ascending order. With `weighted` and EPIC_WEIGHT_EARLY, each row is multiplied by
- * its slot's weight. Writes the gradient to d_biases, or adds it if job->accumulate is true.
- * Does nothing if d_biases is NULL. */
+/* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d except
+ * those of padding, in ascending order. With `weighted` and EPIC_WEIGHT_EARLY, each row is
+ * multiplied by its slot's weight. Writes the gradient to d_biases, or adds it if
+ * job->accumulate is true. Does nothing if d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
 {
