@@ -1,25 +1,26 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The collect flow. Each item, usually a token, has one home rank. Other ranks compute a row
- * for the item and send it to the home, which handles the item when the rows of all
- * contributing ranks have arrived.
+ * for the item and send it to the home rank. The home rank handles the item when the rows of
+ * all contributing ranks have arrived.
  *
  * Every rank sends its rows to a home in ascending order of items, through its ring (ring
  * buffer) to that home, and the home handles its items in this order. So the row that a home
- * needs next is always the oldest one in its ring. No ring can be full of rows that the home
- * cannot use yet, so the flow makes progress with rings of any size. */
+ * needs next is always the oldest entry of the ring. A ring can never be full of rows that the
+ * home cannot use yet, so the flow makes progress with rings of any size. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* maximum number of bytes to send to one home rank before the flow serves the next one */
+/* maximum number of bytes to send to one home rank before the flow sends to the next home
+ * rank */
 #define BATCH_BYTES (256 * 1024)
 
 typedef struct collect_state {
     exchange *x;
     const collect *c;
     int64_t item;  /* index of this rank's item to handle next */
-    int32_t piece; /* index of the piece of this item to handle next */
+    int32_t piece; /* index of the piece (a part of a row) of `item` to handle next */
     int64_t batch; /* number of entries that fit in BATCH_BYTES */
 } collect_state;
 
@@ -79,7 +80,7 @@ static bool collect_find_rows(collect_state *g)
 }
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * is the number of released entries of rank r. */
+ * is the number of entries of rank r that were released so far. */
 static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;
@@ -109,7 +110,7 @@ static bool collect_receive(collect_state *g)
 }
 
 /* Returns true if this rank still has entries to send or items to handle. Sets x->waits_for to
- * the ranks to which it still must send entries. */
+ * the ranks to which this rank still must send entries. */
 static bool collect_is_unfinished(collect_state *g)
 {
     exchange *x = g->x;

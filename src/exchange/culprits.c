@@ -44,8 +44,8 @@ bool has_peer_finished(const exchange *x, const epic_peer_status *status)
     return status->sequence > x->header_sequence || !status->is_inside;
 }
 
-/* Follows the waits: from the ranks for which x waits to the ranks for which those ranks wait,
- * and so on. Adds to `ends` the ranks that are gone or do not wait. */
+/* Starts with the ranks for which x waits, continues with the ranks for which those ranks wait,
+ * and so on. Adds to `ends` each rank on the way that is gone or does not wait. */
 static void follow_waits(exchange *x, uint64_t *ends)
 {
     uint64_t todo[RANK_WORDS], seen[RANK_WORDS] = {0};
@@ -67,8 +67,9 @@ static void follow_waits(exchange *x, uint64_t *ends)
     }
 }
 
-/* Copies to `culprits` the ranks of `from` that are furthest behind: those that have not sent
- * their op headers for this exchange or, if all have sent them, those in the lowest phase. */
+/* Copies to `culprits` the ranks of `from` that are furthest behind: the ranks that have not
+ * sent their op headers for this exchange or, if all have sent them, the ranks in the lowest
+ * phase. */
 static void keep_furthest_behind(exchange *x, const uint64_t *from, uint64_t *culprits)
 {
     uint32_t least = UINT32_MAX;
@@ -102,7 +103,8 @@ static bool append_peer_status(char *sentence, size_t size, int rank,
     return true;
 }
 
-/* Writes the error text: the culprits, and the status of up to four of them. */
+/* Writes the error text to `sentence`: the list of culprits, and the status of up to four
+ * culprits. */
 static void describe_culprits(exchange *x, const uint64_t *culprits, char *sentence,
                               size_t size)
 {
@@ -126,7 +128,8 @@ void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size)
     follow_waits(x, ends);
     bool any = false;
     for (int w = 0; w < RANK_WORDS; w++) any |= ends[w] != 0;
-    /* if `ends` is empty, the ranks wait for each other in a cycle */
+    /* if `ends` is empty, the ranks wait for each other in a cycle, so all ranks for which x
+     * waits are candidates */
     keep_furthest_behind(x, any ? ends : x->waits_for, culprits);
     describe_culprits(x, culprits, sentence, size);
 }

@@ -8,14 +8,16 @@
  * and 5". Lists at most 16 ranks, then appends "and N more". */
 void format_ranks(char *out, size_t size, const uint64_t *ranks);
 
-/* Returns true if the peer has finished the operation of exchange x, so that it is no culprit,
- * even if it has closed its context. x may still wait for such a peer: if the ring to EVERYONE
- * is full, it does not show which peer has not read it, so x waits for all peers. */
+/* Returns true if the peer has finished the operation of exchange x, so that the peer is no
+ * culprit, even if it has closed its context. x can wait for such a peer: if the ring to
+ * EVERYONE is full, the ring does not show which peer has not read its entries, so x waits for
+ * all peers. */
 bool has_peer_finished(const exchange *x, const epic_peer_status *status);
 
 /* Sets the bits of the culprits in `culprits`, and writes an error text with the status of up
- * to four of them to `sentence`. Follows the waits from the ranks for which x waits to ranks
- * that do not wait. The culprits are those of these ranks that are furthest behind. */
+ * to four culprits to `sentence`. Starts with the ranks for which x waits, and continues with
+ * the ranks for which those ranks wait, until it finds ranks that do not wait. Of the ranks
+ * that do not wait, those that are furthest behind are the culprits. */
 void find_culprits(exchange *x, uint64_t *culprits, char *sentence, size_t size);
 
 #endif

@@ -15,7 +15,7 @@
 /* The phases of an exchange. Peers read the phase of a rank with transport->look(). */
 enum { PHASE_HEADERS, PHASE_ROWS, PHASE_NEXT_ROWS };
 
-/* while no peer is known to be gone, checks whether peers are alive have this interval */
+/* time between two checks whether peers are alive, while no peer is known to be gone */
 #define CHECK_NS 100000000ull
 #define MS 1000000ull
 #define MAX_SLEEP_MS 1000u
@@ -105,7 +105,8 @@ void exchange_close_all(epic_context *ctx)
     ctx->exchanges = NULL;
 }
 
-/* Returns the failure that a rank has reported, or EPIC_OK. Stores it in the context. */
+/* Returns the failure that a rank has reported, and stores it in the context. Returns EPIC_OK
+ * if no rank has reported a failure. */
 static epic_result exchange_poll_failure(exchange *x)
 {
     epic_failure_info failure;
@@ -133,8 +134,8 @@ static epic_result exchange_break_group(exchange *x, epic_result result,
     return first ? first : context_break(x->ctx, &failure);
 }
 
-/* Returns true if it is time to check the peers: the last check found a peer gone or was
- * CHECK_NS ago, or the backend has detected that a peer is gone. */
+/* Returns true if the peers should be checked now, because the last check found a peer gone or
+ * was CHECK_NS ago, or because the backend has detected that a peer is gone. */
 static bool exchange_should_check_peers(const exchange *x, uint64_t now)
 {
     if (x->is_peer_gone || now - x->last_check_ns >= CHECK_NS) return true;
@@ -176,9 +177,9 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. But if this process was
- * suspended during the search for culprits, the peers probably were suspended too: restarts the
- * deadline and returns EPIC_OK. */
+/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. There is one exception:
+ * if this process was suspended during the search for culprits, the peers probably were
+ * suspended too. In this case restarts the deadline and returns EPIC_OK. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};
@@ -188,8 +189,8 @@ static epic_result exchange_report_timeout(exchange *x)
     return exchange_break_group(x, EPIC_ETIMEOUT, culprits, sentence);
 }
 
-/* Adds the time since `start` to the waiting times for the awaited ranks, except the time in
- * which this process was suspended. */
+/* Adds the time since `start`, without the time in which this process was suspended, to the
+ * waiting time that is recorded for each rank in x->waits_for. */
 static void exchange_count_wait(exchange *x, uint64_t start)
 {
     const uint64_t end = now_ns();
@@ -252,8 +253,8 @@ static epic_result exchange_wait_for_op_slot(exchange *request, int *op_slot)
     return EPIC_OK;
 }
 
-/* Claims an op slot. Waits for one if no op slot is free. Sets *out to the exchange of that op
- * slot, and copies the operation in `request` to it. */
+/* Claims an op slot. If no op slot is free, waits until one is. Sets *out to the exchange of
+ * that op slot, and copies the operation in `request` to it. */
 static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exchange *request)
 {
     int op_slot = request->transport->claim(ctx->group);
@@ -274,11 +275,12 @@ static epic_result exchange_claim_op_slot(exchange **out, epic_context *ctx, exc
 }
 
 /* Compares the op header of rank r with the headers of this rank and of rank *healthy. If two
- * differ, breaks the group with EPIC_EMISMATCH. *healthy is the first rank found whose header
- * reports no error, or -1. If it is -1 and rank r reports no error, sets it to r.
+ * headers differ, breaks the group with EPIC_EMISMATCH. *healthy is the first rank whose header
+ * reports no error, or -1 if no such rank is known yet. If *healthy is -1 and rank r reports no
+ * error, sets *healthy to r.
  *
- * A header that reports an error leaves most other elements empty. So if this rank's own header
- * reports an error, only the header of *healthy can show that rank r differs. */
+ * In a header that reports an error, most other elements are empty. So if this rank's own
+ * header reports an error, only the header of *healthy can show that rank r differs. */
 static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
 {
     char sentence[256];
@@ -295,8 +297,9 @@ static epic_result exchange_compare_header(exchange *x, int r, int *healthy)
     return EPIC_OK;
 }
 
-/* Sets the op headers of this rank and of the vacant seats, and clears all others. The header
- * of a vacant seat is all zero, which means no tokens, no slots and no error. */
+/* Sets the op headers of this rank and of the vacant seats (ranks that have left the group),
+ * and clears the pointers of all other ranks. The header of a vacant seat is all zero, which
+ * means no tokens, no slots and no error. */
 static void exchange_init_headers(exchange *x, const epic_op_header *mine)
 {
     static const epic_op_header vacant;

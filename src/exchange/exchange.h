@@ -8,11 +8,11 @@
  * two kinds of flows:
  *
  * - scatter: each source rank sends its own items in ascending order, and each rank reads the
- *   items that it needs. Sources do not wait for one another. Dispatch scatters rows, and a
- *   plan scatters expert ids.
+ *   items that it needs. Sources do not wait for one another. Dispatch uses this flow for rows,
+ *   and a plan uses it for expert ids.
  * - collect: each item has a home rank. Other ranks compute a row for the item and send it to
- *   the home, which handles the item when the rows of all contributing ranks have arrived.
- *   Combine collects: the home sums the rows of a token.
+ *   the home. The home handles the item when the rows of all contributing ranks have arrived.
+ *   Combine uses this flow: the home sums the rows of a token.
  *
  * Rows are sent as entries of rings (backend/transport.h): one ring from each rank to each
  * peer, or one ring from each rank to EVERYONE. A row that is larger than an entry is split
@@ -73,7 +73,7 @@ typedef struct exchange {
     uint64_t waits_for[RANK_WORDS]; /* bit mask of the ranks for which this rank waits */
 
     /* The arrays from `headers` to `rows` have one element for each rank. The header of a
-     * vacant seat is all zero. */
+     * vacant seat (a rank that has left the group) is all zero. */
     const epic_op_header **headers;
     /* [r]: number of items of rank r (in a collect flow: of items whose home is rank r) */
     int64_t *items;
@@ -85,13 +85,14 @@ typedef struct exchange {
     int32_t *next_piece_to;
     int64_t *next_item_from; /* index of the next item to read from each peer */
     ring_write_time
-        *ring_write_times;  /* [num_ranks] of the ring to each peer; kept between operations */
+        /* [num_ranks]: times of writing into the ring to each peer; kept between operations */
+        *ring_write_times;
     const void **rows;      /* the `rows` argument of collect.read_rows */
     window_target *targets; /* [num_ranks, NUM_WINDOW_OUTPUTS] outputs in windows (windows.h) */
     bool has_targets;       /* true: in this flow, rows are stored into windows of peers */
-    /* Number of bytes of the last entry that fill_entry() did not write into the ring, because
-     * it stored them into windows or no peer needs them. The flow sets it to 0 before each
-     * entry. */
+    /* Number of bytes that the last call of fill_entry() did not write into the ring, because
+     * it stored the bytes into windows of peers, or because no peer needs them. The flow sets
+     * this to 0 before each call. */
     int64_t left_out_bytes;
     /* [num_ranks, max_top_k] Partial dot products of combine_backward. Row r is for the token
      * of rank r whose pieces are arriving. Element k is the dot product of the token's gradient
@@ -108,33 +109,35 @@ void exchange_close_all(epic_context *ctx);
 int64_t exchange_bytes(const epic_config *config);
 
 /* Begins an operation: sends this rank's op header to all ranks, waits for their headers, and
- * compares all headers. `bytes` is the size of the operation that epic-info shows.
+ * compares all headers. `bytes` is the size of the operation that the flight recorder stores
+ * and epic-info prints.
  *
- * After an error *out is NULL, with one exception: if a header reports an error in the data of
- * its rank, all ranks return this error, and *out is open. The caller then clears its outputs
- * and calls exchange_close(). */
+ * After an error *out is NULL, with one exception: if the header of a rank reports an error in
+ * that rank's data, exchange_open() returns this error on all ranks, and *out is open. The
+ * caller must then clear its outputs and call exchange_close(). */
 epic_result exchange_open(exchange **out, epic_context *ctx, uint32_t operation,
                           const epic_call *call, const epic_op_header *header, uint64_t bytes);
 
 /* Ends the operation of x, which must have succeeded, and begins the next operation of its tag
  * in x, without new op headers. So the op headers of the first operation must contain
- * everything on which the ranks must agree in the second one. */
+ * everything on which the ranks must agree in the second operation. */
 void exchange_reuse(exchange *x, uint32_t operation, uint64_t bytes);
 
 /* Ends the operation. The caller must not use x afterwards. Returns `result`. */
 epic_result exchange_close(exchange *x, epic_result result);
 
-/* Sleeps until entries may have arrived or rings may have room. If an awaited peer is gone or
- * the deadline has passed, the group fails: this call and all later calls of all ranks return
- * the error. */
+/* Sleeps until entries may have arrived or rings may have room. If a peer for which this rank
+ * waits is gone, or if the deadline has passed, the group fails: this call and all later calls
+ * of all ranks return the error. */
 epic_result exchange_wait(exchange *x);
 
 /* Restarts the timeout of the next wait. A flow calls it after it has sent or read entries, so
  * that only a wait without any progress ends in EPIC_ETIMEOUT. */
 void exchange_report_progress(exchange *x);
 
-/* Adds `bytes` to the number of bytes that this rank has written into rings, which tests read.
- * Call it once for many rows, because the atomic addition waits for all earlier stores. */
+/* Adds `bytes` to the number of bytes that this rank has written into rings. Tests read this
+ * number. Call this function once for many rows, because its atomic addition waits for all
+ * earlier stores. */
 static inline void exchange_count_bytes(exchange *x, int64_t bytes)
 {
     atomic_fetch_add_explicit(&x->ctx->bytes_sent, (uint64_t)bytes, memory_order_relaxed);
@@ -158,7 +161,8 @@ static inline int64_t exchange_local_field(const exchange *x, int rank, int fiel
     return x->headers[rank]->local[field];
 }
 
-/* How a row is split: num_pieces pieces of piece_bytes bytes; the last may be shorter. */
+/* How a row is split: into num_pieces pieces of piece_bytes bytes, of which the last may be
+ * shorter. */
 typedef struct row_split {
     int64_t row_bytes;
     int64_t piece_bytes;
@@ -167,8 +171,8 @@ typedef struct row_split {
 
 /* Splits rows of row_bytes bytes into pieces. A piece is as large as possible, but fits into
  * one ring entry together with `trailer` more bytes. `everyone` is true if the rows go through
- * the ring to EVERYONE, when the transport has it, and false if they go through the rings to
- * single peers. */
+ * the ring to EVERYONE (if the transport has this ring), and false if they go through the rings
+ * to single peers. */
 row_split exchange_split_rows(const exchange *x, bool everyone, int64_t row_bytes,
                               int64_t trailer);
 
@@ -208,12 +212,13 @@ typedef struct scatter {
     /* Reads one piece of an item of rank `from`. */
     void (*read_entry)(void *self, int from, int64_t item, int32_t piece, const void *entry);
 
-    /* Handles an item of this rank that this rank itself needs. Such an item uses no ring. */
+    /* Handles an item of this rank that this rank itself needs. Such an item is not sent
+     * through a ring. */
     void (*read_own_item)(void *self, int64_t item);
 } scatter;
 
-/* Runs one scatter flow: sends this rank's entries, reads the entries of its peers, and waits
- * while it can do neither. Returns EPIC_OK, or the failure of the group. */
+/* Runs one scatter flow: sends this rank's entries and reads the entries of its peers. Waits
+ * while it can neither send nor read. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
 /* The callbacks of a collect flow, whose first argument is `self`. Sender and receiver must
@@ -222,7 +227,7 @@ typedef struct collect {
     void *self;
     const int64_t *items; /* [num_ranks]: number of items of each home */
     row_split split;
-    /* size in bytes of the trailer after the first piece of a row; 0: none */
+    /* size in bytes of the trailer after the first piece of a row; 0: rows have no trailer */
     int64_t trailer;
 
     /* Returns true if this rank sends a row for item `item` of rank `home`. */
@@ -244,8 +249,8 @@ typedef struct collect {
     void (*read_rows)(void *self, int64_t item, int32_t piece, const void **rows);
 } collect;
 
-/* Runs one collect flow: sends rows to the homes, handles this rank's items, and waits while it
- * can do neither. Returns EPIC_OK, or the failure of the group. */
+/* Runs one collect flow: sends rows to the homes and handles this rank's items. Waits while it
+ * can neither send a row nor handle an item. Returns EPIC_OK, or the failure of the group. */
 epic_result collect_run(exchange *x, const collect *c);
 
 #endif

@@ -15,7 +15,8 @@ typedef enum option_kind {
     KIND_FLOAT,  /* a float: one word */
     KIND_CHOICE, /* an enum value, printed by name */
     KIND_LONG,   /* a 64-bit integer: two words */
-    /* a weight: 0 if it is NULL, 1 or a checksum if it is not (layer_options_weight_word()) */
+    /* a weight: 0 if the pointer is NULL, otherwise 1 or a checksum
+     * (layer_options_weight_word()) */
     KIND_WEIGHT
 } option_kind;
 
@@ -95,8 +96,8 @@ static const option options[] = {
 };
 enum { NUM_OPTIONS = sizeof options / sizeof *options };
 
-/* The header words about the weights: a flag that is 1 if the other words are checksums, then a
- * word for each enum layer_weight. */
+/* The words about the weights: first a flag that is 1 if the words after it are checksums, then
+ * one word for each value of the enum layer_weight. */
 static const option weights[] = {
     {"EPIC_CHECK_WEIGHTS", KIND_FLAG, NO_CHOICES},
     {"w_gate", KIND_WEIGHT, NO_CHOICES},
@@ -166,7 +167,8 @@ static void put_router(uint32_t **at, const epic_router *r)
     put_real(at, r->scale == 0 ? 1 : r->scale);
 }
 
-/* Writes limit and alpha of a clamped activation, zeros for others or if e is NULL. */
+/* Writes limit and alpha of a clamped activation. Writes zeros for other activations, and if e
+ * is NULL. */
 static void put_limits(uint32_t **at, const epic_experts *e)
 {
     const bool is_swiglu = e && e->activation == EPIC_CLAMPED_SWIGLU;
@@ -201,8 +203,8 @@ static void put_shared(uint32_t **at, const epic_experts *e)
 }
 
 /* Writes the options to out->words (layer_options.h). Leaves out the options that may differ
- * between ranks: numbers of slots and local experts, the caller's GEMM function, and
- * EPIC_RECOMPUTE. */
+ * between ranks: the number of slots, the number of local experts, the caller's GEMM function,
+ * and EPIC_RECOMPUTE. */
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared)
 {
@@ -302,7 +304,7 @@ static void describe_value(char text[40], const option *o, const uint32_t *words
 }
 
 /* Compares the words of two ranks, a and b, in the order of `table`. Writes a text about the
- * first option that differs. Returns false if none differs. */
+ * first option that differs. Returns false if no option differs. */
 static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {

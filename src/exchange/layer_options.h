@@ -20,8 +20,8 @@ typedef struct layer_options {
 } layer_options;
 
 /* The weights of a layer that either all ranks or no rank must pass. The op header has one word
- * for each: 0 if the pointer is NULL. If it is not, the word is 1 or, with EPIC_CHECK_WEIGHTS,
- * a checksum. */
+ * for each weight: 0 if the pointer is NULL. If the pointer is not NULL, the word is 1 or, with
+ * EPIC_CHECK_WEIGHTS, a checksum of the weight. */
 typedef enum layer_weight {
     WEIGHT_W_GATE,
     WEIGHT_B_GATE,
@@ -32,13 +32,13 @@ typedef enum layer_weight {
     WEIGHT_SHARED_B_GATE_UP,
     WEIGHT_SHARED_B_DOWN,
     WEIGHT_W_SHARED_GATE,
-    WEIGHT_B_GATE_UP, /* never a checksum, because each rank has other experts */
+    WEIGHT_B_GATE_UP, /* never a checksum, because each rank owns different experts */
     WEIGHT_B_DOWN,    /* never a checksum, for the same reason */
     NUM_LAYER_WEIGHTS
 } layer_weight;
 
-/* Reads the options of the layer that the caller passed. If moe is NULL, they are not compared.
- * Returns EPIC_EINVAL if the router or the experts are missing. */
+/* Reads the options of the layer that the caller passed. If moe is NULL, ranks do not compare
+ * the options. Returns EPIC_EINVAL if the router or the experts are missing. */
 epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 
 /* Fills in the options from full-size copies (READ_SIZED, base/sized.h) of the caller's
@@ -47,17 +47,17 @@ epic_result layer_options_read(layer_options *out, const epic_moe *moe);
 void layer_options_fill(layer_options *out, const epic_moe *moe, const epic_router *router,
                         const epic_experts *experts, const epic_experts *shared);
 
-/* Fills in the header words about weights. are_checked: they are checksums
+/* Fills in the header words about weights. are_checked is true if `words` are checksums
  * (EPIC_CHECK_WEIGHTS). */
 void layer_options_set_weights(layer_options *out, bool are_checked,
                                const uint32_t words[NUM_LAYER_WEIGHTS]);
 
-/* Returns the header word for a weight of `bytes` bytes at `data`: 0 if data is NULL. If not, a
- * checksum or, without is_checked, 1. */
+/* Returns the header word for a weight of `bytes` bytes at `data`: 0 if data is NULL; otherwise
+ * a checksum of the weight if is_checked is true, and 1 if not. */
 uint32_t layer_options_weight_word(const void *data, int64_t bytes, bool is_checked);
 
 /* Writes a text with the first option or weight that differs between two op headers. Called if
- * their hashes differ. */
+ * the hashes in the two headers differ. */
 void layer_options_describe_difference(const epic_op_header *a, int rank_a,
                                        const epic_op_header *b, int rank_b, char *sentence,
                                        size_t size);

@@ -57,7 +57,8 @@ const char *operation_name(uint32_t operation)
     return operation < sizeof names / sizeof *names ? names[operation] : "an unknown operation";
 }
 
-/* Returns the name of the value of an element of `common`, or NULL if it has none. */
+/* Returns the name of value `value` of element `field` of `common`, or NULL if the value has no
+ * name. */
 static const char *value_name(int field, int64_t value)
 {
     switch (field) {
@@ -145,9 +146,9 @@ void op_header_set_options(epic_op_header *header, const layer_options *options)
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size)
 {
-    /* The order in which fields are compared. If the caller passes one field differently, the
-     * defaults of later fields may differ as a consequence. In this order the error text
-     * contains the field that the caller passed. */
+    /* The order in which fields are compared. If the callers pass different values for one
+     * field, the defaults of later fields may differ as a consequence. In this order the error
+     * text names the field that the callers passed, and not a default. */
     static const int fields[] = {
         COMMON_NUM_EXPERTS, COMMON_NUM_LOGICAL, COMMON_TOP_K,           COMMON_LAYOUT,
         COMMON_ALIGNMENT,   COMMON_OVERFLOW,    COMMON_EXPERT_CAPACITY, COMMON_PRIORITY,
@@ -202,8 +203,8 @@ static epic_result saved_error(int rank, const int64_t *about)
 }
 
 /* Returns the error that a rank reports about its window: EPIC_ENOMEM or EPIC_ENOTSUP, after
- * which the group stays usable. The error text is from that rank, and its end may be missing.
- * epic_fail() replaces bytes that are not valid text. */
+ * which the group stays usable. The error text is from that rank, and may be cut off at its
+ * end. epic_fail() replaces bytes that are not valid text. */
 static epic_result window_error(int rank, const epic_op_header *header)
 {
     const bool no_memory = header->local[LOCAL_ERROR_DETAILS] == EPIC_ENOMEM;

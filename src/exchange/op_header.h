@@ -46,11 +46,11 @@ enum { /* elements of epic_op_header.local */
         * bytes */
        LOCAL_ROWS,
        LOCAL_NEEDED_ROWS, /* number of slots that the plan uses */
-       /* dispatch_signature() of the dispatch that follows this plan in the same public call;
-          0: no dispatch follows */
+       /* result of dispatch_signature() for the dispatch that follows this plan in the same
+        * public call; 0: no dispatch follows */
        LOCAL_NEXT_DISPATCH,
        LOCAL_ERROR,         /* an enum data_error */
-       LOCAL_ERROR_DETAILS, /* first of four details about LOCAL_ERROR */
+       LOCAL_ERROR_DETAILS, /* index of the first of four details about LOCAL_ERROR */
        /* window_place() of each output (enum window_output) of this rank */
        LOCAL_WINDOWS = LOCAL_ERROR_DETAILS + 4,
        NUM_LOCAL = LOCAL_WINDOWS + 3 /* 3 is NUM_WINDOW_OUTPUTS, which is defined below */
@@ -123,8 +123,8 @@ bool op_header_compare(const epic_op_header *a, int rank_a, const epic_op_header
 bool op_header_compare_layer(const epic_op_header *given, const epic_op_header *plan,
                              char *sentence, size_t size);
 
-/* Returns the error that the headers report, or EPIC_OK. If several headers report one, returns
- * the error of the lowest rank, so every rank returns the same result and text. */
+/* Returns the error that the headers report, or EPIC_OK. If several headers report an error,
+ * returns the error of the lowest rank, so every rank returns the same result and text. */
 epic_result op_header_data_error(const epic_op_header *const *headers, int num_ranks);
 
 #endif

@@ -7,13 +7,13 @@
 
 #define LINE 64
 #define MIN_TIMED_BYTES 1024 /* shorter rows are not timed, because their times vary too much */
-/* one of this many rows is timed; not all, because timing a row slows it down */
+/* one of this many rows is timed, because timing slows down the copy of a row */
 #define TIMED_EVERY 64
 /* If writing one cache line takes longer than this on average, rows are written with
- * non-temporal stores. The limit lies between the times for cores that share a cache and for
- * cores that do not. */
+ * non-temporal stores. The limit is above the time for two cores that share a cache, and below
+ * the time for two cores that do not. */
 #define STREAM_ABOVE_PS 11000
-/* maximum of a measured time; longer ones include a preemption */
+/* measured times are limited to this, because a longer time includes a preemption */
 #define MAX_LINE_PS 30000
 
 ring_path ring_choose_path(exchange *x, int ring, int64_t bytes)

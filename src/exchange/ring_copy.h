@@ -2,9 +2,9 @@
 /* Chooses how to copy a row into a ring: through the caches or past them (non-temporal stores).
  *
  * A cache line of a ring is in the cache of the peer that read it last, and a normal store must
- * first fetch the line from there. If writer and reader share a cache, this costs almost
- * nothing, and the reader finds the row in the cache. If they do not, the fetch costs more than
- * writing past the caches and reading from memory.
+ * first fetch the line from there. If writer and reader share a cache, the fetch costs almost
+ * nothing, and the reader finds the row in the cache. If they share no cache, the fetch costs
+ * more than writing past the caches and reading from memory.
  *
  * The costs change at run time, because the scheduler moves ranks and a hypervisor moves
  * virtual cores. Therefore one row in 64 is written through the caches and timed. A moving
@@ -14,7 +14,8 @@
 
 #include "exchange/exchange.h"
 
-/* How a row is copied: through the caches, past them, or through them with a measurement. */
+/* How a row is copied: through the caches, past the caches, or through the caches with a
+ * measurement of the time. */
 typedef enum ring_path { RING_CACHED, RING_STREAMED, RING_TIMED } ring_path;
 typedef void copy_function(void *to, const void *from, size_t n);
 

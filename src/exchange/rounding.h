@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Sets the floating-point mode of the calling thread for one operation: round to nearest even,
- * and compute with subnormal numbers. A framework may have set the thread to flush them to
- * zero, which would change results. rounding_leave() restores the mode that rounding_enter()
- * returned. On processors other than x86 and ARM64 both functions do nothing. */
+ * and compute with subnormal numbers. A framework may have set the thread to flush subnormal
+ * numbers to zero, which would change results. rounding_leave() restores the mode that
+ * rounding_enter() returned. On processors other than x86 and ARM64 both functions do
+ * nothing. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H
 

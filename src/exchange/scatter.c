@@ -5,14 +5,15 @@
  * needs it.
  *
  * A rank repeats these steps until all entries are sent and read. It sends entries while the
- * rings have room, and reads entries that have arrived. If it could do neither, it handles some
- * of its own items. If none is left, it waits. */
+ * rings have room, and reads entries that have arrived. If it could neither send nor read, it
+ * handles some of its own items. If no own items are left, it waits. */
 #include <string.h>
 
 #include "base/error.h"
 #include "exchange/exchange.h"
 
-/* maximum number of bytes to move through one ring before the flow serves the next ring */
+/* maximum number of bytes to send or read through one ring before the flow continues with the
+ * next ring */
 #define BATCH_BYTES (256 * 1024)
 
 typedef struct scatter_state {
@@ -101,7 +102,7 @@ static bool scatter_send(scatter_state *g)
 }
 
 /* Reads up to one batch of entries from a peer's ring to EVERYONE, and skips items that this
- * rank does not need. Returns true if it read or skipped any. */
+ * rank does not need. Returns true if it read or skipped an entry. */
 static bool scatter_receive_broadcast(scatter_state *g, int from)
 {
     exchange *x = g->x;
@@ -169,8 +170,8 @@ static bool scatter_read_own(scatter_state *g)
 }
 
 /* Returns true if this rank still has entries to send, entries to read or own items to handle.
- * Sets x->waits_for to the peers with which it still must exchange entries, or to all peers if
- * an entry for the ring to EVERYONE is left. */
+ * Sets x->waits_for to the peers to or from which entries are left, or to all peers if an entry
+ * for the ring to EVERYONE is left. */
 static bool scatter_is_unfinished(scatter_state *g)
 {
     exchange *x = g->x;

@@ -2,13 +2,13 @@
 /* Adds windows to a context, and finds outputs in windows.
  *
  * A window has memory on every rank, into which peers store rows directly. Adding a window
- * takes two operations. In the first one, each rank's op header reports whether its own memory
- * is ready. Then each rank maps the memory of its peers and enters the window in its table. In
- * the second one, the op header reports whether that succeeded.
+ * takes two operations. In the first operation, each rank's op header reports whether its own
+ * memory is ready. Then each rank maps the memory of its peers and enters the window in its
+ * table. In the second operation, the op header reports whether the mapping succeeded.
  *
- * A rank places its own outputs in the window only after it has received the second headers of
- * all ranks. So when a later header of this rank contains the window's index, all peers have
- * the window in their tables. */
+ * A rank uses the window for its own outputs only after it has received the headers of the
+ * second operation from all ranks. So when a later header of this rank contains the window's
+ * index, all peers have the window in their tables. */
 #include "exchange/windows.h"
 
 #include <errno.h>
@@ -82,7 +82,8 @@ void windows_close(epic_context *ctx, bool ours)
     atomic_store(&ctx->windows, NULL);
 }
 
-/* Allocates memory for a window if peers cannot store into it. */
+/* Allocates this rank's memory of a window on a transport without windows, where peers cannot
+ * store into it. */
 static epic_result allocate_private(epic_window_memory *memory)
 {
     void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE,
@@ -146,8 +147,8 @@ static void window_fill_header(epic_op_header *header, const struct window_table
 }
 
 /* Runs the first of the two operations that add a window: sets this rank's memory, then maps
- * the memory of the peers and stores the result of that in *mapped. If a rank has no memory,
- * all ranks return its error. */
+ * the memory of the peers and stores the result of the mapping in *mapped. If a rank could not
+ * get its memory, all ranks return the error of that rank. */
 static epic_result window_exchange_memory(epic_context *ctx, struct window_table *table,
                                           window *w, const epic_window_args *args,
                                           epic_result *mapped)
@@ -166,8 +167,8 @@ static epic_result window_exchange_memory(epic_context *ctx, struct window_table
     return exchange_close(x, result);
 }
 
-/* Runs the second of the two operations that add a window. If a rank has not mapped the memory
- * of its peers, all ranks return its error. */
+/* Runs the second of the two operations that add a window. If a rank could not map the memory
+ * of its peers, all ranks return the error of that rank. */
 static epic_result window_agree(epic_context *ctx, struct window_table *table,
                                 const epic_window_args *args, epic_result mapped)
 {
@@ -238,8 +239,8 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Returns the target for `place`, a window_place() of rank `peer`. The target is empty if the
- * place is invalid. */
+/* Returns the address and size here of the output that rank `peer` describes by `place`, a
+ * result of window_place(). If the place is invalid, the target is empty. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

@@ -8,10 +8,10 @@
 
 #define MAX_WINDOWS 256
 
-/* Releases the windows of a context, before the backend leaves the group. With `ours`, first
- * waits until no peer stores into them. If a peer still stores into a window at the deadline,
- * does not free the window's memory. Without `ours` (in a forked child), releases only this
- * process's mappings. */
+/* Releases the windows of a context, before the backend leaves the group. If `ours` is true,
+ * first waits until no peer stores into the windows. If a peer still stores into a window at
+ * the deadline, does not free the window's memory. If `ours` is false (in a forked child),
+ * releases only this process's mappings. */
 void windows_close(epic_context *ctx, bool ours);
 
 /* Adds a window to the context and writes its address and size to *out. Collective. If
@@ -30,9 +30,9 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
     header->local[LOCAL_WINDOWS + which] = window_place(ctx, data, bytes);
 }
 
-/* Called before a flow that stores directly. Writes the addresses of the peers' outputs that
- * are in windows to x->targets. Returns false if there are none. If it returns true, the caller
- * must call windows_end_stores() after the flow. */
+/* Called before a flow that may store into windows of peers. Writes the addresses of the peers'
+ * outputs that are in windows to x->targets. Returns false if no output of a peer is in a
+ * window. If it returns true, the caller must call windows_end_stores() after the flow. */
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
@@ -43,8 +43,8 @@ static inline bool window_is_direct(const exchange *x, int rank, enum window_out
 }
 
 /* Returns the address of the bytes [at, at + bytes) of output `which` of a peer. Returns NULL
- * if the peer has closed its context, or if the bytes are outside of its window, which happens
- * only with a damaged plan or op header. */
+ * if the peer has closed its context, or if the bytes are outside of the peer's window, which
+ * happens only with a damaged plan or op header. */
 static inline unsigned char *window_address(const exchange *x, int peer,
                                             enum window_output which, int64_t at, int64_t bytes)
 {
