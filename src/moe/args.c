@@ -60,7 +60,7 @@ static epic_result check_memory(const char *name, const void *memory, int64_t by
     return EPIC_OK;
 }
 
-/* Returns EPIC_EINVAL if a weight is NULL although the layer needs it (`wanted`). */
+/* Returns EPIC_EINVAL if a weight is NULL although the layer needs it (`wanted` is true). */
 static epic_result check_weight(const char *name, const void *weight, bool wanted)
 {
     if (weight || !wanted) return EPIC_OK;
@@ -89,7 +89,7 @@ static epic_result read_e4m3_backward(moe_job *j)
                                   "weights in backward must be of moe.experts.row_type");
 }
 
-/* Checks that all weights are set. `scaled`: those of the experts are E4M3. */
+/* Checks that all weights are set. `scaled` is true if the weights of the experts are E4M3. */
 static epic_result check_weights(const moe_job *j, bool scaled)
 {
     const epic_moe_weights *w = &j->weights;
@@ -163,8 +163,9 @@ static epic_result check_device_support(const moe_job *j)
     return EPIC_OK;
 }
 
-/* With EPIC_INVARIANT on a device, checks that all arrays are aligned to 16 bytes. For other
- * arrays EPIC would use kernels without tensor cores, which compute other bits. */
+/* With EPIC_INVARIANT on a device, checks that all arrays are aligned to 16 bytes. For arrays
+ * that are not aligned, EPIC would use kernels without tensor cores, whose results have
+ * different bits. */
 static epic_result check_alignment(const moe_job *j, const void *y, const char *y_name)
 {
     const epic_moe_weights *w = &j->weights;
@@ -187,7 +188,8 @@ static epic_result check_alignment(const moe_job *j, const void *y, const char *
     return EPIC_OK;
 }
 
-/* Reads and checks the common arguments of forward and backward, and lays out the buffers. */
+/* Reads and checks the arguments that forward and backward have in common, and lays out the
+ * buffers. */
 static epic_result read_call(moe_job *j, epic_context *ctx, const epic_call *call,
                              const call_args *c)
 {
@@ -255,9 +257,10 @@ static epic_result check_placement(const moe_job *j, const int32_t *rank_of_expe
 }
 
 /* With EPIC_INVARIANT, checks that all replicas of a logical expert belong to one leaf of the
- * sum tree. The other tokens determine which replica computes a choice. If the replicas were in
- * several leaves, the other tokens would also determine the order in which combine adds the
- * rows. Ignores invalid entries, which epic_plan reports. */
+ * sum tree. Which replica computes a choice of a token depends on the other tokens. If the
+ * replicas were in several leaves, the order in which combine adds the token's rows would
+ * therefore depend on the other tokens too. Ignores invalid entries, which epic_plan
+ * reports. */
 static epic_result check_replicas(const moe_job *j, const int32_t *logical_of_expert)
 {
     uint64_t seen[MAX_EXPERTS / 64]; /* logical experts of the leaves before the current one */

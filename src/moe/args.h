@@ -19,8 +19,8 @@ epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backw
                                    const epic_moe_gradients *g);
 
 /* Check that every array of a call is aligned, and that no output overlaps another array.
- * Return EPIC_OK or EPIC_EINVAL. The operations inside the layer check this too, but then peers
- * already wait for this rank, so an error would break the group. */
+ * Return EPIC_OK or EPIC_EINVAL. The operations inside the layer check the arrays too, but at
+ * that time peers already wait for this rank, so an error would break the group. */
 epic_result moe_check_forward_arrays(const moe_job *j, const epic_moe_args *a);
 epic_result moe_check_backward_arrays(const moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Checks the alignment of all arrays of a call of the layer, and that no output overlaps
- * another array. This happens before the first operation, when no peer waits for this rank
- * yet. */
+ * another array. The layer makes these checks before its first operation, when no peer waits
+ * for this rank yet. */
 #include "base/arrays.h"
 #include "moe/args.h"
 #include "rules/convert.h"
@@ -14,7 +14,8 @@ typedef struct array_list {
     size_t num;
 } array_list;
 
-/* Adds an array of `count` elements of `unit` bytes. `out`: the call writes it. */
+/* Adds an array of `count` elements of `unit` bytes. `out` is true if the call writes the
+ * array. */
 static void add_array(array_list *p, const char *name, const void *data, int64_t count,
                       int64_t unit, bool out)
 {

@@ -13,8 +13,8 @@ static int64_t larger_of(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
-/* Reserves `bytes` bytes at offset *used of `base`, and adds their number, rounded up to a
- * multiple of 64, to *used. Returns the address of the bytes, or NULL if `base` is NULL. */
+/* Reserves `bytes` bytes at offset *used of `base`. Adds `bytes`, rounded up to a multiple of
+ * 64, to *used. Returns the address of the bytes, or NULL if `base` is NULL. */
 static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 {
     void *at = base ? base + *used : NULL;
@@ -25,8 +25,8 @@ static void *place_buffer(unsigned char *base, int64_t *used, int64_t bytes)
 /* Lays out `saved`.
  *
  * The buffers that epic_moe_plan writes come first, at offsets that do not depend on the
- * capacity: the caller sets the capacity and enlarges `saved` after epic_moe_plan has counted
- * the slots, and these buffers must keep their contents.
+ * capacity. The reason: after epic_moe_plan has counted the slots, the caller sets the capacity
+ * and enlarges `saved`, and these buffers must keep their contents.
  *
  * On devices expert_rows and expert_tokens have room for all experts, because the placement
  * table is in device memory, where the host cannot count the experts of a rank. */

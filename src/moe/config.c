@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads and checks the configuration of a layer, which is epic_moe and the structs to which it
- * points. Computes the sizes that depend on it. */
+ * points. Computes the sizes that depend on the configuration. */
 #include <math.h>
 #include <stdio.h>
 
@@ -198,7 +198,7 @@ static int64_t num_levels(int64_t blocks)
 }
 
 /* Computes how much memory the experts or the shared expert need. Error texts begin with
- * `name`, the name of the option. */
+ * `name`, the name of their options. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
 {
@@ -240,10 +240,11 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
     return EPIC_OK;
 }
 
-/* Sets the number of tokens in a batch, and deciding_tokens, the number of tokens by which the
- * gate chooses its method. In tree order, deciding_tokens must not depend on the number of
- * ranks. It is at most the number of tokens in GATE_BLOCKS blocks, because each rank of a group
- * with many leaves computes only a few blocks. */
+/* Sets the number of tokens in a batch, and deciding_tokens, the number of tokens from which
+ * the gate's kernels choose their method of computing. In tree order, deciding_tokens must not
+ * depend on the number of ranks, so that the bits do not. It is at most the number of tokens in
+ * GATE_BLOCKS blocks, because in a group with many leaves each rank may compute only a few
+ * blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;
@@ -256,8 +257,8 @@ static void set_batch(moe_job *j)
 }
 
 /* Reads the configuration of a layer (moe.h). In a float64 layer, replaces EPIC_WEIGHT_LATE by
- * EPIC_WEIGHT_EARLY, so that the experts multiply by the weights, because combine supports only
- * float32 weights. */
+ * EPIC_WEIGHT_EARLY: the experts then multiply by the weights instead of combine, which
+ * supports only float32 weights. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
                             const epic_moe *moe, size_t size, int64_t tokens)
 {

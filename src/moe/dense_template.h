@@ -101,8 +101,8 @@ static void gate_forward(const token_block *b, void *logits)
         for (int64_t e = 0; e < j->columns; e++) out[t * j->columns + e] += bias[e];
 }
 
-/* Returns true if choice `choice` of the block is a zero-expert. The ids of zero-experts follow
- * those of the experts. */
+/* Returns true if choice `choice` of the block is a zero-expert, whose id is num_experts or
+ * higher. */
 static bool is_zero_expert(const token_block *b, int64_t choice)
 {
     return b->topk_idx[choice] >= (int32_t)b->job->router.num_experts;
@@ -208,8 +208,8 @@ static void gate_gradient(const token_block *b, const REAL *d_logits, REAL *dens
         for (int64_t e = 0; e < j->columns; e++) bias[e] += d_logits[t * j->columns + e];
 }
 
-/* Computes d_logits W_gate^T for all rows of d_x in one GEMM, and then adds the other terms of
- * d_x row by row. */
+/* Computes the term d_logits W_gate^T of d_x for all rows in one GEMM, and then adds the other
+ * terms of d_x row by row. */
 static void gate_backward(const token_block *b, const void *d_logits,
                           const epic_const_rows *d_out, const void *d_shared,
                           const epic_rows *d_x, void *dense_grads)

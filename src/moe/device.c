@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Common parts of forward and backward of the layer on a device: the arguments of the kernels
- * for one block of tokens, and the shared expert. */
+/* The parts that forward and backward of the layer on a device have in common: the arguments of
+ * the kernels for one block of tokens, and the shared expert. */
 #include "moe/device.h"
 
 #include "base/error.h"

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layer on a device: forward (device_forward.c), backward (device_backward.c) and their
  * common parts (device.c). Every function except moe_device_plan() launches kernels on the
- * stream of the call and does not wait. A collective function must be called on all ranks. */
+ * stream of the call and does not wait for them. A collective function must be called on all
+ * ranks. */
 #ifndef EPIC_MOE_DEVICE_H
 #define EPIC_MOE_DEVICE_H
 
@@ -16,10 +17,11 @@ epic_gate_args moe_device_gate_args(const moe_job *j, const token_block *block, 
 /* Returns the arguments of the kernels for zero-experts and the gate of the shared expert. */
 layer_tokens moe_device_token_args(const moe_job *j, const token_block *block);
 
-/* Computes the gate of the shared expert for one block, if there is one. */
+/* Computes the gate of the shared expert for one block. Does nothing if the shared expert has
+ * no gate. */
 epic_result moe_device_shared_gate(moe_job *j, const token_block *block);
-/* Computes the gate of the shared expert for block b, and its output, in work.shared_y. With
- * EPIC_RECOMPUTE, computes only the data that backward reads. */
+/* Computes the gate of the shared expert for block b, and writes the output of the shared
+ * expert to work.shared_y. With EPIC_RECOMPUTE, computes only the data that backward reads. */
 epic_result moe_device_shared(moe_job *j, const token_block *block, int64_t b, uint32_t flags);
 
 /* Runs gate and router on all tokens: writes logits, topk_idx and weights to j->saved. */

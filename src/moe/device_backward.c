@@ -5,8 +5,8 @@
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses for the gradients of the gate and the shared expert. NULL: not computed.
- * `flags` is 0 or EPIC_ACCUMULATE. */
+/* Device addresses for the gradients of the gate and the shared expert. A gradient whose
+ * address is NULL is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct gradient_addresses {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
@@ -26,7 +26,8 @@ static gradient_addresses caller_targets(const epic_moe_gradients *g, uint32_t f
                                 g->shared_b_down,  g->w_shared_gate, flags};
 }
 
-/* One gradient in a row of work.dense_grads, and the caller's array for it. */
+/* One gradient in a row of work.dense_grads (its elements begin to end - 1), and the caller's
+ * array for the gradient. */
 typedef struct dense_part {
     float *to; /* NULL: the caller does not want the gradient */
     int64_t begin, end;
@@ -62,8 +63,8 @@ static void list_dense_parts(const moe_job *j, const epic_moe_gradients *g,
     }
 }
 
-/* Zeroes those of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes, so
- * that a sum does not read uninitialized memory. */
+/* Zeroes each of the gradients `first` to `end` - 1 in `dense_grads` that no kernel writes, so
+ * that sums do not read uninitialized memory. */
 static epic_result zero_missing_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                           float *dense_grads, int first, int end)
 {
@@ -124,7 +125,8 @@ static epic_result losses_backward(moe_job *j, const token_block *block)
 
 /* Replaces router_backward() if the caller forced the weights (topk_weights_in). Forced weights
  * do not depend on the logits, so sets work.d_logits and the gradient of scale_of_expert to
- * zero. If the caller wants the gradients of the weights, copies them to the caller's array. */
+ * zero. If the caller wants the gradients of the weights, copies these gradients to the
+ * caller's array. */
 static epic_result forced_weights_backward(moe_job *j, const epic_moe_backward_args *a,
                                            const token_block *block, const layer_tokens *tokens,
                                            const gradient_addresses *to)
@@ -166,9 +168,9 @@ static epic_result call_router_backward(moe_job *j, const token_block *block,
     return epic_router_backward(j->ctx, &how);
 }
 
-/* Computes work.d_logits of a batch, if the caller wants the gradient of scale_of_expert. This
- * gradient is a sum over tokens, so the function runs block by block: it computes the gradient
- * for each block in work.d_scale, and adds the blocks in a binary tree. */
+/* Like router_backward(), for calls that want the gradient of scale_of_expert. This gradient is
+ * a sum over tokens, so the function runs block by block: it computes the gradient of each
+ * block in work.d_scale, and adds the gradients of the blocks in a binary tree. */
 static epic_result router_backward_scaled(moe_job *j, const block_range *range,
                                           const gradient_addresses *to)
 {
@@ -253,7 +255,7 @@ static epic_result add_local_d_x(moe_job *j, const layer_tokens *tokens, void *r
 }
 
 /* Runs the backward of the shared expert on one block of a batch, and adds the block's parts of
- * d_x to its rows of work.shared_y. `begin` is the first token of the batch. */
+ * d_x to the block's rows of work.shared_y. `begin` is the first token of the batch. */
 static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_args *a, int64_t b,
                                          int64_t begin, const gradient_addresses *to)
 {
@@ -265,8 +267,9 @@ static epic_result shared_block_backward(moe_job *j, const epic_moe_backward_arg
     return wanted ? add_local_d_x(j, &tokens, rows) : EPIC_OK;
 }
 
-/* Computes the gradients of the shared expert for the blocks in `range`, and adds them in a
- * binary tree in row range->level of work.dense_grads. May overwrite the rows after it. */
+/* Computes the gradients of the shared expert for the blocks in `range`, adds them in a binary
+ * tree, and writes the sum to row range->level of work.dense_grads. May overwrite the rows
+ * after this row. */
 static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args *a,
                                         const dense_part parts[DENSE_PARTS],
                                         const block_range *range, int64_t begin)
@@ -289,7 +292,7 @@ static epic_result shared_tree_backward(moe_job *j, const epic_moe_backward_args
 }
 
 /* Computes the gradients of the gate's weights. Adds to d_x the part that comes from the gate,
- * and the rows of work.shared_y. */
+ * and the parts that are in work.shared_y. */
 static epic_result gate_backward(moe_job *j, const block_range *range, const token_block *batch,
                                  void *d_x, const gradient_addresses *to)
 {
@@ -306,11 +309,11 @@ static epic_result gate_backward(moe_job *j, const block_range *range, const tok
 }
 
 /* Runs the stages of backward for a batch. Writes the gradients of the gate to the addresses in
- * `to`. If the batch is one block, also writes the gradients of the shared expert there. If
- * not, writes them to row range->level of work.dense_grads.
+ * `to`. If the batch is one block, also writes the gradients of the shared expert to `to`. If
+ * not, writes the gradients of the shared expert to row range->level of work.dense_grads.
  *
- * One launch handles all tokens, or all blocks of the gate. Only the shared expert's backward
- * runs block by block, because its gradients are large. */
+ * Each stage handles all tokens or blocks of the batch with one launch. Only the shared
+ * expert's backward runs block by block, because its gradients are large. */
 static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
                                   const dense_part parts[DENSE_PARTS], const block_range *range,
                                   const gradient_addresses *to)
@@ -332,8 +335,9 @@ static epic_result batch_backward(moe_job *j, const epic_moe_backward_args *a,
     return gate_backward(j, range, &batch, d_x ? d_x + batch.first * j->row_bytes : NULL, to);
 }
 
-/* Computes the gradients of the gate and the shared expert for the blocks in `range`, added in
- * a binary tree in row range->level of work.dense_grads. May overwrite the rows after it. */
+/* Computes the gradients of the gate and the shared expert for the blocks in `range`, adds them
+ * in a binary tree, and writes the sum to row range->level of work.dense_grads. May overwrite
+ * the rows after this row. */
 static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                                    const dense_part parts[DENSE_PARTS],
                                    const block_range *range)
@@ -354,8 +358,8 @@ static epic_result blocks_backward(moe_job *j, const epic_moe_backward_args *a,
                       j->num_dense_grads, EPIC_F32, false);
 }
 
-/* Copies the summed gradients of the gate and the shared expert to the caller's arrays or, with
- * EPIC_ACCUMULATE, adds them. */
+/* Copies the summed gradients of the gate and the shared expert to the caller's arrays. With
+ * EPIC_ACCUMULATE, adds the gradients to these arrays. */
 static epic_result store_dense_gradients(moe_job *j, const dense_part parts[DENSE_PARTS],
                                          uint32_t flags)
 {

@@ -26,7 +26,8 @@ static epic_result copy_loads(moe_job *j, const epic_moe_args *a)
     return copy_words(j, a->logical_load, j->saved.logical_load, j->layer.num_logical);
 }
 
-/* Runs gate and router on all tokens at once: tokens do not depend on each other. */
+/* Runs gate and router on all tokens at once, because the results of a token do not depend on
+ * other tokens. */
 epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
 {
     token_block all = moe_get_block(j, 0);
@@ -59,7 +60,8 @@ epic_result moe_device_route(moe_job *j, const epic_moe_args *a)
     return CONTEXT_OP(j->ctx, mask_zero_experts, j->call.stream, &tokens, j->work.plan_idx);
 }
 
-/* Zeroes the counts of all local experts, because the plan may write fewer of them. */
+/* Zeroes the counts of all local experts, because the plan may write the counts of only some of
+ * them. */
 static epic_result zero_counts(moe_job *j)
 {
     const int32_t *end = j->saved.expert_tokens + j->experts.num_local_experts;
@@ -89,8 +91,9 @@ static epic_result prepare_plan(moe_job *j, const epic_moe_args *a, epic_plan_ar
     return EPIC_OK;
 }
 
-/* Without rank_of_expert, check_placement() has checked on the host that no rank owns more than
- * num_local_experts experts. With it, launches a kernel that checks this. */
+/* Checks that no rank owns more than num_local_experts experts. If rank_of_expert is NULL,
+ * check_placement() has already checked this on the host. If not, launches a kernel that checks
+ * it. */
 static epic_result check_fits(moe_job *j, const epic_moe_args *a, const epic_plan_args *plan)
 {
     if (!a->rank_of_expert) return EPIC_OK;

@@ -19,7 +19,7 @@ void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how)
     how->recv_scales = weight_rows(j, j->work.recv_weights, j->capacity);
 }
 
-/* Returns the number of used slots, which are the first ones of the receive buffer. */
+/* Returns the number of used slots. They are at the beginning of the receive buffer. */
 static int64_t count_slots(const moe_job *j)
 {
     int64_t slots = 0;

@@ -13,16 +13,18 @@
 #include "base/error.h"
 #include "moe/host.h"
 
-/* One call of backward. `fault` is an error in `saved`, which all ranks must return. */
+/* One call of backward. `fault` is an error that this rank has found in `saved`, and that all
+ * ranks must return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
     data_fault fault;
 } backward_call;
 
-/* Computes work.d_logits of one block from the gradients of the weights of its choices and of
- * its losses. With is_forced, uses only the losses, because forced weights do not depend on the
- * logits. Adds the block's gradient of scale_of_expert to `dense_grads`. */
+/* Computes work.d_logits of one block: the sum of the gradients that come from the weights of
+ * its choices and from its losses. If is_forced is true, uses only the losses, because forced
+ * weights do not depend on the logits. Adds the block's gradient of scale_of_expert to
+ * `dense_grads`. */
 static epic_result router_backward(moe_job *j, const token_block *block, const void *d_weights,
                                    void *dense_grads, bool is_forced)
 {
@@ -48,8 +50,8 @@ static epic_result router_backward(moe_job *j, const token_block *block, const v
     return moe_losses_backward(j, block);
 }
 
-/* Runs the backward of the shared expert on one block. Unless d_x is NULL, writes the shared
- * expert's part of the gradient of x to it. */
+/* Runs the backward of the shared expert on one block. If d_x is not NULL, writes the shared
+ * expert's part of the gradient of x to d_x. */
 static epic_result shared_expert_backward(moe_job *j, int64_t b, const token_block *block,
                                           const epic_const_rows *d_out, void *d_x,
                                           void *dense_grads)
@@ -111,8 +113,8 @@ static epic_result block_backward(moe_job *j, const backward_call *c, int64_t b,
 }
 
 /* Computes the gradients of the gate and the shared expert for `count` blocks, starting at
- * block `first`, and adds them in a binary tree in row `level` of work.dense_grads. May
- * overwrite the rows after it. */
+ * block `first`, adds them in a binary tree, and writes the sum to row `level` of
+ * work.dense_grads. May overwrite the rows after this row. */
 static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t first,
                                    int64_t count, int64_t level)
 {
@@ -126,8 +128,8 @@ static epic_result blocks_backward(moe_job *j, const backward_call *c, int64_t f
     return EPIC_OK;
 }
 
-/* Copies elements [begin, end) of the summed gradients to the caller's array `to` or, with
- * EPIC_ACCUMULATE, adds them. Does nothing if `to` is NULL. */
+/* Copies elements [begin, end) of the summed gradients to the caller's array `to`. With
+ * EPIC_ACCUMULATE, adds the elements to `to`. Does nothing if `to` is NULL. */
 static void store_gradient(const moe_job *j, const backward_call *c, void *to, int64_t begin,
                            int64_t end)
 {
@@ -162,7 +164,8 @@ static void store_d_weights(const moe_job *j, const backward_call *c)
 }
 
 /* Zeroes all gradients, after an error that every rank returns. With EPIC_ACCUMULATE, zeroes
- * only d_x and the gradients of forced weights, because the others contain earlier sums. */
+ * only d_x and the gradients of forced weights, because the other arrays contain sums of
+ * earlier calls. */
 static void zero_gradients(const moe_job *j, const backward_call *c)
 {
     const epic_moe_gradients *g = &c->gradients;
@@ -208,8 +211,8 @@ static epic_result run_backward(moe_job *j, backward_call *c)
     return EPIC_OK;
 }
 
-/* Returns *number, of type EPIC_F64, EPIC_F32 or 0 (also float32). Returns `none` if the
- * pointer is NULL. */
+/* Returns *number as a double. `type` is EPIC_F64, EPIC_F32 or 0 (also float32). Returns `none`
+ * if `number` is NULL. */
 static double read_number_or(const void *number, uint32_t type, double none)
 {
     if (!number) return none;

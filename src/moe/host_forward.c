@@ -10,9 +10,9 @@
  * 5. The losses are computed.
  *
  * Only this rank returns an error of stage 1, because it has sent nothing yet. Invalid expert
- * ids or token ids are no error of stage 1: the plan reports them, and every rank returns that
- * error. From stage 2 on, peers wait for this rank, so an error of this rank alone aborts the
- * context. */
+ * ids or token ids are handled differently: stage 2 reports them, and every rank returns that
+ * error. From stage 2 on, peers wait for this rank, so an error that only this rank has aborts
+ * the context. */
 #include <string.h>
 
 #include "api/api.h"
@@ -37,8 +37,8 @@ static void copy_routing(const moe_job *j, const epic_moe_args *a, bool is_valid
 }
 
 /* Runs the gate and the router. If a token id, an entry of the caller's table of experts or a
- * forced id is invalid, chooses no expert and stores the error in *fault. The plan then makes
- * every rank return this error. */
+ * forced id is invalid, chooses no expert for any token and stores the error in *fault. The
+ * plan then makes every rank return this error. */
 static epic_result route_tokens(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     for (int64_t b = 0; b < j->blocks; b++) {
@@ -197,7 +197,7 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     double both[2] = {moe_dense_ops(j)->sum_in_tree(balance, j->blocks),
                       moe_dense_ops(j)->sum_in_tree(z, j->blocks)};
     if (j->moe.flags & EPIC_SUM_DENSE) {
-        /* exact: without F64 rows both losses are float32 values */
+        /* this conversion is exact: unless the rows are F64, both losses are float32 values */
         float narrow[2] = {(float)both[0], (float)both[1]};
         TRY(moe_sum_over_ranks(j, j->is_f64 ? (void *)both : narrow, 2));
         for (int i = 0; i < 2 && !j->is_f64; i++) both[i] = narrow[i];
@@ -206,8 +206,9 @@ static epic_result compute_losses(moe_job *j, const epic_moe_args *a)
     return EPIC_OK;
 }
 
-/* Chooses the experts and weights of all tokens or, with EPIC_PLANNED, checks those in `saved`.
- * If they are damaged, only this rank returns an error, because no peer waits yet. */
+/* Chooses the experts and weights of all tokens or, with EPIC_PLANNED, checks the choices that
+ * epic_moe_plan has stored in `saved`. If `saved` is damaged, only this rank returns an error,
+ * because no peer waits yet. */
 static epic_result prepare_routes(moe_job *j, const epic_moe_args *a, data_fault *fault)
 {
     if (!(a->flags & EPIC_PLANNED)) return route_tokens(j, a, fault);

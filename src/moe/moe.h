@@ -9,14 +9,14 @@
  *
  * On a rank with T tokens and B blocks, block b begins at token floor(b * T / B). If the N
  * tokens of the group are divided equally among the ranks, block b of the `leaves` blocks
- * begins at token floor(b * N / leaves) of the group. This does not depend on the number of
- * ranks, so the bits of the sums do not either. If the balance loss is computed per sequence,
- * blocks consist of whole sequences.
+ * begins at token floor(b * N / leaves) of the group. This position does not depend on the
+ * number of ranks, so the bits of the sums do not depend on it either. If the balance loss is
+ * computed per sequence, blocks consist of whole sequences.
  *
  * A "real" is a float64 if the rows are float64, and a float32 if not. A "zero-expert" is an
- * expert whose output is its input. The "dense part" of the layer has the weights of which
- * every rank has a copy: the gate, its bias, scale_of_expert and the shared expert. Names in
- * shapes, such as [block, columns], are fields of moe_job. */
+ * expert whose output is its input. The "dense part" of the layer consists of the weights of
+ * which every rank has a copy: the gate, its bias, scale_of_expert and the shared expert. Names
+ * in shapes, such as [block, columns], are fields of moe_job. */
 #ifndef EPIC_MOE_H
 #define EPIC_MOE_H
 
@@ -33,8 +33,8 @@ typedef struct moe_saved {
     void *logits;      /* [tokens, columns] real: output of the gate */
     int32_t *topk_idx; /* [tokens, top_k]: expert ids, also of zero-experts */
     void *weights;     /* [tokens, top_k] real: weights of the choices */
-    /* [capacity, hidden]: the received rows, which are E4M3 in forward of E4M3 layers; in the
-     * workspace with EPIC_DISPATCH_AGAIN */
+    /* [capacity, hidden]: the received rows, which are E4M3 in forward of E4M3 layers. With
+     * EPIC_DISPATCH_AGAIN they are in the workspace, not in `saved`. */
     void *recv;
     void *slot_weights; /* [capacity] real: weight of each slot's choice */
     float *slot_k;      /* [capacity]: index k of the slot's choice; only in float64 layers */
@@ -133,7 +133,8 @@ typedef struct moe_job {
     int64_t router_bytes;
     /* number of reals in the gradients of the gate and the shared expert together */
     int64_t num_dense_grads;
-    /* number of levels of the tree over the blocks' gradients; 0: no work.dense_grads */
+    /* number of levels of the binary tree in which the blocks' gradients are added; 0:
+     * work.dense_grads is not used */
     int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
      * the caller's gradient of that loss plus d_loss, the caller's gradient of the sum of both
@@ -147,8 +148,8 @@ typedef struct moe_job {
 } moe_job;
 
 /* Reads and checks `moe`, and computes all sizes for `tokens` tokens on this rank. num_members
- * is the number of ranks without vacant seats. The caller has set j->is_device. Returns
- * EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
+ * is the number of ranks that are members of the group. The caller must have set j->is_device.
+ * Returns EPIC_OK, EPIC_EINVAL or EPIC_ENOTSUP. */
 epic_result moe_read_config(moe_job *j, const epic_config *config, int32_t num_members,
                             const epic_moe *moe, size_t size, int64_t tokens);
 
@@ -162,21 +163,23 @@ static inline void *moe_real_at(const moe_job *j, const void *base, int64_t inde
     return (char *)(uintptr_t)base + index * j->real_bytes;
 }
 
-/* Returns the first token of block `block`, or the number of tokens if `block` is j->blocks. */
+/* Returns the index of the first token of block `block`. If `block` is j->blocks, returns the
+ * number of tokens. */
 static inline int64_t moe_block_begin(const moe_job *j, int64_t block)
 {
     return block * (j->tokens / j->sequence_unit) / j->blocks * j->sequence_unit;
 }
 
-/* Returns the address of row `row` of `data`. `data` may be NULL if there are no rows. Adds
- * nothing to it for row 0, because C does not allow an addition to NULL. */
+/* Returns the address of row `row` of `data`. If there are no rows, `data` may be NULL and
+ * `row` is 0. For row 0 nothing is added to `data`, because C does not allow an addition to
+ * NULL. */
 static inline const char *moe_row_at(const moe_job *j, const void *data, int64_t row)
 {
     return row ? (const char *)data + row * j->row_bytes : (const char *)data;
 }
 
-/* Return the rows of block `block` in an array with one row per token of this rank: of an input
- * (x, d_out), or of an output (out, d_x). */
+/* `rows` is an array with one row per token of this rank, an input (x, d_out) or an output
+ * (out, d_x). Return the rows of block `block`. */
 static inline epic_const_rows moe_block_rows(const moe_job *j, const epic_const_rows *rows,
                                              int64_t block)
 {

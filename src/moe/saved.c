@@ -6,8 +6,8 @@
 #include "plan/plan.h"
 
 /* Compares expert_rows and expert_tokens with the plan, all in `saved`. If they differ, stores
- * the first difference in *fault and returns true. Local experts that the plan does not have
- * must have counts of 0. */
+ * the first difference in *fault and returns true. The counts of local experts that are not in
+ * the plan must be 0. */
 static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *fault)
 {
     const int64_t planned = plan->header->num_local;
@@ -25,8 +25,9 @@ static bool find_bad_count(const moe_job *j, const plan_view *plan, data_fault *
     return false;
 }
 
-/* Searches topk_idx in `saved` for an expert id that is out of range. If there is one, stores
- * the first in *fault and returns true. Negative ids are valid and mean no expert. */
+/* Searches topk_idx in `saved` for an expert id that is out of range. If it finds one, stores
+ * the first such id in *fault and returns true. Negative ids are valid and mean that a choice
+ * has no expert. */
 static bool find_bad_choice(const moe_job *j, data_fault *fault)
 {
     for (int64_t i = 0; i < j->tokens * j->top_k; i++) {

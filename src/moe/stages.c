@@ -92,10 +92,10 @@ epic_result moe_combine(moe_job *j, const epic_rows *out)
     return epic_combine(j->ctx, &how);
 }
 
-/* Sends d_out without weights, even if combine multiplied by weights in forward. Combine
- * backward could not compute the gradients of the weights: it would need the outputs of the
- * experts, which forward does not save. So moe_experts_backward() computes these gradients from
- * the activations. */
+/* Sends d_out without multiplying it by the weights, even if combine multiplied by weights in
+ * forward. The backward of combine would need the outputs of the experts to compute the
+ * gradients of the weights, and forward does not save these outputs. So moe_experts_backward()
+ * multiplies by the weights, and computes the gradients of the weights from the activations. */
 epic_result moe_combine_backward(moe_job *j, const epic_const_rows *d_out, data_fault *fault)
 {
     const epic_rows slots = {j->work.d_y, j->capacity, j->row_bytes};

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Stages of the layer that several files use: for forward and backward, or for the host and a
  * device. A function handles all tokens of this rank, unless it has a parameter for a block. A
- * collective function must be called on all ranks and returns the same error on all of them.
- * The other functions do not communicate. */
+ * collective function must be called on all ranks, and returns the same error on all ranks.
+ * Functions that are not collective do not communicate. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
@@ -15,8 +15,8 @@
  * `saved`. Returns EPIC_EINVAL only if the number of tokens in x differs from forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
-/* Returns the memory in which the shared expert saves its data of block b. With EPIC_RECOMPUTE
- * all blocks use the same memory. */
+/* Returns the memory in which the forward of the shared expert saves the data of block b for
+ * backward. With EPIC_RECOMPUTE all blocks use the same memory. */
 static inline void *moe_shared_saved(const moe_job *j, int64_t b)
 {
     const int64_t block = j->moe.flags & EPIC_RECOMPUTE ? 0 : b;
@@ -49,11 +49,12 @@ uint32_t moe_padding_flag(const moe_job *j);
 
 /* Weights of float64 layers (f64_weights.c).
  *
- * Dispatch sends one float32 with each choice, usually its weight. In a float64 layer this
- * float is k, the index of the choice among the token's top_k choices, and the scales of the
- * token's row are the top_k float64 weights of the token. Each slot selects weight k of these.
- * For the gradients, each slot makes a row of top_k elements, with its gradient at index k and
- * zeros elsewhere, and combine adds these rows for each token.
+ * Dispatch sends one float32 with each choice, usually its weight, and optional scales with
+ * each row. In a float64 layer the float32 is k, the index of the choice among the token's
+ * top_k choices, and the scales are the token's top_k float64 weights. The receiver selects
+ * weight k for each slot. For the gradients of the weights, the receiver makes a row of top_k
+ * elements for each slot, with the gradient at index k and zeros elsewhere, and combine adds
+ * these rows for each token.
  *
  * moe_attach_f64_weights() sets the arrays for k and for the weights in *how, the arguments of
  * dispatch. */
@@ -71,7 +72,8 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
 /* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block);
 
-/* Returns the context for local calls such as epic_experts_forward; NULL: host. */
+/* Returns the context to pass to calls that do not communicate, such as epic_experts_forward.
+ * It is NULL if the layer runs on the host. */
 static inline epic_context *moe_local_context(const moe_job *j)
 {
     return j->is_device ? j->ctx : NULL;
