@@ -2,9 +2,9 @@
 /* epic_allreduce_sum on the host, also for float64 arrays (host_sum_of_type).
  *
  * A long array is split into blocks. Member b % num_members owns block b. The all-reduce is a
- * reduce-scatter and an all-gather: first every rank sends its part of each block to the
- * block's owner, which adds the parts (a collect flow, exchange.h). Then each owner sends its
- * sums to all ranks (a scatter flow). So all ranks get the same bits.
+ * reduce-scatter and an all-gather. First every rank sends its own values of each block to the
+ * block's owner, which adds them (a collect flow, exchange.h). Then each owner sends its sums
+ * to all ranks (a scatter flow). So all ranks get the same bits.
  *
  * A short array is sent inside the op headers, and every rank adds the arrays of all ranks.
  * This takes one message delay instead of three. The additions have the same order as for long
@@ -59,8 +59,8 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
 }
 
 /* Adds the rows [first, first + count) of n elements each in a binary tree. count is a power of
- * two. Returns the address of the sum. If count is 1, this is the only row. If not, it is row
- * `level` of x->scratch_rows. May overwrite the scratch rows from `level` on. */
+ * two. Returns the address of the sum: the address of the only row if count is 1, and that of
+ * row `level` of x->scratch_rows if not. May overwrite the scratch rows from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -74,8 +74,8 @@ static const void *sum_join_ranks(const sum_call *s, const void *const *rows, in
 }
 
 /* Adds the rows rows[r] of all members r in the order args->order, and writes the sum to `out`,
- * which may be one of the rows. A row has `bytes` bytes. rows[r] is NULL for a vacant seat
- * r. */
+ * which may be one of the rows. A row has `bytes` bytes. rows[r] is NULL for a vacant seat r (a
+ * rank that has left the group). */
 static void sum_add_rows(const sum_call *s, void *out, const void *const *rows, size_t bytes)
 {
     const void *list[EPIC_MAX_RANKS];

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* epic_combine and epic_dispatch_backward on the host, as a collect flow (exchange/exchange.h).
  *
- * A rank may hold several slots of a token. It adds their rows to one row, its *partial sum*
- * (short: partial), and sends the partial to the token's home rank. The home rank adds the
- * partials of all ranks in the layer's sum order and rounds the result once. A partial is sent
- * in pieces, each of which fits into one ring entry.
+ * A rank may hold several slots of a token. The rank adds the rows of these slots to one row,
+ * its *partial sum* (short: partial), and sends the partial to the token's home rank. The home
+ * rank adds the partials of all ranks in the layer's sum order and rounds the result once. A
+ * partial is sent in pieces, each of which fits into one ring entry.
  *
  * dispatch_backward adds gradient rows in the same way. Each rank also sends a *trailer* after
  * the partial: the gradients of the weights of the token's choices, as floats. A choice is one
@@ -55,9 +55,11 @@ static void *scratch_row(const combine_call *c, int level)
 typedef struct gathered { /* the slots of one token on this rank, in ascending order of k */
     int n;                /* number of slots */
     const void *rows[MAX_TOP_K]; /* address of the current piece of each slot's row */
-    /* weight of each slot; not in FLAT layers, where the caller has applied them */
+    /* weight of each slot; not set in FLAT layers, where the caller has already multiplied by
+     * the weights */
     float weights[MAX_TOP_K];
-    /* leaf of the sum tree for each slot; set only with EPIC_TREE, and not in FLAT layers */
+    /* leaf of the sum tree (EPIC_TREE) to which the expert of each slot belongs; not set in
+     * FLAT layers and with other sum orders */
     int32_t leaves[MAX_TOP_K];
 } gathered;
 
@@ -71,7 +73,8 @@ static const void *piece_of_row(const combine_call *c, int64_t row)
 static int32_t local_expert(const plan_view *v, int32_t slot)
 {
     int32_t low = 0, high = v->header->num_local - 1;
-    /* invariant: the slot is in the slab of a local expert from low to high */
+    /* loop invariant: the slot is in the slab (the slots of one expert) of a local expert from
+     * low to high */
     while (low < high) {
         const int32_t middle = low + (high - low + 1) / 2;
         if (v->slab_begin[middle] <= slot)
@@ -82,7 +85,7 @@ static int32_t local_expert(const plan_view *v, int32_t slot)
     return low;
 }
 
-/* Returns the index of the leaf (of the sum tree) that contains the expert of a slot. The
+/* Returns the index of the leaf of the sum tree to which the expert of a slot belongs. The
  * experts of the layer are divided into layer->leaves leaves of equal size. */
 static int32_t leaf_of(const plan_view *v, int32_t slot)
 {
@@ -142,7 +145,8 @@ static bool reduce_subtree(const combine_call *c, const gathered *g, int32_t fir
     return true;
 }
 
-/* Writes to `out` the current piece of this rank's partial for a token, rounded to its type. */
+/* Writes to `out` the current piece of this rank's partial for a token, rounded to
+ * partial_type. */
 static void make_partial(const combine_call *c, int home, int64_t token, void *out)
 {
     const epic_layer *layer = &c->plan.header->layer;
@@ -162,7 +166,8 @@ static void make_partial(const combine_call *c, int home, int64_t token, void *o
 
 /* Writes the trailer of one token. Element k is the gradient of the weight of choice k, or 0 if
  * choice k has no slot on this rank. In a FLAT layer, a row of d_slot_weights contains only the
- * choices on this rank, by ascending k, so they are moved to their k. */
+ * choices on this rank, contiguous and by ascending k, so the function moves each value to its
+ * index k. */
 static void write_trailer(const combine_call *c, int home, int64_t token, void *trailer)
 {
     const plan_view *v = &c->plan;
@@ -175,8 +180,8 @@ static void write_trailer(const combine_call *c, int home, int64_t token, void *
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-/* Returns true if all top_k choices of a token have slots on this rank. If so, no other rank
- * has a partial for the token. */
+/* Returns true if all top_k choices of a token have slots on this rank. In this case no other
+ * rank has a partial for the token. */
 static bool has_all_choices(const combine_call *c, int home, int64_t token)
 {
     const int32_t *slots = plan_slots_of_token(&c->plan, home, token);
@@ -186,7 +191,8 @@ static bool has_all_choices(const combine_call *c, int home, int64_t token)
 }
 
 /* Stores the current piece of a token's only partial into the output of the token's home rank,
- * which is in a window. Rounds the elements in the same way as the home rank. */
+ * which is in a window. Rounds the elements in the way in which the home rank would round
+ * them. */
 static void store_in_out(combine_call *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
@@ -262,7 +268,7 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
 }
 
 /* If a single other rank has the slots of all choices of this rank's token, returns that rank.
- * If not, returns -1. That rank finds the same tokens with has_all_choices(). */
+ * If not, returns -1. has_all_choices() returns true for the same tokens on that rank. */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -273,7 +279,8 @@ static int find_only_rank(const combine_call *c, int64_t token)
     return rank == c->x->rank ? -1 : rank;
 }
 
-/* Writes a token's row of d_weights from the trailers of all ranks (0: no slot). */
+/* Writes a token's row of d_weights from the trailers of all ranks. Writes 0 for a choice
+ * without a slot. */
 static void read_trailers(const combine_call *c, int64_t token, const void **rows)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -290,9 +297,10 @@ static void read_trailers(const combine_call *c, int64_t token, const void **row
     }
 }
 
-/* Adds the partials at[first] to at[first + count - 1] in a binary tree. NULL means no partial.
- * Returns the address of the sum: NULL if there is no partial, the partial if there is one, and
- * scratch row `level` if there are several. May overwrite the scratch rows from `level` on. */
+/* Adds the partials at[first] to at[first + count - 1] in a binary tree. A NULL element means
+ * that there is no partial. Returns the address of the sum: NULL if there is no partial, the
+ * partial if there is one, and scratch row `level` if there are several. May overwrite the
+ * scratch rows from `level` on. */
 static const void *join_subtrees(const combine_call *c, const void *const *at, int32_t first,
                                  int32_t count, int level)
 {
@@ -306,8 +314,8 @@ static const void *join_subtrees(const combine_call *c, const void *const *at, i
     return out;
 }
 
-/* Adds the partials rows[r] of all ranks r in a binary tree, and writes the sum to `out`. NULL
- * means no partial. Rank r is leaf plan.position_of[r] of the tree. */
+/* Adds the partials rows[r] of all ranks r in a binary tree, and writes the sum to `out`.
+ * rows[r] is NULL if rank r has no partial. Rank r is leaf plan.position_of[r] of the tree. */
 static void add_partials_as_tree(const combine_call *c, const void **rows, void *out)
 {
     const void *at[EPIC_MAX_RANKS];
@@ -319,8 +327,8 @@ static void add_partials_as_tree(const combine_call *c, const void **rows, void 
     c->kernels->add(out, c->type, &root, root != NULL, c->partial_type, c->count);
 }
 
-/* Adds the partials rows[r] of all ranks r by ascending rank, and writes the sum to `out`. NULL
- * means no partial. */
+/* Adds the partials rows[r] of all ranks r by ascending rank, and writes the sum to `out`.
+ * rows[r] is NULL if rank r has no partial. */
 static void add_partials_by_rank(const combine_call *c, const void **rows, void *out)
 {
     const void *list[EPIC_MAX_RANKS];

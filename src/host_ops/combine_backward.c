@@ -7,7 +7,7 @@
  *
  * - d_rows[slot] = slot weight * gradient row.
  * - d_slot_weights[slot] = dot(gradient row, rows[slot]). rows[slot] is the expert's output in
- *   this slot, which combine has sent. */
+ *   this slot, the row that combine has sent in forward. */
 #include <string.h>
 
 #include "base/error.h"
@@ -28,8 +28,8 @@ static const unsigned char *row_of_own_token(const combine_backward_call *s, int
     return (const unsigned char *)s->args->d_out.data + token * s->args->d_out.row_bytes;
 }
 
-/* Writes w * piece to n elements of d_rows[slot], starting at element `first`. If the call
- * requests quantized rows, writes the products quantized, and their scales. */
+/* Writes w * piece to n elements of d_rows[slot], starting at element `first`. If the caller
+ * requests quantized rows, quantizes the products, and also writes their scales. */
 static void write_scaled_row(const combine_backward_call *s, int64_t slot, float w,
                              const void *piece, int64_t first, int64_t n)
 {
@@ -89,10 +89,10 @@ static void scatter_piece(const combine_backward_call *s, int from, int64_t toke
 
 /* Stores one piece of a gradient row directly into the d_rows of peers. Does this for each peer
  * that needs the piece, whose d_rows is in a window, and on which the token has only one slot.
- * If a peer multiplies the rows by weights, its op header contains no place of d_rows, so the
- * function skips it. Copies with the same function as write_scaled_row(), so that even a NaN
- * has the same bits as without windows. Returns true if some peer must read the piece from the
- * ring. */
+ * If a peer multiplies the rows by weights, its op header does not say where its d_rows is
+ * (window_place()), so the function skips this peer. Copies with the same function as
+ * write_scaled_row(), so that even a NaN has the same bits as without windows. Returns true if
+ * some peer must read the piece from the ring. */
 static bool store_for_peers(const combine_backward_call *s, int64_t token, int32_t piece)
 {
     const epic_type type = (epic_type)s->args->type;

@@ -14,8 +14,8 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* A receive buffer of fewer bytes than this is written through the caches, so that it stays in
- * the cache until the experts read it. */
+/* If the used part of the receive buffer has fewer bytes than this, it is written through the
+ * caches, so that it is still in the cache when the experts read it. */
 #define CACHED_COPY_MAX (4 << 20)
 
 typedef struct dispatch_call {
@@ -27,7 +27,8 @@ typedef struct dispatch_call {
     row_split split; /* how the message is split into pieces */
     /* offsets of the scales and of the weights in the message, in bytes */
     int64_t scales_at, weights_at;
-    int64_t token_in_row; /* token whose quantized row and scales are in x->row; -1: none */
+    /* token whose quantized row and scales are in x->row; -1: x->row is not in use */
+    int64_t token_in_row;
 } dispatch_call;
 
 static const unsigned char *row_of(const epic_const_rows *rows, int64_t i)
@@ -42,7 +43,8 @@ static unsigned char *out_row_of(const epic_rows *rows, int64_t i)
 
 /* ---------------------------------------------------------------------------- sending ---- */
 
-/* Quantizes a token's row into x->row, followed by its scales, unless already there. */
+/* Writes a token's quantized row and its scales to x->row, unless they are already in
+ * x->row. */
 static void quantize_token(dispatch_call *d, int64_t token)
 {
     const epic_dispatch_args *a = d->args;
@@ -76,8 +78,9 @@ static const float *weights_part(const dispatch_call *d, int64_t token)
     return d->args->weights + token * d->plan.header->layer.top_k;
 }
 
-/* Copies a range of bytes of a message. `from` contains the bytes [begin, end) of the message,
- * and `to` has room for the bytes [at, at + size). Copies the bytes that are in both ranges. */
+/* Copies the bytes that two ranges of a message have in common. `from` contains the bytes
+ * [begin, end) of the message, and `to` has room for the bytes [at, at + size) of the
+ * message. */
 static void copy_overlap(copy_function *copy, void *to, int64_t at, int64_t size,
                          const void *from, int64_t begin, int64_t end)
 {
@@ -129,8 +132,8 @@ static void store_part(const dispatch_call *d, int peer, enum window_output whic
 }
 
 /* Stores one piece of a token's message into those outputs of a peer that are in windows.
- * `slot` is the token's only slot on the peer. Returns the mask of the other parts, which the
- * peer reads from the ring. */
+ * `slot` is the token's only slot on the peer. Returns the mask of the parts that were not
+ * stored, which the peer must read from the ring. */
 static uint32_t store_in_windows(dispatch_call *d, int peer, int32_t slot, int64_t token,
                                  int32_t piece)
 {
@@ -173,7 +176,8 @@ static uint32_t store_for_peers(dispatch_call *d, int64_t token, int32_t piece)
     return staged;
 }
 
-/* Returns the number of bytes of a piece that belong to parts outside of the mask `wanted`. */
+/* Returns the number of bytes of a piece that belong to parts that are not in the mask
+ * `wanted`. */
 static int64_t unwanted_bytes(const dispatch_call *d, int32_t piece, uint32_t wanted)
 {
     const int64_t begin = piece_offset(&d->split, piece);
@@ -214,8 +218,8 @@ static void dispatch_fill_entry(void *self, int64_t token, int32_t piece, void *
 
 /* -------------------------------------------------------------------------- receiving ---- */
 
-/* A range of a token's row, scales or weights: `size` bytes, starting at offset `at`, which are
- * stored at `from`. Empty if `size` is 0 or less. */
+/* A range of a token's row, scales or weights: `size` bytes, starting at offset `at`. The bytes
+ * of the range are at `from`. The range is empty if `size` is 0 or less. */
 typedef struct part {
     const unsigned char *from;
     int64_t at, size;
@@ -391,7 +395,8 @@ static epic_result dispatch_transfer(dispatch_call *d)
     if (a->recv_expert) write_recv_expert(d);
     d->scales_at = a->recv.row_bytes;
     d->weights_at =
-        d->scales_at + a->recv_scales.row_bytes; /* without scales, this equals scales_at */
+        /* without scales, weights_at equals scales_at */
+        d->scales_at + a->recv_scales.row_bytes;
     d->token_in_row = -1;
     const int64_t message_bytes = d->weights_at + (a->weights ? 4 * top_k : 0);
     d->split = exchange_split_rows(d->x, true, message_bytes, 0);

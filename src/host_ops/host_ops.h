@@ -45,8 +45,9 @@ epic_result host_combine_backward(epic_context *ctx, const epic_combine_backward
 epic_result host_allreduce_sum(epic_context *ctx, const epic_allreduce_sum_args *args);
 epic_result host_sum_replicas(epic_context *ctx, const epic_sum_replicas_args *args);
 
-/* Sums like epic_allreduce_sum. Its op header is a copy of `about`, in which only the elements
- * for the sum are replaced, so the ranks also compare the other elements of about->common. */
+/* Sums like epic_allreduce_sum. The op header of the sum is a copy of `about` in which only the
+ * elements for the sum are replaced, so the ranks also compare the other elements of
+ * about->common. */
 epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_args *args,
                                  const epic_op_header *about);
 
@@ -55,7 +56,7 @@ epic_result host_sum_with_header(epic_context *ctx, const epic_allreduce_sum_arg
 epic_result host_sum_of_type(epic_context *ctx, const epic_allreduce_sum_args *args,
                              uint32_t type);
 
-/* An operation that has a plan as argument: the plan and the op header.
+/* An operation that has a plan as argument: its plan and its op header.
  *
  * plan_op_begin() checks that the bytes are a plan of this context, and prepares the op header.
  * If the plan is damaged or `extra` has an error, the header reports this error, which all
@@ -69,8 +70,8 @@ typedef struct plan_op {
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Prepares the op header of an operation whose plan was just made, so it need not be
- * checked. */
+/* Like plan_op_begin(), but does not check the plan, which the same public call has just
+ * made. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
 /* Copies to an op header the fields of a layer that must be equal on all ranks. */
@@ -86,8 +87,8 @@ epic_result plan_op_check_layer(const plan_op *s, const epic_layer *layer);
 epic_result plan_op_check_tokens(const plan_op *s, const char *name, int64_t num_rows);
 
 /* Returns EPIC_EOVERFLOW if the slot buffer of any rank has fewer rows than that rank's plan
- * has slots. Reads all op headers, so all ranks return the same result. The error text calls
- * the buffer `name`. */
+ * has slots. Reads all op headers, so all ranks return the same result. `name` is the name of
+ * the buffer in the error text. */
 epic_result plan_op_check_slots(const exchange *x, const char *name);
 
 /* Returns an array [top_k] for one token of rank `from`. Element k is the slot of choice k on
@@ -122,7 +123,8 @@ static inline bool plan_sends_token(const plan_view *v, int to, int64_t token)
     return false;
 }
 
-/* Returns the first choice k of a token of this rank with a slot on `to`. It must exist. */
+/* Returns the lowest k for which choice k of a token of this rank has a slot on rank `to`.
+ * Requires that the token has such a choice. */
 static inline uint32_t plan_choice_on(const plan_view *v, int to, int64_t token)
 {
     const int64_t first = token * (int64_t)v->header->layer.top_k;
@@ -145,8 +147,8 @@ static inline int32_t plan_only_slot_on(const plan_view *v, int to, int64_t toke
     return slot;
 }
 
-/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. If
- * so, plan_only_slot_on() on rank `from` returns this slot. */
+/* Returns true if a token of rank `from` has exactly one slot (FLAT: its row) on this rank. In
+ * this case plan_only_slot_on() returns this slot on rank `from`. */
 static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t token)
 {
     if (plan_is_flat(v)) return v->row_of[v->base_of[from] + token] >= 0;

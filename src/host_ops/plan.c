@@ -76,7 +76,8 @@ static void op_header_check_ids(epic_op_header *header, const epic_plan_args *ar
 }
 
 /* Stores hashes of rank_of_expert and logical_of_expert in the op header, so that the ranks can
- * compare them. If a table is invalid, also stores its first error there and returns false. */
+ * compare them. If a table is invalid, also stores the table's first error in the op header and
+ * returns false. */
 static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx,
                                  plan_tables *tables, const epic_layer *layer)
 {
@@ -98,7 +99,8 @@ static bool op_header_set_tables(epic_op_header *header, const epic_context *ctx
     return header->local[LOCAL_ERROR] == DATA_OK;
 }
 
-/* Returns the maximum number of slots of this rank, or 0. *capacity_limit may lower it. */
+/* Returns the maximum number of slots of this rank, or 0 if there is no maximum. The maximum is
+ * args->capacity, or *capacity_limit if the caller has passed a lower limit. */
 static int64_t read_capacity(const epic_plan_args *args)
 {
     if (!args->capacity_limit) return args->capacity;
@@ -137,7 +139,8 @@ static int32_t *ids_of_token(planning *p, int rank, int64_t token)
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
 }
 
-/* Callbacks scatter.is_sent and is_received (exchange.h): all members send ids to all. */
+/* Callbacks scatter.is_sent and is_received (exchange.h): all members send their ids to all
+ * members. */
 static bool is_always_sent(void *self, int rank, int64_t item)
 {
     (void)self, (void)rank, (void)item;
@@ -224,8 +227,8 @@ static void write_counts(planning *p, epic_result result)
 }
 
 /* Zeroes the output in which the planner counts the choices of absent experts: logical_load in
- * a layer with replicas or, if there are none but vacant seats, `load`. write_counts() adds the
- * other choices. */
+ * a layer with replicas, and `load` in a layer without replicas if ranks have left the group.
+ * write_counts() adds the choices of all other experts. */
 static void clear_absent_load(planning *p)
 {
     const epic_layer *layer = &p->layer;
@@ -240,8 +243,8 @@ static void clear_absent_load(planning *p)
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
  * caller's output arrays depend on the placement of the experts, so the plan still needs a
- * placement: this rank's rank_of_expert, or the default placement if the error is in this
- * table. */
+ * placement. It is this rank's rank_of_expert, or the default placement if the error is in
+ * rank_of_expert. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -332,8 +335,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 }
 
 /* Returns true if the dispatches of all ranks have the same signature (hash of the arguments),
- * so that dispatch can run in the exchange of the plan. If they differ, dispatch sends op
- * headers of its own, whose comparison finds the argument that differs. */
+ * so that dispatch can run in the exchange of the plan. If the signatures differ, dispatch
+ * sends op headers of its own, whose comparison finds the argument that differs. */
 static bool do_all_continue(const exchange *x)
 {
     for (int r = 0; r < x->num_ranks; r++)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Common parts of the operations that use a plan: checks of the plan, the layer and the
- * buffers, and zeroing of padding. */
+/* The parts that all operations with a plan have in common: checks of the plan, the layer and
+ * the buffers, and zeroing of padding. */
 #include <string.h>
 
 #include "base/error.h"

@@ -14,7 +14,7 @@
 
 /* number of floats added at a time, small enough that partial sums stay in the cache */
 #define CHUNK 256
-#define MOST_LEVELS 18 /* a tree over MAX_EXPERTS leaves has 17 levels; one more is spare */
+#define MOST_LEVELS 18 /* a tree with MAX_EXPERTS leaves has 17 levels; one more is spare */
 
 /* State of one call of epic_sum_replicas. */
 typedef struct replica_sum {
@@ -29,7 +29,8 @@ typedef struct replica_sum {
     float levels[MOST_LEVELS][CHUNK]; /* partial sums, one row for each level of the tree */
 } replica_sum;
 
-/* Returns whether a local expert is a replica of a->logical in `leaf` (-1: in any leaf). */
+/* Returns whether a local expert is a replica of a->logical in leaf `leaf`. If `leaf` is -1,
+ * the replica may be in any leaf. */
 static bool is_replica_on_leaf(const replica_sum *a, int32_t local, int64_t leaf)
 {
     const int32_t expert = a->plan->expert_of[local];
@@ -43,7 +44,7 @@ static float *numbers_of(const replica_sum *a, int32_t local)
 }
 
 /* Writes to `out` [n] the sum of this rank's replicas in one leaf, for the current chunk.
- * Begins with 0 and adds the replicas by ascending expert. */
+ * Begins with 0 and adds the rows of the replicas by ascending expert id. */
 static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
 {
     memset(out, 0, (size_t)a->n * sizeof *out);
@@ -54,8 +55,8 @@ static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
     }
 }
 
-/* Adds the leaves [first, first + count) in a binary tree, where count is a power of two.
- * Writes the sum to a->levels[level], and may overwrite the rows after it. */
+/* Adds the sums of the leaves [first, first + count) in a binary tree. count is a power of two.
+ * Writes the sum to a->levels[level]. May overwrite the rows of a->levels after it. */
 static void add_leaves(replica_sum *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
