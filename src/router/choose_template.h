@@ -12,8 +12,9 @@
  * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value
  * 0. */
 
-/* Returns true if a column with value a is chosen before a column with value b and a lower
- * index. Returns false for equal values, because the lower index comes first. */
+/* Compares column A with value a and column B with value b, where B has the lower index.
+ * Returns true if A is chosen before B. Returns false for equal values, because then the column
+ * with the lower index is chosen first. */
 static inline bool is_above(REAL a, REAL b)
 {
     return a > b || (b != b && a == a);

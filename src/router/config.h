@@ -1,10 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* State of one call of the router: the checked options, and the workspace for one token.
  *
- * A *logit* is an output of the gate. A token has one for each *column*: first the num_experts
- * experts, then the zero_experts zero-experts, whose output is the token itself. If num_groups
- * is not 0, the columns form num_groups groups of equal size. Only the topk_groups best groups
- * of a token are kept. Columns of other groups cannot be chosen, or their values count as 0. */
+ * A *logit* is an output of the gate. A token has one logit for each *column*. The first
+ * num_experts columns are the experts. The next zero_experts columns are the zero-experts,
+ * whose output is the token itself. If num_groups is not 0, the columns form num_groups groups
+ * of equal size. Only the topk_groups best groups of a token are kept. Columns of other groups
+ * cannot be chosen, or their values count as 0. */
 #ifndef EPIC_ROUTER_CONFIG_H
 #define EPIC_ROUTER_CONFIG_H
 
@@ -21,19 +22,22 @@
 typedef struct router_job {
     epic_router router;  /* the caller's options, with defaults filled in */
     int64_t num_columns; /* num_experts + zero_experts */
-    /* [num_columns]: added to scores for the choice of experts, not to weights; NULL: none */
+    /* [num_columns]: added to the scores when experts are chosen, but not when weights are
+     * computed; NULL: no bias */
     const float *bias;
     const void *scale_of_expert; /* [num_columns] of weights_type, or NULL */
     uint32_t type;               /* epic_type of the logits */
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
     bool accumulate;             /* EPIC_ACCUMULATE is set: the call adds to the gradients */
-    /* true: experts are chosen by their logits, which have the same order as `values` */
+    /* true: experts are chosen by their logits instead of their values, because both have the
+     * same order */
     bool on_logits;
     /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
     double *runs;
     double *scale_sums; /* [num_columns]: gradient of scale_of_expert, summed over tokens */
-    /* The workspace for one token. All tokens use it, one after the other. */
+    /* The workspace for one token. The tokens are handled one after the other, and all use the
+     * same workspace. */
     void *logits; /* [num_columns]: logits of the token */
     void *scores; /* [num_columns]: scores of the columns */
     /* [num_columns]: values by which experts are chosen; scratch memory in backward */
@@ -60,9 +64,11 @@ typedef struct router_common {
  * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_init(router_job *job, const router_common *common);
 
-/* Checks weights_type and stores it in *job. 0: EPIC_F32. Returns EPIC_OK or EPIC_EINVAL. */
+/* Checks weights_type and stores it in *job. A weights_type of 0 means EPIC_F32. Returns
+ * EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_set_weights_type(router_job *job, uint32_t weights_type);
-/* Checks grad_type and stores it in *job (0: type of the logits). Errors: EPIC_EINVAL. */
+/* Checks grad_type and stores it in *job. A grad_type of 0 means the type of the logits.
+ * Returns EPIC_OK or EPIC_EINVAL. */
 epic_result router_job_set_grad_type(router_job *job, uint32_t grad_type);
 
 int64_t router_job_workspace_bytes(const router_job *job);
@@ -75,11 +81,12 @@ void *router_job_d_logits_row(const router_job *job, void *d_logits, int64_t tok
 epic_result router_prepare_forward(router_job *job, const epic_router_args *args);
 
 /* Returns the first value that is out of range: a token id, an entry of the table or a forced
- * expert id. If there is none, returns a fault whose `error` is DATA_OK. The arrays must be in
- * host memory. */
+ * expert id. If all values are valid, returns a fault whose `error` is DATA_OK. The arrays must
+ * be in host memory. */
 data_fault router_find_fault(const router_job *job, const epic_router_args *args);
 
-/* Returns EPIC_EINVAL if an expert id is not below num_columns. Negative: no choice. */
+/* Returns EPIC_EINVAL if an expert id is num_columns or higher. Negative ids are valid and mean
+ * that the choice has no expert. */
 epic_result router_check_ids(const router_job *job, const int32_t *topk_idx,
                              int64_t num_tokens);
 

@@ -66,7 +66,8 @@ data_fault router_find_fault(const router_job *job, const epic_router_args *args
     return (data_fault){DATA_OK, {0}};
 }
 
-/* Returns the error of router_find_fault() for calls that involve no other rank. */
+/* Returns an error if router_find_fault() finds an invalid value. For calls that involve no
+ * other rank. */
 static epic_result check_ids(const router_job *job, const epic_router_args *args)
 {
     const data_fault fault = router_find_fault(job, args);

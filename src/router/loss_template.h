@@ -5,7 +5,7 @@
  * probability of expert e, and load_e the number of choices of e. If router.score is softmax or
  * logits, P is the softmax of the logits. For other scores P_e is the score of e divided by the
  * sum of all scores. The derivative of the contribution with respect to P_e is load_e. The
- * gradient of the logits follows from it by the chain rule.
+ * gradient of the logits follows from this derivative by the chain rule.
  *
  * Z-loss: the contribution is logsumexp(z)^2, where z are the logits. Its gradient is 2
  * logsumexp(z) softmax(z).

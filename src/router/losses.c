@@ -12,8 +12,8 @@
  * - Z-loss (ST-MoE, arXiv 2202.08906): coeff / T * sum_t logsumexp(z_t)^2.
  * - Bias update (arXiv 2408.15664): bias_e += rate * sign(mean load - load_e).
  *
- * Each rank computes the terms of its own tokens, its part of the loss. The loss is the sum of
- * the parts of all ranks. */
+ * Each rank computes its part of the loss: the sum of the terms of its own tokens. The loss is
+ * the sum of the parts of all ranks. */
 #include <string.h>
 
 #include "base/arrays.h"
@@ -151,7 +151,8 @@ static double balance_factor(const loss_job *job)
     return job->router.router.num_experts * a->coeff / job->router.router.top_k / counted / T;
 }
 
-/* Returns the number of choices of each expert in the sequence that begins at token `first`. */
+/* Returns an array with the number of choices of each expert in the sequence that begins at
+ * token `first`. */
 static const int32_t *count_choices(const loss_job *job, int64_t first)
 {
     const router_job *r = &job->router;
@@ -162,8 +163,9 @@ static const int32_t *count_choices(const loss_job *job, int64_t first)
     return r->order;
 }
 
-/* Sets *load to the number of choices of each expert: in the sequence that begins at token
- * `first`, or in the whole group. Returns the number of tokens for which *load is valid. */
+/* Sets *load to an array with the number of choices of each expert: in the sequence that begins
+ * at token `first`, or in the whole group. Returns the number of tokens, from `first` on, to
+ * which *load applies. */
 static int64_t next_load(const loss_job *job, int64_t first, const int32_t **load)
 {
     const bool whole = job->args.sequence_tokens == 0;
@@ -362,8 +364,9 @@ static epic_result check_bias(const epic_bias_update_args *a)
     return CHECK_ARRAYS(arrays);
 }
 
-/* Updates the bias: bias_e += rate * sign(mean load - load_e). The sign is that of total -
- * num_experts * load_e, which is exact in integers. `total` is the sum of all loads. */
+/* Updates the bias: bias_e += rate * sign(mean load - load_e). The sign is computed as the sign
+ * of total - num_experts * load_e in integers, where `total` is the sum of all loads, so that
+ * no rounding can change it. */
 static void update_bias(const epic_bias_update_args *a)
 {
     int64_t total = 0;

@@ -6,8 +6,8 @@
 
 /* A row is summed in blocks of this many elements, each with SUM_LANES partial sums. */
 #define SUM_BLOCK 1024
-/* Number of partial sums of a block: the lanes of a warp, so that host and CUDA kernels add in
- * the same order and get the same bits. */
+/* Number of partial sums of a block. It is the number of lanes of a warp, so that host and CUDA
+ * kernels add in the same order and get the same bits. */
 #define SUM_LANES 32
 
 /* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64. */

@@ -3,8 +3,9 @@
  *
  * If choice i is expert e, its weight is parts[i] / divisor * scale * scale_of_expert[e].
  *
- * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of its logit, the
- *   softmax over the logits of the chosen experts at e, or the probability of e in SparseMixer.
+ * - parts[i] depends on the weight rule: it is the score of e, the sigmoid of the logit of e,
+ *   the element of e in the softmax over the logits of the chosen experts, or the probability
+ *   of e in SparseMixer.
  * - The divisor is 1, the sum of the parts plus eps (EPIC_NORMALIZE_SUM), or the larger of the
  *   sum and norm_min (EPIC_NORMALIZE_CLAMPED).
  *
@@ -20,7 +21,8 @@ typedef struct shares {
     bool is_divisor_variable;
 } shares;
 
-/* Computes p [k], the softmax over the logits of the chosen experts; 0 without an expert. */
+/* Computes p [k], the softmax over the logits of the chosen experts. p of a choice without an
+ * expert is 0. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;
@@ -36,8 +38,8 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
 }
 
 /* Computes p [num_columns], the softmax for choice i in EPIC_WEIGHT_SPARSEMIXER (arXiv
- * 2310.00811). The part of choice i is p of its expert. Two sets of columns are left out, and
- * their p is 0:
+ * 2310.00811). The part of choice i is p of its expert. The softmax leaves out two sets of
+ * columns, whose p is 0:
  *
  * - The columns of earlier choices.
  * - Columns whose logit z is far below `largest`, the largest logit of the remaining columns:
@@ -76,8 +78,8 @@ static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, RE
 }
 
 /* Adds the gradient of the logits to job->spare for EPIC_WEIGHT_SPARSEMIXER. g is the gradient
- * of the parts. Each part depends on the logits through its softmax. Which columns the softmax
- * leaves out has no gradient. */
+ * of the parts. Each part depends on the logits through its softmax. The set of columns that
+ * the softmax leaves out is treated as constant. */
 static void sparsemixer_backward(const router_job *job, const REAL *parts,
                                  const int32_t *topk_idx, const REAL *g)
 {
@@ -131,7 +133,8 @@ static shares make_shares(const router_job *job, const int32_t *topk_idx)
     return shares;
 }
 
-/* Returns scale_of_expert of expert e, or 1 if there is none or e is negative. */
+/* Returns scale_of_expert of expert e. Returns 1 if the router has no scale_of_expert or if e
+ * is negative. */
 static REAL scale_of(const router_job *job, int32_t e)
 {
     const float *narrow = job->scale_of_expert;
