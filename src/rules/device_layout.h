@@ -1,21 +1,23 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The layout of a plan in CUDA memory: sizes and offsets, for host code and for kernels.
  *
- * The plan is a header, followed by arrays of int32. Their offsets depend only on the sizes of
- * the group and of the layer. P is num_experts rounded up to a power of two. `slab_begin`,
- * `padding` and `expert_of` use only the elements of this rank's local experts. The lists in
- * `records` and `locals` have top_k elements, and unused elements at their end are -1. A choice
- * is a token and one of its top_k experts, and a slab is the slots of one expert.
+ * The plan is a header, followed by arrays of int32. The offsets of the arrays depend only on
+ * the sizes of the group and of the layer. P is num_experts rounded up to a power of two. In
+ * `slab_begin`, `padding` and `expert_of` only the first elements, one for each local expert of
+ * this rank, are used. `records` and `locals` contain a list of top_k elements for each token;
+ * unused elements at the end of a list are -1. A choice is a token and one of its top_k
+ * experts, and a slab is the slots of one expert.
  *
  * - slab_begin [num_experts]: first slot of each local expert's slab
  * - padding [P]: first padding slot and number of padding slots of each local expert's slab
  *   (device_padding)
  * - rank_of [max_tokens, top_k]: rank of the choice's expert; -1: no expert
- * - fate [max_tokens, top_k]: slot of the choice on that rank, or an EPIC_FATE value
- * - records [num_ranks, max_tokens, top_k]: for each token of each rank, its slots on this rank
- *   by ascending k. FLAT: its only slot
- * - locals [num_ranks, max_tokens, top_k], only FLAT: for each token of each rank, its local
- *   experts on this rank by ascending k
+ * - fate [max_tokens, top_k]: slot of the choice on the rank of its expert, or an EPIC_FATE
+ *   value
+ * - records [num_ranks, max_tokens, top_k]: for each token of each rank, the token's slots on
+ *   this rank by ascending k. FLAT: the token's only slot
+ * - locals [num_ranks, max_tokens, top_k], only FLAT: for each token of each rank, the token's
+ *   local experts on this rank by ascending k
  * - logical [num_experts], only with replicas: logical expert of each expert
  * - expert_of [num_experts], only with replicas: id of each local expert */
 #ifndef EPIC_DEVICE_LAYOUT_H
@@ -32,11 +34,11 @@
 #define DEVICE_LAYOUT_BOTH
 #endif
 
-/* Maximum number of ranks of a group. The CUDA backends are built twice. The usual libraries
- * use one bit of a word and one lane of a warp per rank, so they support at most
+/* Maximum number of ranks of a group. The CUDA backends are built twice. The libraries for few
+ * ranks use one bit of a 32-bit word and one lane of a warp per rank, so they support at most
  * DEVICE_FEW_RANKS ranks. The libraries for many ranks (EPIC_MANY_RANKS) use DEVICE_RANK_WORDS
- * words per mask, and loop over groups of 32 ranks. The number of ranks decides which library
- * is loaded. */
+ * words per mask, and loop over groups of 32 ranks. The number of ranks of a group decides
+ * which library is loaded. */
 #define DEVICE_FEW_RANKS 32
 #define DEVICE_MOST_RANKS 256
 #ifdef EPIC_MANY_RANKS
@@ -49,14 +51,15 @@
 /* number of 32-bit words of a mask of ranks */
 #define DEVICE_RANK_WORDS (DEVICE_MAX_RANKS / 32)
 #define DEVICE_MAX_EXPERTS 8192
-/* Number of words of a rank in the array `counts` of a heap: one for each expert, one for each
- * rank, one for the hash of the table of replicas (plan/replicas.cuh), and 15 unused ones. */
+/* Number of words that each rank has in the array `counts` of a heap (the receive buffer of a
+ * rank): one word for each expert, one for each rank, one for the hash of the table of replicas
+ * (plan/replicas.cuh), and 15 unused words. */
 #define DEVICE_MAX_TALLIES (DEVICE_MAX_EXPERTS + DEVICE_MAX_RANKS + 16)
 #define DEVICE_MAX_TOP_K 64
 #define DEVICE_PLAN_MAGIC 0x6e616c5063697045ull /* "EpicPlan" */
 
 /* The two types of header, which differ only in the lengths of three arrays. device_plan_header
- * is the type that this library uses. */
+ * is the type that the library being built uses. */
 #define DEVICE_HEADER device_few_header
 #define DEVICE_HEADER_RANKS DEVICE_FEW_RANKS
 #include "rules/device_header_template.h"

@@ -21,7 +21,8 @@ typedef struct slab_tile {
     int32_t row, expert, tokens, rows;
 } slab_tile;
 
-/* The rows of a slab, starting at `row`. `tokens` of them contain a token. */
+/* The rows of a slab (the slots of one expert), starting at `row`. The first `tokens` rows
+ * contain a token. */
 typedef struct slab_range {
     int32_t row, tokens;
 } slab_range;
@@ -35,7 +36,8 @@ typedef struct experts_layout {
     int64_t activations;
     /* E4M3 weights: float32 [num_slots, blocks of a row], the scales of the quantized rows */
     int64_t scales;
-    int64_t quantized;   /* E4M3 weights, backward only: d_y in E4M3, later d_gate_up in E4M3 */
+    /* E4M3 weights, backward only: first d_y in E4M3, later overwritten by d_gate_up in E4M3 */
+    int64_t quantized;
     int64_t d_gate_up;   /* backward: [num_slots, width] of row_type */
     int64_t bytes;       /* size of the workspace in bytes */
     int64_t saved_bytes; /* size in bytes of `saved`: [num_slots, width] of row_type */

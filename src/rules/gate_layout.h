@@ -4,9 +4,10 @@
  * expert and zero-expert.
  *
  * These GEMMs have few columns and long sums. Small GEMMs use split-K: they divide each sum
- * into slices, so that there is work for the whole GPU, and need memory for partial sums. Large
- * GEMMs use tensor cores (experts/grouped_components.cu). They represent each float32 value as
- * the sum of three bf16 values, its *components*, and need memory for the components.
+ * into slices, so that there is work for the whole GPU. They need memory for the partial sums
+ * of the slices. Large GEMMs use tensor cores (experts/grouped_components.cu). They represent
+ * each float32 value as the sum of three bf16 values, its *components*. They need memory for
+ * the components.
  *
  * In the functions below, `tokens` is the number of this rank's tokens, and `block` the maximum
  * number of tokens of a block (moe/moe.h). Backward computes up to GATE_BLOCKS blocks in one
@@ -18,7 +19,7 @@
 
 #include "rules/experts_layout.h"
 
-#define GATE_UNITS 512    /* desired number of CTAs of a GEMM: a few per SM */
+#define GATE_UNITS 512    /* desired number of CTAs of a GEMM: enough for a few CTAs per SM */
 #define GATE_LEAST 128    /* sums of this length or less are not split */
 #define GATE_COLUMNS 64   /* number of columns of a tile */
 #define GATE_SLICES 8     /* maximum number of split-K slices with EPIC_INVARIANT */
@@ -47,7 +48,7 @@ static inline int32_t gate_slices(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Returns the number of split-K slices with EPIC_INVARIANT, which must not depend on the number
- * of tokens. There are at most GATE_SLICES, because every slice needs memory for partial
+ * of tokens. There are at most GATE_SLICES slices, because every slice needs memory for partial
  * sums. */
 static inline int32_t gate_fixed_slices(int64_t depth)
 {
@@ -65,9 +66,10 @@ static inline int64_t gate_slice_terms(int64_t depth, int64_t slices)
 /* Returns the number of split-K slices of the forward GEMM on tensor cores with EPIC_INVARIANT.
  * The result depends neither on the number of tokens nor on the number of ranks or SMs.
  *
- * Without slices, few tokens would occupy few SMs, each with one long sum. But every slice has
- * partial sums that must be written and read. So there are at most GATE_SLICES slices, and the
- * partial sums of a token have at most as many bytes as its row of bf16. */
+ * More slices use more SMs: without slices, a GEMM of few tokens would run on few SMs. But the
+ * partial sums of every slice must be written and read. So there are at most GATE_SLICES
+ * slices, and the partial sums of a token have at most as many bytes as the token's row of
+ * bf16. */
 static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
 {
     const int64_t fit = hidden * 2 / (GATE_COMPONENTS * columns * (int64_t)sizeof(float));
@@ -75,7 +77,8 @@ static inline int32_t gate_component_slices(int64_t hidden, int64_t columns)
     return (int32_t)gate_ceil(hidden, gate_slice_terms(hidden, most));
 }
 
-/* Returns the size in bytes of the partial sums, or 0 if sums are not divided.
+/* Returns the size in bytes of the partial sums of split-K, or 0 if sums are not divided into
+ * slices.
  *
  * In forward the number of slices depends on `block` and not on `tokens`. With EPIC_TREE,
  * `block` is equal for every number of ranks, so the sums have the same bits. With
@@ -91,8 +94,9 @@ static inline int64_t gate_parts_bytes(int64_t tokens, int64_t block, int64_t hi
     return slices > 1 ? slices * lines * columns * (int64_t)sizeof(float) : 0;
 }
 
-/* Returns true if tensor cores compute a GEMM [lines, columns] with sums of `depth` terms,
- * which they do if it has at least GATE_LARGE multiplications in whole tiles. */
+/* Returns true if tensor cores compute a GEMM [lines, columns] with sums of `depth` terms. They
+ * do if the GEMM, with its size rounded up to whole tiles, has at least GATE_LARGE
+ * multiplications. */
 static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 {
     return gate_ceil(lines, EXPERTS_TILE_ROWS) * EXPERTS_TILE_ROWS *
@@ -101,15 +105,16 @@ static inline bool gate_is_large(int64_t lines, int64_t columns, int64_t depth)
 }
 
 /* Tensor cores multiply bf16 elements. If one factor is float32, each of its elements is split
- * into three components, which are multiplied separately. The members are offsets in bytes,
- * after the list of tiles. `components`: bf16 [depth, GATE_COMPONENTS, columns]. `sums`:
- * float32 [slices, lines, GATE_COMPONENTS, columns], the results for each component. */
+ * into three components, which are multiplied separately. The members are offsets in bytes of
+ * arrays that follow the list of tiles. `components` is bf16 [depth, GATE_COMPONENTS, columns].
+ * `sums` is float32 [slices, lines, GATE_COMPONENTS, columns], the results for each component.
+ * `end` is the end of the arrays. */
 typedef struct gate_components {
     int64_t components, sums, end;
 } gate_components;
 
 /* Returns the offsets for a GEMM [lines, columns] whose sums of `depth` terms are divided into
- * `slices` slices (1: not divided). The list of tiles is for `tokens` rows. */
+ * `slices` slices (1: the sums are not divided). The list of tiles is for `tokens` rows. */
 static inline gate_components gate_components_of(int64_t tokens, int64_t lines, int64_t columns,
                                                  int64_t depth, int32_t slices)
 {
@@ -120,9 +125,10 @@ static inline gate_components gate_components_of(int64_t tokens, int64_t lines, 
     return at;
 }
 
-/* Offsets in bytes for the gradient of x on tensor cores. Both factors are float32: the
- * gradient of the logits and the gate's weights. Their components are `d_logits`, bf16 [tokens,
- * GATE_PAIRS, columns], and `weights`, bf16 [hidden, GATE_PAIRS, columns]. */
+/* Offsets in bytes for the gradient of x on tensor cores. Both factors of this GEMM, the
+ * gradient of the logits and the gate's weights, are float32. `d_logits` is bf16 [tokens,
+ * GATE_PAIRS, columns], the components of the gradient of the logits. `weights` is bf16
+ * [hidden, GATE_PAIRS, columns], the components of the weights. */
 typedef struct gate_pairs {
     int64_t d_logits, weights, end;
 } gate_pairs;
@@ -136,15 +142,17 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* Blocks first to first + count - 1 of a call of gate_backward. Block b of a rank begins at
- * token b * units / total * unit. The gradients of w_gate and b_gate are computed for each
- * block, and then added in a binary tree. */
+/* The blocks first to first + count - 1, for which one call of gate_backward computes
+ * gradients. Block b of a rank begins at token b * units / total * unit, with integer division.
+ * The gradients of w_gate and b_gate are computed for each block, and then added in a binary
+ * tree. */
 typedef struct gate_blocks {
     int64_t first, count; /* count: a power of two, at most GATE_BLOCKS */
     int64_t total, units, unit;
 } gate_blocks;
 
-/* Offsets in bytes, after the list of tiles, for the gradient of w_gate of several blocks. */
+/* Offsets in bytes of arrays for the gradient of w_gate of several blocks. The arrays follow
+ * the list of tiles. "With components" means: if tensor cores compute the gradient. */
 typedef struct gate_leaves {
     int64_t slabs;      /* slab_range [blocks]: the tokens of each block */
     int64_t cuts;       /* slab_range [blocks, slices]: the tokens of each slice of a block */

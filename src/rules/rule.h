@@ -14,9 +14,9 @@
 #define RULE static inline
 #endif
 
-/* A loss is summed over the tokens in this many partial sums, the runs. Each run adds an equal
- * number of consecutive tokens in ascending order, in float64. Then run i + distance is added
- * to run i, for the distances LOSS_RUNS / 2, LOSS_RUNS / 4 and so on to 1. */
+/* The sum of a loss over the tokens is divided into this many partial sums, the runs. Each run
+ * adds an equal number of consecutive tokens in ascending order, in float64. Then run i +
+ * distance is added to run i, for the distances LOSS_RUNS / 2, LOSS_RUNS / 4 and so on to 1. */
 #define LOSS_RUNS 2048
 
 RULE int64_t loss_run_tokens(int64_t num_tokens)
@@ -32,8 +32,8 @@ RULE bool router_on_logits(const epic_router *r, bool has_bias)
            (!has_bias && (r->num_groups == 0 || r->group_score == EPIC_GROUP_MAX));
 }
 
-/* Returns true if experts outside the kept groups of experts can never be chosen. on_logits is
- * the result of router_on_logits().
+/* Returns true if experts that are not in one of the kept groups can never be chosen. on_logits
+ * is the result of router_on_logits().
  *
  * EPIC_OTHERS_OUT excludes these experts. With EPIC_OTHERS_ZERO their score is 0, so they are
  * never chosen if all scores in the kept groups are above 0. This is the case if on_logits is

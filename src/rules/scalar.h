@@ -3,7 +3,7 @@
  *
  * The float32 functions use only additions, multiplications and divisions, in a fixed order and
  * without fused operations. So every compiler and device computes the same bits, and chooses
- * the same experts. The error is below 2 units in the last place. The float64 functions call
+ * the same experts. Their error is below 2 units in the last place. The float64 functions call
  * the C library, because they are used only to check gradients. */
 #ifndef EPIC_SCALAR_H
 #define EPIC_SCALAR_H
