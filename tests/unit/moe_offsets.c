@@ -24,13 +24,13 @@ int main(void)
                                .has_shared = shared != 0,
                                .shared = {.hidden = 16, .inner = 8}};
             const dense_grad_offsets p = moe_dense_grad_offsets(&j);
-            expect(p.gate_up % DENSE_GRAD_ALIGNMENT == 0 && p.down % DENSE_GRAD_ALIGNMENT == 0 &&
-                       p.end % DENSE_GRAD_ALIGNMENT == 0,
+            expect(p.gate_up % DENSE_GRAD_ALIGNMENT == 0 &&
+                       p.down % DENSE_GRAD_ALIGNMENT == 0 && p.end % DENSE_GRAD_ALIGNMENT == 0,
                    columns, "the weight gradients of the shared expert are not aligned");
-            expect(p.gate_padding - p.scale == columns && p.gate_up - p.gate_padding < 4, columns,
-                   "the padding of the gate's gradients is too long");
-            expect(shared ? p.shared_padding - p.w_shared_gate == 16 : p.end == p.gate_up, columns,
-                   "the shared expert's part has a wrong size");
+            expect(p.gate_padding - p.scale == columns && p.gate_up - p.gate_padding < 4,
+                   columns, "the padding of the gate's gradients is too long");
+            expect(shared ? p.shared_padding - p.w_shared_gate == 16 : p.end == p.gate_up,
+                   columns, "the shared expert's part has a wrong size");
         }
     return num_wrong ? 1 : 0;
 }
