@@ -396,7 +396,7 @@ def test_out_and_mask(alone: epic.torch.Group) -> None:
 @pytest.mark.parametrize("composed", [False, True])
 def test_compiled(alone: epic.torch.Group, composed: bool) -> None:
     """Check that recording and replaying compile to one graph each, with the same bits."""
-    options = epic.torch.Moe.of(num_experts=8, top_k=2, hidden=16, inner=4, balance_coeff=0.1)
+    options = epic.torch.Moe.of(num_experts=4, top_k=2, hidden=16, inner=4, balance_coeff=0.1)
     layer = epic.torch.MoE(alone, options, grouped_mm=slab_mm if composed else None)
     x = numbers(1, 6, 16).requires_grad_()
 

@@ -66,8 +66,10 @@ class World:
         # Else each process starts a pool of processes. The import of torch._dynamo reads it.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         # The server imports these once for all processes, and the others if a test uses them.
+        # The first torch.compile of a process imports the last one, which takes 1.3 s.
         others = [name for name in OTHERS if name.partition(".")[0] in sys.modules]
-        context.set_forkserver_preload(["epic.torch", "torch._dynamo", *others])
+        preloaded = ["epic.torch", "torch._dynamo", *others, "torch._inductor.compile_fx"]
+        context.set_forkserver_preload(preloaded)
         for rank in range(self.size):
             mine, other = context.Pipe()
             process = context.Process(
