@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The public calls that communicate. Each one reads its struct, fills in defaults, checks the
- * arguments, and calls the operation of the device backend or of src/host_ops. */
+/* The public calls that communicate. Each call reads the caller's struct, fills in defaults,
+ * checks the arguments, and calls the operation of the device backend or of src/host_ops. */
 #include "api/api.h"
 
 #include "api/check.h"
@@ -29,7 +29,7 @@ static void add_options_hash(epic_call *call, const op_header_extra *extra)
 }
 
 /* Sets the row_bytes of a matrix to `bytes` if the caller passed the empty matrix {NULL, 0, 0}.
- * A macro, because it is used for epic_rows and for epic_const_rows. */
+ * This is a macro, so that it works for both epic_rows and epic_const_rows. */
 #define DEFAULT_ROW_BYTES(rows, bytes)                                                         \
     do {                                                                                       \
         if (!(rows).data && !(rows).num_rows && !(rows).row_bytes) (rows).row_bytes = (bytes); \
@@ -48,7 +48,7 @@ static epic_result read_plan_args(const epic_context *ctx, epic_plan_args *a, ep
 }
 
 /* Implements epic_plan (extra is NULL) and api_plan. The ranks compare the options of the
- * layer: the options in *extra or, without it, the options of args->moe. */
+ * layer: those in *extra or, if extra is NULL, those of args->moe. */
 static epic_result call_plan(epic_context *ctx, const epic_plan_args *args, size_t size,
                              const op_header_extra *extra)
 {
@@ -78,8 +78,8 @@ epic_result api_plan(epic_context *ctx, const epic_plan_args *args,
 
 /* A matrix without rows may have row_bytes 0. In this case, computes its row_bytes from the
  * other matrix: recv.row_bytes from tokens.row_bytes, or the reverse. A quantized row has one
- * byte per element. The sizes have not been checked yet, so the product may overflow: row_bytes
- * is then INT64_MAX, which check_rows() rejects later. */
+ * byte per element. The sizes have not been checked yet, so the product may overflow. In this
+ * case sets row_bytes to INT64_MAX, which check_rows() rejects later. */
 static void default_dispatch_rows(epic_dispatch_args *a)
 {
     const int64_t size = a->quantize ? (int64_t)epic_type_bytes(a->type) : 1;
@@ -93,9 +93,9 @@ static void default_dispatch_rows(epic_dispatch_args *a)
 }
 
 /* Copies the layer of an existing plan to *out, fills in its defaults, and makes *layer point
- * to *out. Replaces EPIC_BY_HOSTS by EPIC_BY_RANK, except on GPUs of several hosts: there the
- * meaning of EPIC_BY_HOSTS depends on whether the plan was made with a rank_of_expert, and this
- * function cannot see that. */
+ * to *out. Replaces EPIC_BY_HOSTS by EPIC_BY_RANK, except on GPUs of several hosts. On such
+ * GPUs the meaning of EPIC_BY_HOSTS depends on whether the plan was made with a rank_of_expert,
+ * which this function does not know. */
 static epic_result read_plan_layer(const epic_context *ctx, epic_layer *out,
                                    const epic_layer **layer)
 {
@@ -149,7 +149,7 @@ static epic_result check_plan_dispatch(const epic_plan_args *p, const epic_dispa
 }
 
 /* Implements epic_plan_dispatch and api_plan_dispatch. Ignores the fields `call`, `layer` and
- * `plan` of `dispatch` and uses those of `plan`. */
+ * `plan` of *dispatch, and uses the fields of the same name of *plan. */
 static epic_result call_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                       size_t plan_size, const epic_dispatch_args *dispatch,
                                       size_t dispatch_size, const op_header_extra *extra)
@@ -219,7 +219,7 @@ epic_result epic_dispatch_backward_v1(epic_context *ctx,
 }
 
 /* Fills in row_bytes of matrices without rows. All matrices have the row_bytes of d_out, except
- * d_rows if it is quantized. */
+ * d_rows if its rows are quantized. */
 static void default_combine_backward_rows(epic_combine_backward_args *a)
 {
     if (!a->quantize) DEFAULT_ROW_BYTES(a->d_out, a->d_rows.row_bytes);

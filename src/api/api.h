@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Variants of public calls for src/moe, the part of the library that implements whole MoE
- * layers. They can add data to the op header, which the public calls cannot. */
+ * layers. In contrast to the public calls, these variants can add data to the op header. */
 #ifndef EPIC_API_H
 #define EPIC_API_H
 
 #include "context/context.h"
 #include "exchange/op_header.h"
 
-/* Each function works like the public call of that name, and also adds `extra`, which may be
+/* Each function api_X works like the public call epic_X, and also adds `extra`, which may be
  * NULL, to its op header. If any rank sets extra->fault (host contexts only), all ranks return
  * this error, the outputs are zeros, and the group stays usable. If extra->options differs
  * between ranks, all ranks return EPIC_EMISMATCH. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Implements epic_bootstrap_mpi with the plugin libepic_mpi.so, and epic_bootstrap_nccl with
- * libepic_cuda.so. A plugin has its own error text, so every call in this file copies that text
- * into libepic.so, whose epic_error() the caller uses. */
+ * libepic_cuda.so. A plugin stores error texts in its own memory. The caller uses epic_error()
+ * of libepic.so, so every call in this file copies the plugin's error text into libepic.so. */
 #include <stdlib.h>
 
 #include "api/config.h"
@@ -28,7 +28,8 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Creates a bootstrap of the named backend. `native` is the communicator of MPI or NCCL. */
+/* Creates a bootstrap with the plugin of the backend `name`. `native` is the communicator of
+ * MPI or NCCL. */
 static epic_result make_bootstrap(epic_bootstrap *out, const char *name, const void *native,
                                   uint32_t timeout_ms)
 {

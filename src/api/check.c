@@ -89,7 +89,7 @@ static epic_result check_summed(const epic_context *ctx, uint32_t type)
                      type);
 }
 
-/* Checks that the arrays named a and b are both given or both NULL. */
+/* Checks that the arrays named `a` and `b` are either both set or both NULL. */
 static epic_result check_pair(const char *a, const void *given_a, const char *b,
                               const void *given_b)
 {
@@ -131,8 +131,8 @@ static epic_result check_quantized(const epic_context *ctx, uint32_t quantize, u
     return EPIC_OK;
 }
 
-/* Describes the memory of a matrix for check_arrays(). Its address must be a multiple of `unit`
- * bytes. `out` is true if the call writes the matrix. */
+/* Describes the memory of a matrix for check_arrays(). The address of the matrix must be a
+ * multiple of `unit` bytes. `out` is true if the call writes the matrix. */
 static call_array of_rows(const char *name, epic_const_rows rows, size_t unit, bool out)
 {
     return (call_array){name, rows.data, rows.num_rows * rows.row_bytes, unit, out};
@@ -158,8 +158,8 @@ epic_result check_plan_size(const epic_config *config, const epic_layer *layer, 
                      (long long)config->max_tokens, config->num_ranks, layer->top_k);
 }
 
-/* Checks the tables of replicas: logical_of_expert must be set if the layer has replicas. If it
- * has none, logical_of_expert and logical_load must be NULL. */
+/* Checks the tables of replicas. If the layer has replicas, logical_of_expert must be set. If
+ * not, logical_of_expert and logical_load must be NULL. */
 static epic_result check_replicas(const epic_plan_args *a, const epic_layer *layer)
 {
     if (layer->num_logical && !a->logical_of_expert)
@@ -212,8 +212,8 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
             "plan_bytes is %lld: must be at least %lld, the result of epic_plan_bytes",
             (long long)a->plan_bytes, (long long)needed);
     const int64_t experts = layer->num_experts, choices = a->num_tokens * layer->top_k;
-    /* the smallest num_local_experts of any rank: with a placement table, all experts may be on
-     * vacant seats */
+    /* lower bound of num_local_experts; with a placement table it is 0, because all experts may
+     * be placed on vacant seats (ranks that have left) */
     const bool any_empty = a->rank_of_expert && context_members(ctx);
     const int64_t local = any_empty ? 0 : (experts + ctx->num_ranks - 1) / ctx->num_ranks;
     const call_array arrays[] = {
@@ -264,8 +264,8 @@ static epic_result check_scales(const epic_context *ctx, const epic_dispatch_arg
 }
 
 /* Returns EPIC_EINVAL if the layer is EPIC_FLAT and the caller has set an array with an element
- * per slot, such as slot_weights. In a FLAT layer a slot holds a token for all its choices on
- * this rank, so the slot has no single weight. */
+ * per slot, such as slot_weights. In a FLAT layer all choices of a token on this rank share one
+ * slot, so the slot has no single weight. */
 static epic_result check_by_slot(const epic_layer *layer, const char *name, const void *given)
 {
     if (!given || layer->layout != EPIC_FLAT) return EPIC_OK;
@@ -386,8 +386,8 @@ static epic_result check_numbers(const char *name, const float *data, int64_t co
                      (long long)count);
 }
 
-/* Checks the arguments of epic_sum_replicas. config.max_row_bytes does not limit
- * data->row_bytes, because a row of `data` holds the weights of an expert, not a token. */
+/* Checks the arguments of epic_sum_replicas. data->row_bytes may exceed config.max_row_bytes,
+ * because a row of `data` holds the weights of an expert, not a token. */
 epic_result check_sum_replicas_args(const epic_sum_replicas_args *a)
 {
     const epic_rows *data = &a->data;

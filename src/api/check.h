@@ -2,9 +2,10 @@
 /* Checks of the arguments of public calls: pointers, shapes, enums, overlapping arrays. The
  * rules that depend on the contents of a plan are checked later, by the operations.
  *
- * Each function returns EPIC_OK or EPIC_EINVAL. For a type that the backend cannot add, it
- * returns EPIC_ENOTSUP. If it fails, it sets the error text that epic_error() returns. No check
- * reads the contents of the caller's arrays. Any thread may call these functions. */
+ * Each function returns EPIC_OK or EPIC_EINVAL. If the backend cannot add values of the
+ * caller's type, it returns EPIC_ENOTSUP. A function that returns an error also sets the error
+ * text that epic_error() returns. No check reads the contents of the caller's arrays. Any
+ * thread may call these functions. */
 #ifndef EPIC_CHECK_H
 #define EPIC_CHECK_H
 
@@ -17,8 +18,8 @@ epic_result check_plan_bytes(const void *plan, int64_t plan_bytes);
  * number of slots does not fit into int32. */
 epic_result check_plan_size(const epic_config *config, const epic_layer *layer, int64_t *bytes);
 
-/* Check the arguments of one public call each. The caller has filled in the defaults: row_bytes
- * of matrices without rows, and all fields of the layer. */
+/* Check the arguments of one public call each. The caller must have filled in the defaults:
+ * row_bytes of matrices without rows, and all fields of the layer. */
 epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *args,
                             const epic_layer *layer);
 epic_result check_dispatch_args(const epic_context *ctx, const epic_dispatch_args *args);

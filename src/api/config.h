@@ -11,8 +11,8 @@
  * Errors: EPIC_EINVAL. */
 epic_result config_read(epic_config *out, const epic_config *config, size_t size);
 
-/* Reads the config of a size query. config->num_ranks must be set, because there is no
- * bootstrap that has it. */
+/* Like config_read(), for a size query: config->num_ranks must be set, because a size query has
+ * no bootstrap from which to read the number of ranks. */
 epic_result config_read_sizes(epic_config *out, const epic_config *config, size_t size);
 
 /* Writes the config for a size query to *out: the config of ctx, or the caller's config if ctx
@@ -22,7 +22,7 @@ epic_result config_read_sizes(epic_config *out, const epic_config *config, size_
 epic_result config_of_query(epic_config *out, bool *on_device, epic_context *ctx,
                             const epic_config *config, size_t size);
 
-/* Returns the folder for traces (EPIC_TRACE), or NULL. */
+/* Returns the folder for traces (EPIC_TRACE), or NULL if traces are not enabled. */
 const char *config_trace(void);
 
 /* Returns true if the environment variable EPIC_CHECK_WEIGHTS is set: the calls of a layer then
@@ -33,8 +33,9 @@ bool config_checks_weights(void);
  * unchanged; name may be NULL. */
 const char *backend_resolve_name(const char *name, int num_hosts);
 
-/* Sets *on_device to true if contexts of backend `name` compute in device memory. Sets it to
- * false if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
+/* Sets *on_device to true if contexts of backend `name` compute in device memory, and to false
+ * if they do not or if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has
+ * that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
 /* Finds the backend with this name for a group of num_ranks ranks, and loads its plugin if it

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Opens and closes a context. epic_open runs three allgathers over all ranks: of the
- * configurations, of the chosen backends, and of the results of joining. After each of them,
- * all ranks return the same error, or all continue. See docs/internals/architecture.md. */
+ * configurations, of the chosen backends, and of the results of joining. After each allgather,
+ * either all ranks return the same error, or all ranks continue. See
+ * docs/internals/architecture.md. */
 #include "context/context.h"
 
 #include <stdio.h>
@@ -27,7 +28,8 @@ int64_t context_bytes(const epic_config *config, bool host)
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }
 
-/* bootstrap.gather of a group of one rank: copies `mine` to the only entry of `all`. */
+/* Implements epic_bootstrap.gather for a group of one rank: copies `mine` to the only element
+ * of `all`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
@@ -48,8 +50,8 @@ static epic_result check_bootstrap(const epic_bootstrap *bootstrap)
     return EPIC_OK;
 }
 
-/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. open_with()
- * sends the error to all ranks in the first gather. */
+/* Checks that config.num_ranks, if set, equals the bootstrap's number of ranks. If not,
+ * open_with() sends the error to all ranks in the first allgather. */
 static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *bootstrap)
 {
     if (num_ranks == 0 || num_ranks == (uint32_t)bootstrap->num_ranks) return EPIC_OK;
@@ -58,9 +60,9 @@ static epic_result check_num_ranks(uint32_t num_ranks, const epic_bootstrap *boo
                      num_ranks, bootstrap->num_ranks);
 }
 
-/* Chooses the backend that the config names. If it names none, chooses the first backend of
- * epic_backends that can join these ranks, or mpi if none of them can. If mpi cannot either,
- * the error text lists the reason of each backend. */
+/* Chooses the backend that the config names. If the config names no backend, chooses the first
+ * backend in epic_backends that can join these ranks, or mpi if no backend in epic_backends
+ * can. If mpi cannot join them either, the error text lists the reason of each backend. */
 static epic_result choose_backend(const epic_backend **out, const epic_peer *peers,
                                   int num_hosts, const epic_config *config)
 {
@@ -120,8 +122,8 @@ static epic_bootstrap wrap_bootstrap(const epic_bootstrap *bootstrap)
                             (void *)(uintptr_t)bootstrap};
 }
 
-/* Gathers the results of all ranks. If one is an error, every rank returns the same error, so
- * epic_open succeeds on all ranks or on none. */
+/* Gathers the results of all ranks. If a result is an error, every rank returns this error, so
+ * epic_open succeeds either on all ranks or on no rank. */
 static epic_result agree_on_result(const epic_bootstrap *bootstrap, rank_info *mine,
                                    rank_info *all, epic_result result)
 {
@@ -144,8 +146,8 @@ static int32_t count_hosts(const epic_peer *peers, int num_ranks)
 }
 
 /* Chooses a backend, gathers the choices of all ranks, and checks that they are equal. Without
- * this gather, a rank whose host lacks a plugin would fail alone, and all other ranks would
- * wait for it in join. */
+ * this allgather, a rank whose host has not installed a plugin would fail alone, and all other
+ * ranks would wait for it in epic_backend.join. */
 static epic_result agree_on_backend(const epic_backend **out, const epic_context *ctx,
                                     const epic_bootstrap *bootstrap, rank_info *mine,
                                     rank_info *all, const epic_peer *peers)
@@ -167,8 +169,8 @@ static epic_result join_group(epic_context *ctx, const epic_backend *backend,
     return EPIC_OK;
 }
 
-/* Opens the trace file if EPIC_TRACE is set. Returns EPIC_ENOTSUP for a device context: its
- * expert ids are in device memory, so the trace could not contain them. */
+/* Opens the trace file if EPIC_TRACE is set. Returns EPIC_ENOTSUP for a device context, because
+ * its expert ids are in device memory, where the trace writer cannot read them. */
 static epic_result start_trace(epic_context *ctx)
 {
     const char *folder = config_trace();
@@ -229,17 +231,17 @@ static void release_context(epic_context *ctx)
     if (ctx->backend && ours) ctx->backend->leave(ctx->group);
     if (ctx->backend && !ours && ctx->backend->forget) ctx->backend->forget(ctx->group);
     ctx->backend = NULL;
-    /* close the recorder only now, because a thread of the backend may write to it until the
-     * group is left */
+    /* close the recorder only now, because a thread of the backend may write to the recorder
+     * until this rank has left the group */
     (ours ? recorder_close : recorder_forget)(ctx->recorder);
     ctx->recorder = NULL;
     trace_close(ctx->trace);
     ctx->trace = NULL;
 }
 
-/* Opens a group. All ranks compare first their configurations, then their choices of a backend,
- * then their results of joining. Each of the three parts ends with a gather. `num_ranks` is the
- * caller's config.num_ranks. `all` and `peers` have one element per rank. */
+/* Opens a group. The ranks first compare their configurations, then their choices of a backend,
+ * then their results of joining. Each of these three parts ends with an allgather. `num_ranks`
+ * is the caller's config.num_ranks. `all` and `peers` have one element per rank. */
 static epic_result open_with(epic_context *ctx, const epic_bootstrap *bootstrap, rank_info *all,
                              epic_peer *peers, uint32_t num_ranks)
 {
@@ -284,16 +286,18 @@ static epic_result open_bootstrap(epic_context *ctx, const epic_bootstrap *boots
     return result;
 }
 
-/* Creates a bootstrap for a caller that passed none: from config.native (MPI), or from the
- * environment. Fails if the environment describes no job. A default group of one rank would be
- * wrong, because each process of a job would silently get a group of its own. */
+/* Creates a bootstrap for a caller that passed no bootstrap: from config.native (MPI), or from
+ * the environment. Fails if the environment describes no job. It does not open a group of one
+ * rank in this case, because then each process of a job would silently get a group of its
+ * own. */
 static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config *config)
 {
     return config->native ? epic_bootstrap_mpi(out, config->native, config->timeout_ms)
                           : epic_bootstrap_env(out);
 }
 
-/* Reads the config, makes a bootstrap if the caller has none, and opens the group. */
+/* Reads the config, makes a bootstrap if the caller has passed no bootstrap, and opens the
+ * group. */
 static epic_result open_context(epic_context *ctx, const epic_bootstrap *bootstrap,
                                 const epic_config *config, size_t size)
 {

@@ -17,14 +17,15 @@ typedef struct plugin {
     const char *name; /* name of the backend, as in config.backend */
     const char *library;
     const char *symbol;
-    /* Second half of the error text, if the library does not exist (when_absent), or exists but
-     * cannot be loaded (when_broken). */
+    /* Second half of the error text. when_absent is used if the library does not exist,
+     * when_broken if it exists but cannot be loaded. */
     const char *when_absent, *when_broken;
 } plugin;
 
 #define NUM_PLUGINS 5
-/* A backend may have several plugins. A group uses the first one whose max_ranks is large
- * enough. If none is, it uses the last one, which refuses the group. */
+/* A backend may have several plugins. A group uses the first plugin of its backend whose
+ * max_ranks is large enough. If no max_ranks is large enough, the group uses the last plugin,
+ * which returns an error. */
 static const plugin plugins[NUM_PLUGINS] = {
     {EPIC_MAX_RANKS, "mpi", "libepic_mpi.so", "epic_backend_mpi",
      "it is not next to libepic.so; a build has it where it finds an MPI (Debian, Ubuntu: "
@@ -49,9 +50,9 @@ static const plugin plugins[NUM_PLUGINS] = {
 static const epic_backend *_Atomic loaded[NUM_PLUGINS]; /* NULL until loaded; a plugin is never
                                                          * unloaded */
 
-/* Loads a plugin and sets *out to its struct epic_backend. If that fails, the error text
- * describes how to get the library. The release store publishes the struct to other threads
- * that call backend_fetch(). */
+/* Loads a plugin and sets *out to its struct epic_backend. If the plugin cannot be loaded, the
+ * error text describes how to get the library. The release store publishes the struct to other
+ * threads that call backend_fetch(). */
 static epic_result load_plugin(const epic_backend **out, const plugin *p)
 {
     void *handle = library_open((const void *)(uintptr_t)&backend_find, p->library);

@@ -19,7 +19,8 @@
 
 #define RANK_INFO_MAGIC 0x4f4c4c4548435045ull /* "EPCHELLO" */
 
-/* Returns a random value from the kernel. If there is none, returns a hash of pid and time. */
+/* Returns a random value from the kernel. If the kernel returns no random value, returns a hash
+ * of the pid and the time. */
 static uint64_t random_uint64(void)
 {
     uint64_t word;
@@ -37,8 +38,8 @@ static int64_t namespace_inode(const char *path)
     return stat(path, &s) == 0 ? (int64_t)s.st_ino : 0;
 }
 
-/* Reads a small kernel file (/proc) into a string. The string is empty if there is no such
- * file. Returns EPIC_EDEVICE if the process is out of descriptors or memory. */
+/* Reads a small kernel file (/proc) into a string. The string is empty if the file does not
+ * exist. Returns EPIC_EDEVICE if the process is out of descriptors or memory. */
 static epic_result read_kernel_file(const char *path, char *text, size_t size)
 {
     const int fd = open(path, O_RDONLY | O_CLOEXEC);
@@ -72,8 +73,9 @@ static void hash_host_name(uint64_t host[2], const char *name, int rank)
 }
 
 /* Computes two hashes that identify the host. host[0] identifies the running kernel, by its
- * boot id. host[1] also depends on the PID namespace: a pid is valid only in its namespace, so
- * two namespaces count as two hosts. EPIC_HOST replaces both. */
+ * boot id. host[1] also depends on the PID namespace. A pid is valid only in its namespace, so
+ * two namespaces on one machine count as two hosts. If EPIC_HOST is set, both hashes are
+ * computed from its value instead. */
 static epic_result identify_host(uint64_t host[2], int rank)
 {
     char text[64] = {0};
@@ -90,8 +92,7 @@ static epic_result identify_host(uint64_t host[2], int rank)
 }
 
 /* Reads the start time of this process in clock ticks: word 22 of /proc/self/stat. The search
- * begins after the last ')', because the program's name in parentheses may contain spaces. The
- * inode and the times of /proc/self change, so they cannot identify the process. */
+ * begins after the last ')', because the program's name in parentheses may contain spaces. */
 static epic_result read_process_start(uint64_t *start)
 {
     char text[1024];
@@ -210,7 +211,7 @@ static bool is_same_version(const rank_info *info)
 }
 
 /* Checks the result and the texts of a rank_info. They may be invalid, because any program that
- * can connect to the bootstrap may have written it. */
+ * can connect to the bootstrap may have written the rank_info. */
 static epic_result check_texts(const rank_info *info, int rank)
 {
     const char *what = info->refused < EPIC_OK || info->refused > EPIC_ECLOSED ? "result"
@@ -225,8 +226,8 @@ static epic_result check_texts(const rank_info *info, int rank)
                      rank, what);
 }
 
-/* Returns true if `refused` is an error that another rank caused, for example a timeout. The
- * error of the rank that caused it has more detail, so it is reported instead. */
+/* Returns true if `refused` is an error that another rank caused, for example a timeout. In
+ * this case the error of that other rank is reported instead, because it has more detail. */
 static bool is_second_hand(int64_t refused)
 {
     return refused == EPIC_EPEER || refused == EPIC_ETIMEOUT;
@@ -244,7 +245,7 @@ static const rank_info *find_refusal(const rank_info *all, int num_ranks, bool s
 }
 
 /* Returns true if an error text begins with "rank N: ". If joining fails on GPUs, every rank
- * already reports the text of the failed rank with this prefix. */
+ * already has the error text of the failed rank with this prefix. */
 static bool begins_with_rank(const char *sentence)
 {
     int rank, end = 0;

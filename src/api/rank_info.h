@@ -6,12 +6,13 @@
 
 #include "backend/backend.h"
 
-/* Size of an error text in a rank_info. With the prefix "open: rank 1023: " it fits into the
- * 511 characters of a failure's text. */
+/* Size of an error text in a rank_info: small enough that the text with the prefix "open: rank
+ * 1023: " fits into the 511 characters of a failure's text. */
 #define RANK_INFO_SENTENCE 480
 
-/* The facts about a rank that it sends to all ranks. All versions of EPIC with this `magic` use
- * this size and layout, so ranks with two different versions can detect the difference. */
+/* The data about a rank that the rank sends to all ranks. All versions of EPIC with this
+ * `magic` use this size and layout, so ranks with two different versions can detect the
+ * difference. */
 typedef struct rank_info {
     uint64_t magic;
     uint32_t version;
@@ -29,14 +30,15 @@ typedef struct rank_info {
 } rank_info;
 
 /* Fills in the rank_info of this rank. Returns EPIC_EDEVICE if the operating system does not
- * report the identity of the host or of the process. Even then fills in all other fields. */
+ * report the identity of the host or of the process; in this case still fills in all other
+ * fields. */
 epic_result rank_info_fill(rank_info *mine, const epic_bootstrap *bootstrap,
                            const epic_config *config);
 
 /* Compares the rank_infos of all ranks. Returns the same result on every rank: EPIC_OK, the
  * error of a rank that failed, EPIC_EMISMATCH with both values of a field that differs, or
  * EPIC_EPEER for a rank_info that EPIC did not write. Checks every field, because any program
- * that can connect to the bootstrap may have sent it. */
+ * that can connect to the bootstrap may have sent the rank_info. */
 epic_result rank_info_compare(rank_info *all, int num_ranks);
 
 #endif

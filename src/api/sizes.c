@@ -48,7 +48,7 @@ static int64_t min_int64(int64_t a, int64_t b)
 
 /* Returns the maximum number of slots that a rank with `local` experts can need.
  *
- * A token has at most top_k choices on one rank, and with EPIC_DISTINCT at most one for each
+ * A token has at most top_k choices on one rank, and with EPIC_DISTINCT at most one choice per
  * local expert. A slab (the slots of one expert) holds at most expert_capacity choices, and
  * each slab that is not empty is padded to a multiple of the alignment. An EPIC_FLAT layer has
  * at most one slot for each token. */
