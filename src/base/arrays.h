@@ -11,9 +11,10 @@
  * contents, so the array may be in device memory. */
 typedef struct call_array {
     const char *name;
-    const void *data; /* address of the array; NULL: the caller passed none */
-    int64_t bytes;    /* number of bytes that the call uses; 0: none */
-    /* size of an element in bytes, a power of two; the address must be a multiple of it */
+    const void *data; /* address of the array; NULL: the caller has passed no array */
+    int64_t bytes;    /* number of bytes of the array that the call uses */
+    /* size of an element in bytes, a power of two; the address must be a multiple of this
+     * size */
     size_t unit;
     bool out; /* true: the call writes the array */
 } call_array;

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The CPU cores on which a rank may run. A launcher may bind each rank to different cores. So a
- * rank needs the core sets of all ranks of its host to see how many they share. */
+ * rank needs the core sets of all ranks of its host to find out how many cores these ranks have
+ * together. */
 #ifndef EPIC_CORES_H
 #define EPIC_CORES_H
 

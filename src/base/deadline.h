@@ -8,10 +8,10 @@
  * check (expected_ns). If that check comes much later, this process was suspended. The deadline
  * then restarts with its full timeout, so that peers have this time to continue too.
  *
- * On a machine that is always overloaded, checks are late without a suspension, and there a
- * deadline must also end. So a deadline may restart only while the process has run for less
- * than DEADLINE_RESTART_LIMIT times the timeout. After that, a suspension only postpones the
- * deadline by the length of the suspension.
+ * On a machine that is always overloaded, checks are late without a suspension, and the
+ * deadline must not restart forever. So a deadline may restart only while the process has run
+ * for less than DEADLINE_RESTART_LIMIT times the timeout since the wait began. After that, a
+ * suspension only postpones the deadline by the length of the suspension.
  *
  * A deadline belongs to one thread: the functions take no locks. */
 #ifndef EPIC_DEADLINE_H
@@ -22,15 +22,17 @@
 
 #include "base/clock.h"
 
-/* A suspension restarts the deadline only within this many timeouts of the wait's start. */
+/* A suspension restarts the deadline only while the wait has run for less than this many
+ * timeouts. */
 #define DEADLINE_RESTART_LIMIT 4
-/* If a check is late by more than this, the process was suspended: the scheduler alone does not
- * delay a check so much. */
+/* If a check is late by more than this, EPIC assumes that the process was suspended, because
+ * the scheduler alone does not delay a check so much. */
 #define DEADLINE_SLACK_NS 100000000ull
 
 typedef struct deadline {
     uint64_t timeout_ns;
-    uint64_t start_ns;    /* time of the last start; 0: starts at the next deadline_look() */
+    /* time of the last start; 0: the deadline starts at the next deadline_look() */
+    uint64_t start_ns;
     uint64_t end_ns;      /* time at which the deadline has passed */
     uint64_t expected_ns; /* time at which the next deadline_look() is due */
     uint64_t ran_ns;      /* running time of this wait before the last start */
@@ -51,8 +53,8 @@ static inline void deadline_renew(deadline *d)
     d->start_ns = 0;
 }
 
-/* Returns for how many nanoseconds this process was suspended: the delay of the check at `now`
- * compared with expected_ns. Returns 0 for a delay that is usual on a busy machine. */
+/* Returns for how many nanoseconds this process was suspended: how much later than expected_ns
+ * the check at `now` is. Returns 0 for a delay that is usual on a busy machine. */
 static inline uint64_t deadline_stopped_ns(const deadline *d, uint64_t now)
 {
     const uint64_t quarter = d->timeout_ns / 4;

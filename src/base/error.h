@@ -18,8 +18,9 @@ epic_fail(epic_result result, const char *format, ...);
 const char *epic_sentence(void);
 
 /* Copies an error text to `out`, which has `size` bytes. If the text does not fit, " ... "
- * replaces its middle. The beginning contains the field and the end contains the remedy, so the
- * lost part usually is a long value of the caller. No UTF-8 character is cut. */
+ * replaces its middle. The middle is cut out because the beginning of an error text contains
+ * the field and the end contains the remedy, so the lost part usually is a long value of the
+ * caller. No UTF-8 character is cut. */
 void epic_fit_text(char *out, size_t size, const char *sentence);
 
 /* Returns the end of an error text for this errno: "; " and a remedy, or "". */

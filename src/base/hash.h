@@ -25,8 +25,8 @@ static inline uint64_t hash_join(uint64_t hash, uint64_t x)
     return hash_mix(hash ^ (x + 0x9e3779b97f4a7c15ull));
 }
 
-/* Returns a hash of n bytes. Hashes four words at a time, independently of each other, so that
- * memory bandwidth is the only limit of its speed. */
+/* Returns a hash of n bytes. Hashes the words in four independent lanes (word n in lane n % 4),
+ * so that only the memory bandwidth limits the speed, and joins the lanes at the end. */
 static inline uint64_t hash_bytes(const void *bytes, size_t n)
 {
     const unsigned char *p = bytes;

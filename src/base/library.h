@@ -5,7 +5,7 @@
 
 /* Loads the file `library`. Looks first in the folder of the library or program that contains
  * the address `self`, then in the system's search path. Returns a dlopen() handle, or NULL on
- * failure, when dlerror() returns the reason. */
+ * failure. After a failure dlerror() returns the reason. */
 void *library_open(const void *self, const char *library);
 
 #endif

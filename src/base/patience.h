@@ -4,9 +4,9 @@
  * A rank that waits for a peer usually spins for a short time with sched_yield(), because
  * sleeping and waking up takes longer than a short operation. But if another thread computes on
  * the same core, sched_yield() may return only after milliseconds, while a sleeping rank would
- * be woken at once. So after a sched_yield() that returns late, the next waits sleep at once:
- * LEAST_SLEEPS waits after the first late return, and twice as many after each further late
- * return. Each return that is not late reduces this number by one. */
+ * be woken at once. So after a sched_yield() that returns late, the next N waits sleep at once.
+ * N is LEAST_SLEEPS after the first late return, and doubles with each further late return, up
+ * to MOST_SLEEPS. Each return that is not late reduces N by two. */
 #ifndef EPIC_PATIENCE_H
 #define EPIC_PATIENCE_H
 
@@ -19,12 +19,14 @@
 #define LEAST_SLEEPS 8
 #define MOST_SLEEPS 1024
 
-/* State of all waits of a rank, which its threads share. Initially zero. All accesses are
- * relaxed, because a lost update only makes a few more or fewer waits sleep. */
+/* State of all waits of a rank. The threads of the rank share it. Initially zero. All accesses
+ * have relaxed memory order, because a lost update only means that a few more or fewer waits
+ * sleep. */
 typedef struct patience {
     _Atomic int sleeps; /* the next `sleeps` waits sleep without spinning */
-    /* Half of the number of waits that will sleep after the next late return, at least
-     * LEAST_SLEEPS / 2. Each return that is not late reduces it by one. */
+    /* Half of the number N of waits that will sleep after the next late return. A value below
+     * LEAST_SLEEPS / 2 counts as LEAST_SLEEPS / 2. Each return that is not late reduces it by
+     * one. */
     _Atomic int last;
 } patience;
 

@@ -11,7 +11,7 @@
 int process_watch(int64_t pid);
 
 /* Returns true if the process has exited. fd is the result of process_watch(). If fd is -1,
- * checks whether the pid exists, so a zombie counts as running. */
+ * only checks whether the pid exists, so a zombie process counts as running. */
 bool process_ended(int fd, int64_t pid);
 
 /* Returns true if this process may create a file or memfd of `bytes` bytes. Creating a larger
@@ -19,10 +19,11 @@ bool process_ended(int fd, int64_t pid);
 bool process_may_create_file(int64_t bytes);
 
 /* Starts to count forks: installs a handler that runs in each forked child. Returns false if
- * memory for the handler cannot be allocated. Any thread may call it, any number of times. */
+ * memory for the handler cannot be allocated. Any thread may call this function, any number of
+ * times. */
 bool process_count_forks(void);
-/* Returns the number of forks between the process that first called process_count_forks() and
- * this one. A context compares the value with an earlier one to detect a forked child. */
+/* Returns how many forks lead from the process that first called process_count_forks() to this
+ * process. A context compares the value with the value at open to detect a forked child. */
 uint32_t process_generation(void);
 
 #endif

@@ -5,9 +5,9 @@
  * A record has one writer at a time: the thread that has set in_flight. It makes the seqlock
  * odd, stores each word of the record with release order, and makes the seqlock even with
  * release order. A reader loads the seqlock, then each word with acquire order, then the
- * seqlock again. If the reader has loaded any new word, its second load of the seqlock also
- * returns a new value, because the writer stored the odd seqlock before the word. The two
- * values of the seqlock then differ, and the reader tries again. */
+ * seqlock again. If the writer changes a word while the reader reads the record, the second
+ * load of the seqlock returns a new value, because the writer stored the odd seqlock before the
+ * word. So the two values of the seqlock differ, and the reader tries again. */
 #include "base/recorder.h"
 
 #include <errno.h>
@@ -41,8 +41,8 @@ static int64_t wall_ns(void)
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-/* Creates a sealed memfd of `bytes` bytes for one recorder_page. Returns its descriptor, or -1
- * and sets errno. Allocates all of its memory at once, so that no later write can fail. */
+/* Creates a sealed memfd of `bytes` bytes for one recorder_page. Allocates the whole memory
+ * now, so that no later write can fail. Returns the descriptor, or -1 with errno set. */
 static int make_memfd(const char *group, int rank, size_t bytes)
 {
     char name[160];
@@ -112,8 +112,8 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace)
 void recorder_close(epic_recorder *recorder)
 {
     if (!recorder) return;
-    /* a forked child may keep the memfd open, so `closed` shows epic-info that no operation
-     * writes to it any more */
+    /* A forked child may keep the memfd open. `closed` shows epic-info that no operation writes
+     * to the memfd any more. */
     atomic_store_explicit(&recorder->page->closed, 1, memory_order_release);
     recorder_forget(recorder);
 }
@@ -202,8 +202,8 @@ uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t ta
     return number * RECORDER_RECORDS + (uint64_t)at;
 }
 
-/* Copies the entry of a record that the caller has begun. Returns false if there was no free
- * record for the operation, or if the record has ended. */
+/* Copies the entry of a record that the caller has begun. Returns false if no record was free
+ * when the operation began, or if recorder_end() was already called for the record. */
 static bool get_own_entry(epic_recorder *recorder, uint64_t record, recorder_entry *out)
 {
     if (!recorder || record == NO_RECORD) return false;

@@ -42,8 +42,9 @@ void recorder_trace(epic_recorder *recorder, epic_trace *trace);
 void recorder_forget(epic_recorder *recorder);
 
 /* Begins a record and returns its id for recorder_phase() and recorder_end(). `operation` is an
- * epic_operation, and `bytes` the size that epic-info shows. If all records are in flight, the
- * operation is not recorded, and those two functions ignore the id. */
+ * epic_operation, and `bytes` is the size of the operation that epic-info prints. If all
+ * records are in flight, the operation is not recorded, and recorder_phase() and recorder_end()
+ * ignore the id. */
 uint64_t recorder_begin(epic_recorder *recorder, uint32_t operation, uint64_t tag,
                         uint64_t sequence, uint64_t bytes);
 
@@ -70,7 +71,8 @@ void recorder_end(epic_recorder *recorder, uint64_t record, epic_result result,
 #define RECORDER_NET 128                         /* size in bytes of the description of a net */
 #define RECORDER_OPERATIONS (EPIC_OP_WINDOW + 1) /* number of values of epic_operation */
 
-/* A copy of a record. Times are CLOCK_REALTIME nanoseconds; end_ns is 0 until the end. */
+/* A copy of a record. Times are CLOCK_REALTIME nanoseconds. end_ns is 0 until the operation has
+ * ended. */
 typedef struct recorder_entry {
     uint64_t number; /* running number of the operation in its context, from 0 */
     uint64_t tag;
@@ -86,8 +88,8 @@ typedef struct recorder_entry {
 
 #define RECORDER_WORDS (sizeof(recorder_entry) / sizeof(uint64_t))
 
-/* A record in the memfd. `seqlock` is 0 if the record was never used, and odd while it is
- * written. `words` are a recorder_entry. */
+/* A record in the memfd. `seqlock` is 0 if the record was never used, and odd while a thread
+ * writes the record. `words` contains a recorder_entry. */
 typedef struct recorder_record {
     _Atomic uint64_t seqlock;
     /* 1 while the operation runs: from recorder_begin() to recorder_end() */
@@ -103,7 +105,8 @@ typedef struct recorder_sentence {
 /* time that the operations of one kind have waited for one peer, in nanoseconds */
 typedef struct recorder_wait {
     _Atomic uint64_t wait_ns;
-    _Atomic uint64_t alone_ns; /* part of wait_ns in which they waited for no other peer */
+    /* part of wait_ns in which the operations waited for no other peer */
+    _Atomic uint64_t alone_ns;
 } recorder_wait;
 
 /* The contents of the memfd. The fields up to `net` are written once, except next and closed.
@@ -144,7 +147,7 @@ static inline size_t recorder_bytes(int32_t num_ranks)
 /* Returns the memory of a recorder of this process; NULL if the recorder is NULL. */
 recorder_page *recorder_get_page(const epic_recorder *recorder);
 
-/* Sets how long the operations of one kind have waited for one peer. For a backend that
+/* Sets how long the operations of one kind have waited for one peer. Used by a backend that
  * measures waits itself. Inline, because that backend is a separate library. */
 static inline void recorder_set_wait(recorder_page *page, uint32_t operation, int32_t peer,
                                      uint64_t wait_ns, uint64_t alone_ns)
@@ -154,15 +157,15 @@ static inline void recorder_set_wait(recorder_page *page, uint32_t operation, in
     atomic_store_explicit(&wait->alone_ns, alone_ns, memory_order_release);
 }
 
-/* Adds to *out how long the operations of one kind have waited for `peer`, and how many of them
- * have begun. Keeps alone_ns at most wait_ns. num_ranks is the number of ranks at
- * recorder_map(): it is an argument, because the process that wrote the page may have changed
- * the number in the page since then. */
+/* Adds to *out how long the operations of one kind have waited for `peer`, and how many of
+ * these operations have begun. Limits alone_ns to wait_ns. num_ranks is the number of ranks
+ * that the page contained at recorder_map(). It is an argument, because the process that writes
+ * the page may have changed the number in the page since then. */
 void recorder_read_wait(const recorder_page *page, int32_t num_ranks, uint32_t operation,
                         int32_t peer, epic_wait_info *out);
 
-/* Maps the memfd of a recorder read-only. Returns NULL if it is not a recorder of this version,
- * or if its file could shrink while it is read. recorder_unmap() accepts NULL. */
+/* Maps the memfd of a recorder read-only. Returns NULL if the file is not a recorder of this
+ * version, or if it could shrink while it is read. recorder_unmap() accepts NULL. */
 const recorder_page *recorder_map(int fd);
 void recorder_unmap(const recorder_page *page);
 

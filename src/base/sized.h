@@ -7,8 +7,8 @@
 #include "base/error.h"
 
 /* Every struct that is passed with a size, and its last field in release 0.1. A size that does
- * not include this field is a mistake of the caller, usually the sizeof of a pointer. A row
- * does not change when fields are appended to the struct. */
+ * not include this field is a mistake of the caller, usually the sizeof of a pointer. When
+ * fields are appended to a struct, its row here must not change. */
 #define SIZED_STRUCTS(ROW)                         \
     ROW(epic_tcp, timeout_ms)                      \
     ROW(epic_config, native)                       \
@@ -66,15 +66,16 @@ extern const sized_type sized_types[NUM_SIZED];
 #define SIZED_CASE(type, last) , type * : SIZED_##type
 #define SIZED_TYPE(ours) (&sized_types[_Generic((ours)SIZED_STRUCTS(SIZED_CASE))])
 
-/* Copies a caller's struct of `size` bytes to *ours. Missing fields of a shorter struct become
- * zero, and unknown bytes of a longer one must be zero. `name` is the argument's name in error
- * texts. Returns EPIC_EINVAL if an unknown byte is not zero, if theirs is NULL, or if the size
- * is less than in release 0.1 or more than 65536 bytes. */
+/* Copies a caller's struct of `size` bytes to *ours. If the caller's struct is shorter, the
+ * missing fields of *ours become zero. If it is longer, the additional bytes must be zero.
+ * `name` is the argument's name in error texts. Returns EPIC_EINVAL if an additional byte is
+ * not zero, if theirs is NULL, or if the size is less than in release 0.1 or more than 65536
+ * bytes. */
 epic_result sized_read(void *ours, const sized_type *type, const void *theirs, size_t size,
                        const char *name);
 
-/* Checks that `out`, a caller's struct for results, is not NULL, and that its size is valid as
- * for sized_read(). Errors: EPIC_EINVAL. */
+/* Checks that `out`, a caller's struct for results, is not NULL, and that its size is not less
+ * than in release 0.1 and not more than 65536 bytes. Errors: EPIC_EINVAL. */
 epic_result sized_place(const void *out, const sized_type *type, size_t size, const char *name);
 
 /* Copies *ours to `out`, which has `size` bytes. If `out` is shorter than this library's

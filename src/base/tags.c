@@ -25,7 +25,8 @@ void tags_close(tag_table *table)
     pthread_mutex_destroy(&table->mutex);
 }
 
-/* Returns the entry of the tag or, if there is none, the empty entry for this tag. */
+/* Returns the entry of the tag. If the tag has no entry, returns the empty entry into which the
+ * tag belongs. */
 static tag_entry *find_entry(tag_entry *entries, size_t size, uint64_t tag)
 {
     size_t i = (size_t)hash_mix(tag) & (size - 1);

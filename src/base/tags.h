@@ -52,7 +52,8 @@ uint64_t tags_continue(tag_table *table, uint64_t tag);
 epic_result tags_pause(tag_table *table);
 /* Lets every tag begin again at sequence number `first`. No operation may be in flight. */
 void tags_forget(tag_table *table, uint64_t first);
-/* Ends tags_pause(): sets the maximum number of operations in flight back to max_in_flight. */
+/* Ends the effect of tags_pause(): sets the maximum number of operations in flight to
+ * max_in_flight. */
 void tags_restart(tag_table *table, uint32_t max_in_flight);
 
 void tags_end(tag_table *table, uint64_t tag);

@@ -19,7 +19,7 @@
 
 struct epic_trace {
     int fd;
-    bool has_failed; /* true: a write has failed, so nothing is written any more */
+    bool has_failed; /* true: a write has failed, so no more records are written */
     int64_t written; /* bytes in the file */
     size_t filled;   /* bytes in `buffer` */
     /* guards all fields, because operations of different tags run in parallel */
@@ -27,7 +27,8 @@ struct epic_trace {
     unsigned char buffer[BUFFER_BYTES];
 };
 
-/* Writes the buffer to the file. On an error sets has_failed and errno. Mutex held. */
+/* Writes the buffer to the file. On an error sets has_failed and errno. The caller must hold
+ * the mutex. */
 static void flush_buffer(epic_trace *t)
 {
     size_t at = 0;

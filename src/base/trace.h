@@ -4,8 +4,8 @@
  * trace when it is opened, in the folder that EPIC_TRACE names.
  *
  * Each record is written to the file immediately, so the trace of a killed rank is complete up
- * to its last record. Nothing is allocated after open. If a write fails, the trace ends there,
- * and the context continues without a trace. */
+ * to its last record. Nothing is allocated after open. If a write fails, the trace contains no
+ * later records, and the context continues without a trace. */
 #ifndef EPIC_TRACE_H
 #define EPIC_TRACE_H
 
@@ -72,9 +72,9 @@ epic_result trace_open(epic_trace **out, const char *folder, const trace_header 
 /* Closes the file. Returns false if a write has failed. */
 bool trace_close(epic_trace *trace);
 
-/* Append a record of a plan or of an operation. Any thread may call them. ids is [num_tokens,
- * top_k] of type EPIC_I32 or EPIC_I64. Each id is less than record.plan.num_experts, or
- * negative for no expert. */
+/* Append a record of a plan or of an operation. Any thread may call these functions. ids is
+ * [num_tokens, top_k] of type EPIC_I32 or EPIC_I64. Each id is less than
+ * record.plan.num_experts, or negative for no expert. */
 void trace_plan(epic_trace *trace, trace_record record, const void *ids, uint32_t type);
 void trace_operation(epic_trace *trace, trace_record record);
 
