@@ -22,14 +22,15 @@ struct epic_context {
     epic_group *group;
     int32_t rank;
     int32_t num_ranks, num_hosts;
-    /* A *seat* is a rank number. This is the set of seats whose rank is a member of the group
-     * now. The other seats are *vacant*: no process takes part in the operations for them
-     * (docs/internals/members.md). */
+    /* A *seat* is a rank number. `members` is the set of seats whose rank is a member of the
+     * group now. The other seats are *vacant*: their ranks have left the group and take part in
+     * no operation (docs/internals/members.md). */
     seat_set members;
     int32_t num_members;
     struct context_decision *decision; /* NULL until the first call of epic_regroup */
     uint64_t group_id;
-    /* all defaults are filled in; its strings point to the next two fields */
+    /* the config, with all defaults filled in; its strings point to `name` and
+     * `backend_name` */
     epic_config config;
     char name[64];
     char backend_name[16];
@@ -45,31 +46,34 @@ struct epic_context {
     /* number of bytes of rows that this rank has written into rings */
     _Atomic uint64_t bytes_sent;
 
-    int64_t pid;         /* process that opened the context */
-    uint32_t generation; /* process_generation() at open; a forked child has a higher one */
+    int64_t pid; /* process that opened the context */
+    /* result of process_generation() at open; in a forked child the function returns a higher
+     * value */
+    uint32_t generation;
 
     _Atomic bool broken;
-    pthread_mutex_t mutex; /* guards `failure`. After `broken` is set, only
-                              epic_regroup changes it, while no other call is running */
+    /* guards `failure`. After `broken` is set, only epic_regroup changes `failure`, while no
+     * other call is running */
+    pthread_mutex_t mutex;
     epic_failure_info failure;
 };
 
 /* Returns the number of bytes of rows that this rank has written into rings. For tests. */
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
-/* Makes `failure` the failure of the context, unless it already has one. Returns the result
- * code of the context's failure, and sets its text as the error text of this thread. Any thread
- * may call it. The first one that locks the mutex sets the failure. The release store of
- * `broken` publishes the failure. */
+/* Makes `failure` the failure of the context, unless the context already has a failure. Returns
+ * the result code of the context's failure, and sets its text as the error text of this thread.
+ * Any thread may call this function. The first thread that locks the mutex sets the failure.
+ * The release store of `broken` publishes the failure. */
 epic_result context_break(epic_context *ctx, const epic_failure_info *failure);
 
 /* Removes the failure of the context. No other thread may use the context during the call. */
 void context_mend(epic_context *ctx);
 
 /* Makes the seats in `members` the members of the group, and all other seats vacant. Each
- * member calls it with the same set, before its first operation. Returns EPIC_EINVAL if the set
- * lacks this rank's seat, or contains a seat that the group does not have. Returns EPIC_ENOTSUP
- * if the backend has no vacant seats. */
+ * member must call this function with the same set, before its first operation. Returns
+ * EPIC_EINVAL if the set lacks this rank's seat, or contains a seat that the group does not
+ * have. Returns EPIC_ENOTSUP if the backend does not support vacant seats. */
 epic_result context_set_members(epic_context *ctx, const seat_set *members);
 
 /* Returns the host memory of a context in bytes: the struct, the table of tags, the flight
@@ -87,9 +91,9 @@ epic_result context_check(epic_context *ctx);
 /* Returns true if combine can sum in two steps: the ranks of each host add up their rows for a
  * token, and send only this sum to the host of the token's home rank.
  *
- * This needs GPUs of several hosts. rank_of_expert must be NULL, so that each rank owns a
- * contiguous block of experts. If the result is true, the sum order EPIC_BY_HOSTS means these
- * two steps (layer_choose_order()). */
+ * The two steps require GPUs of several hosts and a rank_of_expert of NULL, so that each rank
+ * owns a contiguous block of experts. If the result is true, the sum order EPIC_BY_HOSTS means
+ * these two steps (layer_choose_order()). */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert);
 
 static inline bool context_has_member(const epic_context *ctx, int seat)
@@ -111,7 +115,7 @@ static inline int context_member_number(const epic_context *ctx, int seat)
 }
 
 /* Returns true if a device backend runs the operations of this context. Returns false if ctx is
- * NULL or epic_open failed for it. */
+ * NULL or if epic_open has failed to open it. */
 static inline bool context_on_device(const epic_context *ctx)
 {
     return ctx && ctx->backend && ctx->backend->ops;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dispatcher: an object that owns the context, the plan and the buffers of one training
  * step. Each dispatch overwrites the results of the previous one. The dispatcher uses only
- * public calls, except that the backend allocates its memory. */
+ * public calls, with one exception: it allocates memory with functions of the backend. */
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -55,8 +55,8 @@ static bool allocate_slots(const epic_dispatcher *s, epic_slots *out)
     return out->rows != NULL && out->weights != NULL;
 }
 
-/* Allocates the plan and all buffers. Returns false if out of memory. The caller then frees the
- * buffers that exist with release_all(). */
+/* Allocates the plan and all buffers. Returns false if out of memory. In this case the caller
+ * frees the buffers that were allocated with release_all(). */
 static bool allocate_all(epic_dispatcher *s)
 {
     const int64_t counts = s->sizes.num_local_experts * (int64_t)sizeof(int32_t);
@@ -75,7 +75,7 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
-/* Releases the plan and all buffers that exist. */
+/* Releases the plan and all buffers that were allocated. */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);
@@ -115,7 +115,7 @@ static epic_result check_config(const epic_dispatcher_config *c)
     return EPIC_OK;
 }
 
-/* Opens the context, computes the sizes, allocates the buffers. If it fails, the caller
+/* Opens the context, computes the sizes, allocates the buffers. If this fails, the caller
  * closes s. */
 static epic_result set_up_dispatcher(epic_dispatcher *s)
 {
@@ -161,7 +161,7 @@ epic_result epic_dispatcher_open_v1(epic_dispatcher **out, const epic_dispatcher
         *out = s;
         return EPIC_OK;
     }
-    /* Abort the group, because a peer whose dispatcher has opened would wait for this rank in
+    /* Abort the group. Otherwise a peer whose dispatcher was opened would wait for this rank in
      * its first call. */
     char why[512];
     snprintf(why, sizeof why, "%s", epic_sentence());
