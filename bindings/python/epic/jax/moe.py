@@ -116,12 +116,13 @@ class LayerStatic:
     def as_part(self, total: Any) -> Any:
         """Return this device's part of a loss or gradient, so that a psum returns the total.
 
-        If the core has added it over the ranks, rank 0 has the total, and all other ranks have
-        zeros.
+        In tree order the core has added it over the ranks.  Rank 0 has the total, and all other
+        ranks have zeros.  -0 becomes +0 on any number of ranks, because a psum of -0 and +0 is +0.
         """
-        if not self.is_summed_by_core:
+        if self.options.layer.sum_order != "tree" or not self.group.axes:
             return total
-        return jnp.where(jax.lax.axis_index(self.group.axes) == 0, total, 0)
+        is_first = jax.lax.axis_index(self.group.axes) == 0
+        return jnp.where(is_first & (total != 0), total, 0)
 
 
 def layer_memory(static: LayerStatic) -> tuple[ArraySpec, ArraySpec, ArraySpec]:
@@ -243,10 +244,11 @@ def run_layer_backward(
     numbers = static.attributes()
     out = call_handler("moe_backward", results, operands, static.group, **numbers)
     found = dict(zip(named, out[1:-3], strict=True))
-    found |= {n: static.as_part(found[n]) for n in DENSE_WEIGHTS if found[n] is not None}
     if static.options.layer.num_logical:
         found |= sum_expert_gradients(make_record(static, x, saved, ints[NUM_TABLES]), found)
     d_weights = {n: gradient_of_weight(getattr(weights, n), d) for n, d in found.items()}
+    dense = (n for n in DENSE_WEIGHTS if d_weights[n] is not None)
+    d_weights |= {n: static.as_part(d_weights[n]) for n in dense}
     for name in ("bias", *e4m3.SCALES):
         w = getattr(weights, name)
         d_weights[name] = None if w is None else jnp.zeros_like(w)
