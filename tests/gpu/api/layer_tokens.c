@@ -21,19 +21,18 @@ enum { MOST_RANKS = 8, LEAVES = 8, PIECE = 1 << 20, MOST_ARRAYS = 64 };
 
 typedef struct model {
     const char *name;
-    /* shared: inner dimension of the shared expert; 0: none. With it, the layer also has a
-     * zero-expert, so that the number of columns of the gate is odd. */
-    uint32_t type, experts, top_k, hidden, inner, shared;
-    bool scaled; /* the experts are e4m3 */
+    uint32_t type, experts, top_k, hidden, inner, shared; /* shared: inner dimension; 0: none */
+    bool scaled;                                          /* the experts are e4m3 */
+    bool biased; /* gate and experts have biases, and there is a zero-expert */
 } model;
 
 static const model models[] = {
-    {"qwen3-30b", EPIC_BF16, 128, 8, 2048, 768, 0, false},
-    {"7168", EPIC_BF16, 32, 8, 7168, 2048, 2048, false},
-    {"gpt-oss", EPIC_F16, 32, 4, 2880, 2880, 0, false},
-    {"e4m3", EPIC_BF16, 128, 8, 2048, 768, 0, true},
-    {"tiny", EPIC_BF16, 16, 3, 64, 32, 32, false},
-    {"tiny-e4m3", EPIC_BF16, 8, 2, 144, 136, 16, true},
+    {"qwen3-30b", EPIC_BF16, 128, 8, 2048, 768, 0, false, false},
+    {"7168", EPIC_BF16, 32, 8, 7168, 2048, 2048, false, false},
+    {"gpt-oss", EPIC_F16, 32, 4, 2880, 2880, 0, false, true},
+    {"e4m3", EPIC_BF16, 128, 8, 2048, 768, 0, true, false},
+    {"tiny", EPIC_BF16, 16, 3, 64, 32, 32, false, true},
+    {"tiny-e4m3", EPIC_BF16, 8, 2, 144, 136, 16, true, true},
 };
 enum { NUM_MODELS = sizeof models / sizeof *models, NUM_LARGE = 4 };
 
@@ -48,7 +47,7 @@ static atomic_int failures;
 static struct {
     char *out, *d_x, *d_x_with_losses;
     float loss;
-    uint64_t of_expert[2][256], dense[3];
+    uint64_t of_expert[4][256], dense[4];
 } wanted;
 
 typedef struct rank {
@@ -93,11 +92,6 @@ static uint32_t draw_below(rank *r, uint32_t n)
     return (uint32_t)((r->random >> 33) * n >> 31);
 }
 
-static uint32_t columns_of(const model *m)
-{
-    return m->experts + (m->shared ? 1 : 0);
-}
-
 /* ------------------------------------------------------------------------------ arrays ---- */
 
 static void *bytes_on(rank *r, int64_t bytes)
@@ -135,6 +129,25 @@ static void *numbers_on(rank *r, int seed, int64_t first, int64_t count, uint32_
     return p;
 }
 
+/* Returns the number of columns of w_gate. */
+static int64_t columns_of(const model *m)
+{
+    return m->experts + (m->biased ? 1 : 0);
+}
+
+static void make_biases(rank *r)
+{
+    const model *m = r->m;
+    const int64_t begin = (int64_t)r->number * r->local, width = 2 * m->inner;
+    r->weights.b_gate = numbers_on(r, 12, 0, columns_of(m), EPIC_F32, 0.5);
+    r->weights.b_gate_up = numbers_on(r, 13, begin * width, r->local * width, m->type, 0.5);
+    r->weights.b_down =
+        numbers_on(r, 14, begin * m->hidden, r->local * m->hidden, m->type, 0.5);
+    r->gradients.b_gate = bytes_on(r, columns_of(m) * 4);
+    r->gradients.b_gate_up = bytes_on(r, r->local * width * 4);
+    r->gradients.b_down = bytes_on(r, (int64_t)r->local * m->hidden * 4);
+}
+
 /* Makes the weights of this rank's experts. The numbers of an expert do not depend on the
  * number of ranks. */
 static void make_weights(rank *r)
@@ -145,10 +158,10 @@ static void make_weights(rank *r)
     const uint32_t type = m->scaled ? EPIC_E4M3 : m->type;
     const double size = m->scaled ? 1 : 0.05; /* smaller numbers of e4m3 would be imprecise */
     const int64_t begin = (int64_t)r->number * r->local, local = r->local;
-    r->weights.w_gate = numbers_on(r, 1, 0, (int64_t)m->hidden * columns_of(m), EPIC_F32, 0.05);
+    r->weights.w_gate = numbers_on(r, 1, 0, m->hidden * columns_of(m), EPIC_F32, 0.05);
     r->weights.w_gate_up = numbers_on(r, 2, begin * up, local * up, type, size);
     r->weights.w_down = numbers_on(r, 3, begin * down, local * down, type, size);
-    r->gradients.w_gate = bytes_on(r, (int64_t)m->hidden * columns_of(m) * 4);
+    r->gradients.w_gate = bytes_on(r, m->hidden * columns_of(m) * 4);
     r->gradients.w_gate_up = bytes_on(r, local * up * 4);
     r->gradients.w_down = bytes_on(r, local * down * 4);
     if (m->shared) {
@@ -157,6 +170,7 @@ static void make_weights(rank *r)
         r->gradients.shared_gate_up = bytes_on(r, of_shared * 4);
         r->gradients.shared_down = bytes_on(r, of_shared * 2);
     }
+    if (m->biased) make_biases(r);
     r->weights_back = r->weights;
     if (!m->scaled) return;
     /* As the comparison is of bits, the weights of backward need not be those of forward. */
@@ -184,9 +198,9 @@ static void make_layer(rank *r)
                             .sum_order = EPIC_TREE,
                             .leaves = LEAVES};
     r->router = (epic_router){.num_experts = m->experts,
+                              .zero_experts = m->biased,
                               .top_k = m->top_k,
-                              .normalize = EPIC_NORMALIZE_SUM,
-                              .zero_experts = columns_of(m) - m->experts};
+                              .normalize = EPIC_NORMALIZE_SUM};
     r->experts = (epic_experts){.num_local_experts = (uint32_t)r->local,
                                 .hidden = m->hidden,
                                 .inner = m->inner,
@@ -307,9 +321,9 @@ static void compare_rows(const rank *r, const char *what, const char *got, const
 
 static uint64_t hash_of(uint64_t hash, const void *data, size_t bytes)
 {
-    for (size_t i = 0; i + 8 <= bytes; i += 8) {
-        uint64_t word;
-        memcpy(&word, (const char *)data + i, 8);
+    for (size_t i = 0; i < bytes; i += 8) {
+        uint64_t word = 0;
+        memcpy(&word, (const char *)data + i, bytes - i < 8 ? bytes - i : 8);
         hash = (hash ^ word) * 0x9e3779b97f4a7c15u;
         hash ^= hash >> 29;
     }
@@ -342,24 +356,30 @@ static void expect_hash(const rank *r, const char *what, uint64_t got, uint64_t 
 static void compare_gradients(rank *r)
 {
     const model *m = r->m;
-    const int64_t up = (int64_t)m->hidden * 2 * m->inner * 4;
-    const int64_t shared = (int64_t)m->hidden * 2 * m->shared * 4;
+    const int64_t hidden = m->hidden, inner = m->inner, shared = hidden * m->shared * 4;
     const epic_moe_gradients *g = &r->gradients;
-    for (int e = 0; e < r->local; e++) {
-        const int whole = r->number * r->local + e;
-        expect_hash(r, "the gradient of w_gate_up",
-                    hash_on(r, (char *)g->w_gate_up + e * up, up), &wanted.of_expert[0][whole]);
-        expect_hash(r, "the gradient of w_down",
-                    hash_on(r, (char *)g->w_down + e * up / 2, up / 2),
-                    &wanted.of_expert[1][whole]);
+    const struct {
+        const char *name;
+        const char *data;
+        int64_t bytes; /* of one expert */
+    } of_experts[] = {{"the gradient of w_gate_up", g->w_gate_up, hidden * inner * 8},
+                      {"the gradient of w_down", g->w_down, hidden * inner * 4},
+                      {"the gradient of b_gate_up", g->b_gate_up, inner * 8},
+                      {"the gradient of b_down", g->b_down, hidden * 4}},
+      dense[] = {{"the gradient of w_gate", g->w_gate, hidden * columns_of(m) * 4},
+                 {"the gradient of b_gate", g->b_gate, columns_of(m) * 4},
+                 {"the gradient of shared_gate_up", g->shared_gate_up, shared * 2},
+                 {"the gradient of shared_down", g->shared_down, shared}};
+    for (int i = 0; i < 4; i++) {
+        const int64_t bytes = of_experts[i].bytes;
+        for (int e = 0; of_experts[i].data && e < r->local; e++)
+            expect_hash(r, of_experts[i].name,
+                        hash_on(r, of_experts[i].data + e * bytes, bytes),
+                        &wanted.of_expert[i][r->number * r->local + e]);
+        if (dense[i].data)
+            expect_hash(r, dense[i].name, hash_on(r, dense[i].data, dense[i].bytes),
+                        &wanted.dense[i]);
     }
-    const uint64_t of_gate = hash_on(r, g->w_gate, (int64_t)m->hidden * columns_of(m) * 4);
-    expect_hash(r, "the gradient of w_gate", of_gate, &wanted.dense[0]);
-    if (!m->shared) return;
-    expect_hash(r, "the gradient of shared_gate_up", hash_on(r, g->shared_gate_up, shared),
-                &wanted.dense[1]);
-    expect_hash(r, "the gradient of shared_down", hash_on(r, g->shared_down, shared / 2),
-                &wanted.dense[2]);
 }
 
 /* ---------------------------------------------------------------------------- the runs ---- */
