@@ -28,7 +28,7 @@ typedef struct model {
 
 static const model models[] = {
     {"qwen3-30b", EPIC_BF16, 128, 8, 2048, 768, 0, false, false},
-    {"7168", EPIC_BF16, 32, 8, 7168, 2048, 2048, false, false},
+    {"7168", EPIC_BF16, 32, 8, 7168, 2048, 2048, false, true},
     {"gpt-oss", EPIC_F16, 32, 4, 2880, 2880, 0, false, true},
     {"e4m3", EPIC_BF16, 128, 8, 2048, 768, 0, true, false},
     {"tiny", EPIC_BF16, 16, 3, 64, 32, 32, false, true},
