@@ -2,13 +2,14 @@
 /* Rank 0 of a TCP bootstrap: accepts the connections of the other ranks.
  *
  * A new connection is a joiner. Rank 0 checks the joiner's hello (its rank and number of ranks)
- * and, if there is a secret, its proof of the secret. If both are valid, rank 0 admits the
- * joiner: its rank has joined. One poll loop serves all joiners. Each has its own time limit,
- * so a silent connection does not delay others.
+ * and, if there is a secret, the joiner's proof that it has the secret. If the hello and the
+ * proof are valid, rank 0 admits the joiner: the joiner's rank has joined. One poll loop serves
+ * all joiners. Each joiner has its own time limit, so a silent connection does not delay other
+ * joiners.
  *
  * A connection that sends bytes that EPIC would not send is refused, and the bootstrap
- * continues. With a secret, bytes before a valid proof have no other effect. If a joiner has
- * another number of ranks or another protocol version than rank 0, the bootstrap fails on every
+ * continues. With a secret, bytes before a valid proof have no other effect. If a joiner's
+ * number of ranks or protocol version differs from that of rank 0, the bootstrap fails on every
  * rank. Rank 0 then accepts connections for LINGER_MS more, so that slow ranks also receive the
  * error. */
 #include <errno.h>
@@ -67,10 +68,11 @@ typedef struct acceptor {
     /* rank 0 stops accepting connections when this many ranks have received the failure */
     int num_to_notify;
 
-    int full_ms;            /* time in ms that rank 0 has waited for a free descriptor */
-    int num_refused;        /* number of refused connections */
-    char refusal[160];      /* why the last joiner was refused */
-    int32_t rank_of_second; /* a rank that two processes use; 0: there is none */
+    int full_ms;       /* time in ms that rank 0 has waited for a free descriptor */
+    int num_refused;   /* number of refused connections */
+    char refusal[160]; /* why the last joiner was refused */
+    /* a rank that two processes use; 0: all processes use different ranks */
+    int32_t rank_of_second;
 } acceptor;
 
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms)
@@ -109,9 +111,9 @@ static void send_failure(acceptor *a, int32_t rank, epic_link *link)
     a->num_notified++;
 }
 
-/* Returns true if `rank` was already notified of this bootstrap's failure. If so, this rank
+/* Returns true if `rank` was already notified of this bootstrap's failure. In this case `rank`
  * connects again to join the next bootstrap on this port, so rank 0 must stop accepting
- * connections and this function sets num_notified to its limit. */
+ * connections. To make it stop, sets num_notified to num_to_notify. */
 static bool has_reconnected(acceptor *a, int32_t rank)
 {
     if (rank < 0 || rank >= a->tcp->num_ranks || !a->was_notified[rank]) return false;
@@ -136,8 +138,8 @@ static void fail_all_ranks(acceptor *a, epic_result result, int num_to_notify)
 }
 
 /* Writes a text about the refused connections to `note`, for the error about missing ranks. If
- * two processes use the same rank, the text begins with this rank: one of the two was probably
- * meant to be the missing rank. */
+ * two processes use the same rank, the text begins with this rank, because one of the two
+ * processes was probably meant to have the missing rank. */
 static void describe_refused(const acceptor *a, char *note, size_t size)
 {
     int used = 0;
@@ -309,7 +311,8 @@ static bool serve_joiner(acceptor *a, joiner *j)
     return false;
 }
 
-/* Closes the oldest joiner to make room. Prefers joiners that have sent no hello. */
+/* Closes the oldest joiner that has sent no hello, to make room. If all joiners have sent a
+ * hello, closes the oldest joiner. */
 static void drop_oldest(acceptor *a)
 {
     int oldest = -1;
@@ -324,8 +327,8 @@ static void drop_oldest(acceptor *a)
 }
 
 /* Called when accept() found no free descriptor. Closes a joiner to free one. If there is no
- * joiner, waits for another thread to close a descriptor. Fails the bootstrap after FULL_MS of
- * such waits. `wrong` is the errno of accept(). */
+ * joiner, waits for another thread to close a descriptor. Fails the bootstrap after it has
+ * waited FULL_MS in total. `wrong` is the errno of accept(). */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {
@@ -387,7 +390,9 @@ static nfds_t fill_polls(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks; r++)
         if (a->links[r].socket >= 0)
             a->polls[n++] = (struct pollfd){.fd = a->links[r].socket, .events = POLLIN};
-    return n; /* counts only open sockets, because poll() limits its number of entries */
+    /* the number of open sockets; closed sockets are left out, because poll() limits the number
+     * of entries */
+    return n;
 }
 
 static void poll_and_serve(acceptor *a, int ms)
@@ -415,7 +420,8 @@ static void poll_and_serve(acceptor *a, int ms)
         if (a->polls[i].revents != 0) accept_joiners(a, a->listeners[i]);
 }
 
-/* Sends the begin frame to all other ranks. If one send fails, fails the bootstrap on all. */
+/* Sends the begin frame to all other ranks. If a send fails, fails the bootstrap on all
+ * ranks. */
 static void send_begin(acceptor *a)
 {
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {
@@ -427,8 +433,8 @@ static void send_begin(acceptor *a)
     }
 }
 
-/* Accepts ranks until all have joined or, after a failure, until enough of them are notified.
- * Ends in any case when the time limit has passed. */
+/* Accepts ranks until all ranks have joined or, after a failure, until num_to_notify ranks are
+ * notified. Returns in any case when the time limit has passed. */
 static void accept_all_ranks(acceptor *a)
 {
     const int num_peers = a->tcp->num_ranks - 1;

@@ -2,8 +2,9 @@
 /* Finds the socket addresses of a TCP bootstrap, and listens on them.
  *
  * Without a secret a bootstrap uses only loopback addresses, because anyone on the network
- * could connect to another one. If tcp.address is another address of this host, loopback
- * replaces it. The address of another host is an error. */
+ * could connect to any other address. If tcp.address is another address of this host, a
+ * loopback address is used instead. If it is the address of another host, the bootstrap
+ * fails. */
 #include <errno.h>
 #include <netinet/in.h>
 #include <stdio.h>
@@ -61,7 +62,8 @@ static void add_any(epic_endpoints *out, uint32_t port)
     add_endpoint(out, (const struct sockaddr *)&six, sizeof six);
 }
 
-/* Sets *own to true if the address belongs to this host: a socket can be bound to it. */
+/* Sets *own to true if the address belongs to this host, that is, if a socket can be bound to
+ * it. */
 static epic_result check_is_own(bool *own, const struct addrinfo *address)
 {
     struct sockaddr_storage at = {0};
@@ -77,9 +79,9 @@ static epic_result check_is_own(bool *own, const struct addrinfo *address)
     return EPIC_OK;
 }
 
-/* Returns true if `name` is the name of this host, with or without a domain. On this host,
- * Debian's /etc/hosts maps the name to 127.0.1.1, while other hosts resolve it to a real
- * address. */
+/* Returns true if `name` is the name of this host, with or without a domain. Callers need this
+ * because Debian's /etc/hosts maps a host's own name to 127.0.1.1, while other hosts resolve
+ * the name to a real address. */
 static bool is_own_name(const char *name)
 {
     char own[256] = "";
@@ -90,10 +92,11 @@ static bool is_own_name(const char *name)
             (own[first] == '\0' || name[first] == '\0'));
 }
 
-/* Chooses the endpoints from the addresses to which the name resolved. Without a secret,
- * loopback replaces each address of this host, and an address of another host is an error. With
- * a secret, if the name is this host's and resolves only to loopback, rank 0 listens on all
- * addresses, because other hosts resolve the name to a real address. */
+/* Chooses the endpoints from the addresses to which the name resolved. Without a secret, uses a
+ * loopback address instead of each address of this host, and fails for an address of another
+ * host. With a secret, if the name is the name of this host and resolves only to loopback
+ * addresses, rank 0 listens on all addresses, because other hosts resolve the name to a real
+ * address. */
 static epic_result choose_endpoints(epic_endpoints *out, const struct addrinfo *addresses,
                                     const epic_tcp *tcp)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that all bootstraps use: argument checks, the bootstrap of a single rank, and lists
- * of ranks for error texts. */
+/* Functions for all kinds of bootstraps: argument checks, the bootstrap of a single rank, and
+ * lists of ranks for error texts. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdarg.h>

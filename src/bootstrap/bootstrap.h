@@ -26,7 +26,7 @@ int64_t epic_bootstrap_now_ms(void);
 int epic_bootstrap_left_ms(int64_t end);
 
 /* Writes a list of the ranks r for which which[r] is true, for example "rank 3", "ranks 3 and
- * 4" or "ranks 3, 5 and 9". Lists at most 16 ranks and appends the number of further ranks. */
+ * 4" or "ranks 3, 5 and 9". Lists at most 16 ranks, and appends how many more there are. */
 void epic_bootstrap_list_ranks(char *out, size_t size, const bool *which, int32_t num_ranks);
 
 #endif

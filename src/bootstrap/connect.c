@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A rank other than 0 in a TCP bootstrap: connects to rank 0.
+/* The side of a TCP bootstrap on ranks other than 0: connects to rank 0.
  *
  * The rank tries again and again until rank 0 listens and admits it. On each connection it
  * sends its hello and its proof of the secret, and then receives two frames
@@ -50,9 +50,10 @@ static int connect_socket(int s, const epic_endpoint *endpoint, time_limit *limi
     return wrong;
 }
 
-/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why`.
- * Keeps an earlier such reason if the time limit ended this attempt, because the earlier one
- * has more detail. Returns EPIC_ETIMEOUT, which means: try again. */
+/* Called after a failed attempt in which the other end sent bytes. Stores the reason `why`. If
+ * the time limit ended this attempt and an earlier attempt has already stored a reason here,
+ * keeps the earlier reason, because it has more detail. Returns EPIC_ETIMEOUT, which means: try
+ * again. */
 static epic_result retry_after_answer(connector *c, const char *why)
 {
     if (!c->has_answered || time_limit_look(c->limit) > 0)
@@ -89,8 +90,8 @@ static epic_result fail_or_retry(connector *c, epic_result result)
     return result;
 }
 
-/* Checks the hello of rank 0: its version must be this rank's version, and it must have a
- * secret if and only if this rank has one. */
+/* Checks the hello of rank 0: the version must be this rank's version, and rank 0 must have a
+ * secret if and only if this rank has a secret. */
 static epic_result check_rank_0(connector *c, const epic_hello *theirs)
 {
     const bool has_secret = c->secret->text != NULL;
@@ -120,7 +121,7 @@ static epic_result send_proof(connector *c, epic_link *link, const epic_hello *t
         c->is_done = true;
         return epic_fail(EPIC_ENOTSUP, "libcrypto refused to compute an HMAC");
     }
-    /* does not check the result of the send, because wait_for_entry() will report the error */
+    /* ignores an error of the send, because wait_for_entry() will report it */
     if (has_secret) (void)epic_frame_send_bytes(link->socket, proof, sizeof proof, c->limit);
     return EPIC_OK;
 }
@@ -143,8 +144,9 @@ static epic_result retry_unproved(connector *c, int s, const epic_frame *frame,
     return retry_after_answer(c, why);
 }
 
-/* Receives the entry frame, by which rank 0 admits this rank, or a failure. If no frame
- * arrives, this rank tries again, because rank 0 drops joiners if too many connect. */
+/* Receives the entry frame, with which rank 0 admits this rank, or a failure frame. If no frame
+ * arrives, this rank tries again, because rank 0 closes some connections if too many ranks
+ * connect. */
 static epic_result wait_for_entry(connector *c, epic_link *link, time_limit *limit)
 {
     epic_frame frame;

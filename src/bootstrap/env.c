@@ -15,19 +15,20 @@
 typedef enum trust {
     BY_HAND,  /* set by the user or torchrun, perhaps inside another launcher's job */
     LAUNCHER, /* set by a launcher of ranks; all launchers of this kind must agree */
-    SLURM,    /* set by srun, or inherited from a batch script: see is_slurm_task() */
-    HINT      /* may describe something other than the ranks of a group, so it is used last */
+    /* set by srun, or inherited from a batch script (is_slurm_task() finds out which) */
+    SLURM,
+    HINT /* may describe something other than the ranks of a group, so it is used last */
 } trust;
 
 typedef struct launcher {
     const char *rank;
-    /* names of variables that may contain the number of ranks; the first one that is set is
-     * used; NULL: none */
+    /* names of variables that may contain the number of ranks, or NULL; the first variable that
+     * is set is used */
     const char *num_ranks[2];
     trust trust;
 } launcher;
 
-/* The known launchers. The first one whose variables are set is used. */
+/* The known launchers. The first launcher whose variables are set is used. */
 static const launcher launchers[] = {
     {"RANK", {"WORLD_SIZE"}, BY_HAND},
     {"OMPI_COMM_WORLD_RANK", {"OMPI_COMM_WORLD_SIZE"}, LAUNCHER},
@@ -45,8 +46,9 @@ static const launcher launchers[] = {
 #define NUM_LAUNCHERS (sizeof launchers / sizeof *launchers)
 
 typedef struct claim {
-    const launcher *by;    /* the launcher; NULL: it has set no variables */
-    const char *size_name; /* variable that contains num_ranks; NULL: num_ranks is unknown, 0 */
+    const launcher *by; /* the launcher; NULL: the launcher has set no variables */
+    /* variable that contains num_ranks; NULL: num_ranks is unknown and has the value 0 */
+    const char *size_name;
     int64_t rank, num_ranks;
 } claim;
 
@@ -83,8 +85,8 @@ static epic_result fail_half_set(const char *set, const char *missing)
 }
 
 /* Returns true if srun started this process as a task. In a batch script Slurm also sets
- * SLURM_PROCID=0 and, with -n, SLURM_NTASKS. But only a task has a step id, or a rank other
- * than 0. check_batch() handles the batch script. */
+ * SLURM_PROCID=0 and, with -n, SLURM_NTASKS. But only a task has a step id or a rank other than
+ * 0. check_batch() handles a process in a batch script. */
 static bool is_slurm_task(void)
 {
     const char *rank = getenv("SLURM_PROCID");
@@ -118,9 +120,9 @@ static void describe_claim(char *out, size_t size, const claim *c)
 }
 
 /* Returns true if the variables of two launchers contradict each other. `followed` is the claim
- * that the bootstrap would use. One launcher may start another one, so different ranks and
- * numbers of ranks are allowed in general. They are a contradiction only if `followed` has a
- * single rank and the other launcher has started several. */
+ * that the bootstrap would use. A launcher may start another launcher, so in general the ranks
+ * and numbers of ranks may differ. They contradict each other only if `followed` has a single
+ * rank and the other launcher has started several ranks. */
 static bool is_contradiction(const claim *followed, const claim *other)
 {
     const trust a = followed->by->trust, b = other->by->trust;
@@ -142,7 +144,8 @@ static epic_result refuse_contradiction(const claim *followed, const claim *othe
                      first, second);
 }
 
-/* Returns the error that a launcher has set a rank, but none the number of ranks. */
+/* Returns the error that a launcher has set a rank, but no launcher has set the number of
+ * ranks. */
 static epic_result refuse_unknown(const claim *c)
 {
     return epic_fail(EPIC_EINVAL,
@@ -183,11 +186,11 @@ static epic_result check_is_set(const claim *c, const char *name)
 
 /* Returns the port of the bootstrap for a given MASTER_PORT. The result is equal on all ranks.
  *
- * The port is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True".
- * There the store of torchrun's agent listens at MASTER_PORT, so another port is computed from
- * MASTER_PORT. The computed port is below 30000, because systems do not use those ports for
- * outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so neighboring
- * MASTER_PORTs lead to distant ports. */
+ * The port is MASTER_PORT, except under torchrun with TORCHELASTIC_USE_AGENT_STORE "True". In
+ * that case the store of torchrun's agent listens at MASTER_PORT, so another port is computed
+ * from MASTER_PORT. The computed port is below 30000, because systems do not use ports below
+ * 30000 for outgoing connections. FACTOR and ENV_NUM_PORTS have no common divisor, so
+ * neighboring MASTER_PORTs lead to distant ports. */
 static int64_t derive_port(int64_t master_port)
 {
     enum { FACTOR = 7919 };
@@ -200,7 +203,8 @@ static int64_t derive_port(int64_t master_port)
 /* Finds the address and port of rank 0.
  * - With RANK and WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be set.
  * - With an MPI launcher, only MASTER_PORT must be set, and MASTER_ADDR defaults to this host.
- * - With Slurm neither must be set, because srun's variables contain hosts and ports. */
+ * - With Slurm neither MASTER_ADDR nor MASTER_PORT needs to be set, because srun's variables
+ *   contain hosts and ports. */
 static epic_result find_endpoint(epic_tcp *tcp, char host[ENV_HOST], const claim *c)
 {
     int64_t port = 0;
@@ -236,8 +240,8 @@ static epic_result follow_claim(epic_tcp *tcp, char host[ENV_HOST], const claim 
 }
 
 /* Returns an error if this process runs in a batch script or a salloc shell of a job with
- * several tasks, and not under srun. Without this error, each process would silently form a
- * group of one rank. */
+ * several tasks, without srun. If it were no error, the process would silently form a group of
+ * one rank. */
 static epic_result check_batch(void)
 {
     int64_t num_tasks = 1;

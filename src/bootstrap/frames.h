@@ -6,7 +6,7 @@
  * - connecting rank -> rank 0: proof (only if there is a secret)
  * - rank 0 -> connecting rank: entry frame, which admits the connecting rank
  * - rank 0 -> connecting rank: begin frame: all ranks have joined
- * - then for each gather, connecting rank -> rank 0: frame and the bytes of this rank
+ * - then for each gather, connecting rank -> rank 0: frame and the bytes of the connecting rank
  * - rank 0 -> connecting rank: frame and the bytes of all ranks
  *
  * If a connection is closed after its entry frame, the bootstrap fails. Rank 0 may send a
@@ -15,7 +15,7 @@
  *
  * With a secret every frame has an authentication tag (link.h). The authentication tag of the
  * entry frame proves that rank 0 has the secret. Integers are in the byte order of the sender.
- * A host with the opposite byte order does not recognize the magic number and refuses the
+ * A receiver with the opposite byte order does not recognize the magic number and refuses the
  * connection. */
 #ifndef EPIC_BOOTSTRAP_FRAMES_H
 #define EPIC_BOOTSTRAP_FRAMES_H
@@ -77,8 +77,9 @@ bool epic_frame_make_hello(epic_hello *out, int32_t rank, int32_t num_ranks, boo
 uint64_t epic_frame_checksum(const void *bytes, size_t length);
 
 /* Send or receive as many bytes as the socket allows without waiting. *done is the number of
- * bytes moved so far. In epic_frame_send() it includes the bytes of the frame itself. The
- * caller sets it to 0 before the first call, and calls again while the result is FRAME_MORE. */
+ * bytes sent or received so far. In epic_frame_send() *done includes the bytes of the frame
+ * itself. The caller sets *done to 0 before the first call, and calls again while the result is
+ * FRAME_MORE. */
 epic_frame_state epic_frame_send(int socket, const epic_frame *frame, const void *bytes,
                                  size_t *done);
 epic_frame_state epic_frame_receive(int socket, void *to, size_t bytes, size_t *done);

@@ -7,9 +7,9 @@
  * frame is an HMAC with that key over the sender's side, the number of the frame in this
  * direction, and the frame itself, which contains the SHA-256 of its bytes.
  *
- * So an attacker between the two ends can only close the connection: if it changes, removes,
- * repeats, reorders or reflects frames, the receiver expects another tag. No field of a frame
- * is used before its tag is checked.
+ * So an attacker between the two ends can only close the connection: if the attacker changes,
+ * removes, repeats, reorders or reflects frames, the tags do not match, and the receiver
+ * rejects the frames. No field of a frame is used before its tag is checked.
  *
  * Without a secret a checksum detects damage, but an attacker can change frames. */
 #ifndef EPIC_LINK_H
@@ -55,21 +55,22 @@ epic_message epic_link_message(epic_link *link, const epic_frame *frame, const v
 void epic_link_reuse_number(epic_link *link);
 
 /* Returns true if the authentication tag shows that the other end sent this frame as its next
- * frame. Without a secret, checks only the magic number. Increments num_received, so it must be
- * called exactly once for each received frame. */
+ * frame. Without a secret, checks only the magic number. Increments num_received, so this
+ * function must be called exactly once for each received frame. */
 bool epic_link_check(epic_link *link, const epic_frame *frame);
 
 /* Returns true if these are the bytes of a frame that epic_link_check() has accepted. */
 bool epic_link_check_bytes(const epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* epic_link_send() sends as many bytes as the socket accepts at once. epic_link_send_all()
- * waits until all are sent, and returns FRAME_MORE if the limit passes first. */
+/* epic_link_send() sends as many bytes as the socket accepts without waiting.
+ * epic_link_send_all() waits until all bytes are sent, and returns FRAME_MORE if the limit
+ * passes first. */
 epic_frame_state epic_link_send(const epic_link *link, epic_message *message);
 epic_frame_state epic_link_send_all(const epic_link *link, epic_message *message,
                                     time_limit *limit);
 
-/* Sends a failure frame and its error text. Stops when the limit passes. The peer then only
- * sees that the connection is closed. */
+/* Sends a failure frame and its error text. Gives up when the limit passes; in this case the
+ * peer only notices that the connection is closed. */
 void epic_link_send_failure(epic_link *link, epic_result result, const char *sentence,
                             time_limit *limit);
 
@@ -78,8 +79,9 @@ void epic_link_send_failure(epic_link *link, epic_result result, const char *sen
 epic_result epic_link_receive_failure(const epic_link *link, const epic_frame *frame,
                                       time_limit *limit);
 
-/* Receives the error text of a failure frame without a valid authentication tag, or "". The
- * caller may only print the text, because an attacker may have written it. */
+/* Receives the error text of a failure frame without a valid authentication tag. Writes "" to
+ * `sentence` if no text arrives. The caller may only print the text, because an attacker may
+ * have written it. */
 void epic_link_receive_unproved(int socket, const epic_frame *frame,
                                 char sentence[FRAME_SENTENCE + 1], time_limit *limit);
 

@@ -59,7 +59,8 @@ static void *run_query(void *self)
     return NULL;
 }
 
-/* Creates a query, without the brackets of an IPv6 address ("[::1]"). NULL: out of memory. */
+/* Creates a query. Removes the brackets of an IPv6 address such as "[::1]". Returns NULL if out
+ * of memory. */
 static query *new_query(const char *name, const char *port)
 {
     pthread_condattr_t attributes;
@@ -86,8 +87,8 @@ static bool start_query(query *q)
     return thread_start(&thread, run_query, q) == 0 && pthread_detach(thread) == 0;
 }
 
-/* Keeps this library loaded until the process ends, because the thread of an abandoned query
- * may still run its code. */
+/* Keeps this library loaded until the process exits, because the thread of an abandoned query
+ * may still run the library's code. */
 static void stay_loaded(void)
 {
     Dl_info info;
@@ -112,7 +113,7 @@ static bool wait_for_query(query *q, time_limit *limit)
 }
 
 /* Returns the errno that made getaddrinfo() fail, or 0. getaddrinfo() does not report that no
- * descriptor was free, so this function tests it by opening one. */
+ * file descriptor was free, so this function finds it out by opening a file. */
 static int find_reason(int wrong, int system_wrong)
 {
     const int probe = open("/", O_RDONLY | O_CLOEXEC);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The secret that the ranks of a group share. A rank proves with an HMAC-SHA-256 that it has
- * the secret, and never sends the secret. The secret protects only the bootstrap: no other
- * process can join, or change the data that the ranks exchange there. */
+ * the secret, and never sends the secret. The secret protects only the bootstrap: no process
+ * without the secret can join it, or change the data that the ranks exchange in it. */
 #ifndef EPIC_SECRET_H
 #define EPIC_SECRET_H
 
@@ -25,7 +25,7 @@ typedef struct epic_secret {
 } epic_secret;
 
 /* The purpose of an HMAC with the secret. The HMAC covers the purpose, so that an HMAC for one
- * purpose is not valid for another. */
+ * purpose is not valid for the other purpose. */
 typedef enum epic_role {
     ROLE_CONNECTOR, /* the connecting rank proves that it has the secret */
     ROLE_SESSION    /* the key of the frames of one connection, never sent */

@@ -29,7 +29,7 @@ static bool append_bytes(char host[ENV_HOST], size_t *used, const char *text, si
 
 /* Copies the first host of a Slurm host list. For example, copies n1 from "n1,n2", n01 from
  * "n[01-04,07]", and a1b3-ib from "a[1-2]b[3-4]-ib". The first number in a bracket ends at "-",
- * "," or "]". Returns false if the list has another form. */
+ * "," or "]". Returns false if the list does not have this format. */
 static bool copy_first_host(char host[ENV_HOST], const char *list)
 {
     size_t used = 0;

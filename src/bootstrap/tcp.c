@@ -40,7 +40,8 @@ typedef struct tcp_bootstrap {
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];
-    /* libcrypto, for the links; secret.text is NULL after open: each link then has a key */
+    /* libcrypto, for the links; after the bootstrap is open, secret.text is NULL, because each
+     * link has its own key */
     epic_secret secret;
     int32_t num_connections;
     struct pollfd *polls;     /* [num_connections]: the sockets to poll */
@@ -99,7 +100,8 @@ static epic_result fail_forged(const tcp_bootstrap *b, int32_t rank)
                          : "");
 }
 
-/* Checks that a frame is the next one of its rank, is of this gather, and has `bytes` bytes. */
+/* Checks that a frame is the next frame of its rank, belongs to this gather, and has `bytes`
+ * bytes. */
 static epic_result check_frame(tcp_bootstrap *b, int32_t rank, const epic_frame *frame,
                                size_t bytes)
 {
@@ -127,9 +129,9 @@ static epic_result receive_part(tcp_bootstrap *b, int32_t rank, char *to, size_t
                                 time_limit *limit)
 {
     connection *c = &b->connections[rank];
-    /* A ready connection has an event only if its peer closes it. If this rank's limit has
-     * passed too, the peer probably left because other ranks are missing, so the error text
-     * lists those ranks. */
+    /* A ready connection has an event only if its peer has closed it. If this rank's limit has
+     * passed too, the peer probably closed it because its own limit has passed while other
+     * ranks were missing, so the error text lists the missing ranks. */
     if (c->is_ready)
         return time_limit_left_ms(limit) == 0 ? fail_late(b, "join") : fail_lost(b, rank);
     if (c->head < sizeof c->frame) {
@@ -171,8 +173,8 @@ static epic_result collect_parts(tcp_bootstrap *b, char *all, size_t bytes, time
     return EPIC_OK;
 }
 
-/* Sends the bytes of all ranks to every rank. If a connection is lost, still sends them to the
- * other ranks, and then returns the error. */
+/* Sends the bytes of all ranks to every rank. If a connection is lost, still sends the bytes to
+ * the other ranks, and then returns the error. */
 static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
                                 time_limit *limit)
 {
@@ -200,8 +202,8 @@ static epic_result send_answers(tcp_bootstrap *b, const char *all, size_t bytes,
 }
 
 /* Sends the failure stored in `b` to every rank that has not yet received a part of an answer.
- * The other ranks would read the failure frame as the rest of the answer, so they only see that
- * the connection is closed. */
+ * A rank that has received a part would read the failure frame as the rest of the answer, so it
+ * gets no failure frame and only notices that the connection is closed. */
 static void send_failure_to_all(tcp_bootstrap *b)
 {
     time_limit limit = time_limit_begin(SEND_MS, NULL);
@@ -244,7 +246,7 @@ static epic_result fail_rank_0_lost(const tcp_bootstrap *b)
 }
 
 /* Sends this rank's bytes and at the same time receives the frame of the answer, because rank 0
- * may send a failure before it has received all bytes. Without this, the rank could wait for
+ * may send a failure before it has received all bytes. If the rank only sent, it could wait for
  * room in the socket forever and never read the failure. */
 static epic_result exchange_heads(tcp_bootstrap *b, epic_message *message, time_limit *limit)
 {

@@ -2,7 +2,7 @@
 /* The steps that open a TCP bootstrap: rank 0 listens and accepts, the other ranks connect.
  * After that, rank 0 has a link to every other rank, and every other rank has a link to rank 0.
  *
- * In all functions `tcp` has been checked and its defaults are filled in, and `limit` is the
+ * All functions require that `tcp` was checked and its defaults are filled in. `limit` is the
  * time limit of the whole bootstrap. */
 #ifndef EPIC_TCP_H
 #define EPIC_TCP_H
@@ -51,7 +51,7 @@ epic_result epic_tcp_connect(epic_link *out, const epic_tcp *tcp, const epic_sec
                              time_limit *limit);
 
 /* Called on rank 0 for a peer whose time limit passes in left_ms milliseconds. Shortens rank
- * 0's time limit, so that its answer or error still reaches the peer. */
+ * 0's time limit, so that the answer or error of rank 0 still reaches the peer. */
 void epic_tcp_answer_earlier(time_limit *limit, uint32_t left_ms);
 
 /* Fails with EPIC_EDEVICE because this rank cannot open a socket; `wrong` is the errno. */

@@ -30,7 +30,8 @@ struct hub {
     /* number of members that have not closed; the last member that closes frees the hub */
     int32_t num_open;
     int32_t num_arrived;
-    /* number of calls for a rank that already waits in this gather */
+    /* number of calls in this gather by a second thread, for a rank whose first thread already
+     * waits */
     int32_t num_duplicate_calls;
     uint32_t timeout_ms;
     uint64_t finished; /* number of finished gathers */

@@ -57,8 +57,8 @@ static inline uint32_t time_limit_left_ms(const time_limit *limit)
     return (uint32_t)((ns + 999999) / 1000000);
 }
 
-/* Makes the limit end in `ms` milliseconds, or earlier if it was to end earlier. Also shortens
- * the timeout with which the limit restarts after a suspension of the process. */
+/* Makes the limit pass in `ms` milliseconds, unless it passes earlier anyway. Also shortens the
+ * timeout with which the limit restarts after a suspension of the process. */
 static inline void time_limit_shorten(time_limit *limit, uint32_t ms)
 {
     deadline *own = &limit->own;
