@@ -5,12 +5,13 @@
  * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
  * connections from all higher ranks. The first message of the connecting rank contains the
  * secret of the accepting rank, and the answer contains the secret of the connecting rank. So
- * both prove that they took part in the bootstrap.
+ * both ranks prove that they took part in the bootstrap.
  *
- * A rank first sends its messages to all lower ranks. Then it accepts and answers higher ranks and
- * receives the answers of lower ranks, in the order in which they arrive. So no two ranks wait for
- * each other. It waits with epoll, because each poll() would examine all connections, and the
- * work of all ranks together would grow with the third power of their number. */
+ * A rank first sends its messages to all lower ranks. Then it accepts and answers higher ranks
+ * and receives the answers of lower ranks, in the order in which they arrive. So no two ranks
+ * wait for each other. Ranks wait with epoll, because each poll() would examine all
+ * connections, and the work of all ranks together would grow with the third power of the number
+ * of ranks. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -33,9 +34,9 @@
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
 /* how many connections without a handshake can be pending in addition to one per rank */
 #define EXTRA_PENDING 16
-#define MAX_EVENTS 64 /* most events that one system call returns */
-/* time between two checks whether the listeners of missing ranks are still open; a rank that
- * ends closes its listener */
+#define MAX_EVENTS 64 /* maximum number of events that one system call returns */
+/* time between two checks whether the listeners of missing ranks are still open; the listener
+ * of a rank whose process exits is closed */
 #define CHECK_MS 200
 
 /* The data that a rank publishes through the bootstrap. */
@@ -51,7 +52,8 @@ typedef struct connect_state {
     const epic_join *join;
     handle *handles;    /* [num_ranks]: the handles of all ranks */
     bool *has_answered; /* [num_ranks]: lower ranks whose answer has arrived */
-    int *pending;       /* [num_pending] accepted sockets without a handshake yet; -1: free */
+    /* [num_pending]: accepted sockets whose handshake has not arrived yet; -1: free entry */
+    int *pending;
     int num_pending;
     int listener;
     bool is_accepting; /* true: connections->epoll watches the listener */
@@ -103,14 +105,16 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 /* The socket from which an event comes. */
 enum source_kind { FROM_LISTENER, FROM_PENDING, FROM_CONNECTION };
 
-/* Returns the value by which epoll identifies a socket. `index`: index in o->pending, or rank. */
+/* Returns the value by which epoll identifies a socket. `index` is an index in o->pending or a
+ * rank. */
 static uint64_t source_of(enum source_kind kind, int index)
 {
     return (uint64_t)kind << 32 | (uint32_t)index;
 }
 
-/* Lets connections->epoll report when data or the end of a connection arrives at a socket. `how`:
- * EPOLL_CTL_ADD for a new socket, EPOLL_CTL_MOD for a new source, or EPOLL_CTL_DEL to stop. */
+/* Makes connections->epoll report when data arrives at a socket or its connection is closed.
+ * `how` is EPOLL_CTL_ADD for a new socket, EPOLL_CTL_MOD for a new source, or EPOLL_CTL_DEL to
+ * stop the reports. */
 static epic_result watch_socket(const connect_state *o, int how, int fd, uint64_t source)
 {
     struct epoll_event event = {.events = EPOLLIN, .data.u64 = source};
@@ -119,7 +123,8 @@ static epic_result watch_socket(const connect_state *o, int how, int fd, uint64_
                : shm_fail_with_errno("epoll_ctl");
 }
 
-/* Watches the listener only while ranks are missing and `pending` has a free entry. */
+/* Makes connections->epoll watch the listener if ranks are missing and `pending` has a free
+ * entry, and stops watching it if not. */
 static epic_result watch_listener(connect_state *o)
 {
     bool accepts = false;
@@ -131,9 +136,9 @@ static epic_result watch_listener(connect_state *o)
                         source_of(FROM_LISTENER, 0));
 }
 
-/* Waits for events, but at most CHECK_MS, so that the caller can check whether missing ranks have
- * died. Returns EPIC_ETIMEOUT at the deadline, with an error sentence that begins with `what`, for
- * example "rank 1 did not connect". */
+/* Waits for events, but at most CHECK_MS, so that the caller can check whether missing ranks
+ * have died. Returns EPIC_ETIMEOUT at the deadline, with an error text that begins with `what`,
+ * for example "rank 1 did not connect". */
 static epic_result wait_for_events(connect_state *o, struct epoll_event events[MAX_EVENTS],
                                    int *count, const char *what)
 {
@@ -199,10 +204,10 @@ static bool out_of_room(int error)
     return error == EMFILE || error == ENFILE || error == ENOMEM || error == ENOBUFS;
 }
 
-/* Reads the handshake of pending connection number i. If the sender is a higher rank that is not
- * connected yet, answers the handshake; otherwise closes the connection. is_watched: whether
- * connections->epoll watches the connection already. If it does not, and the handshake has not
- * arrived yet, adds the connection, so that connections->epoll reports the handshake. */
+/* Reads the handshake of pending connection number i. If the sender is a higher rank that is
+ * not connected yet, answers the handshake; otherwise closes the connection. is_watched is true
+ * if connections->epoll already watches the connection. If it is false and the handshake has
+ * not arrived yet, adds the connection, so that connections->epoll reports the handshake. */
 static epic_result identify_pending(connect_state *o, int i, bool is_watched)
 {
     shm_connections *connections = o->connections;
@@ -222,9 +227,9 @@ static epic_result identify_pending(connect_state *o, int i, bool is_watched)
     return send_handshake(o, fd, rank, connections->rank == 0 ? *o->memory : -1);
 }
 
-/* Accepts new connections into the free entries of `pending`. If the system lacks a descriptor
- * or memory for one, joining fails at once, because the connecting peer would otherwise wait
- * until its deadline. */
+/* Accepts new connections into the free entries of `pending`. If the system has no descriptor
+ * or memory left for a connection, joining fails at once, because the connecting peer would
+ * otherwise wait until its deadline. */
 static epic_result accept_pending(connect_state *o)
 {
     for (int i = 0; i < o->num_pending; i++) {
@@ -247,14 +252,14 @@ static int first_missing(const connect_state *o)
     return r;
 }
 
-/* Returns whether a peer's listener is open. A peer closes it when all higher ranks are
- * connected, or when its process ends. */
+/* Returns whether a peer's listener is open. It is closed when all higher ranks are connected
+ * to the peer, or when the peer's process exits. */
 static bool is_listening(const connect_state *o, int peer)
 {
     socklen_t length;
     const struct sockaddr_un address = address_of(&o->handles[peer], &length);
     int probe = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    /* Without a socket there is no way to test it, so assume that the peer listens. */
+    /* Without a free socket the listener cannot be tested, so assume that the peer listens. */
     if (probe < 0) return true;
     const bool refused =
         connect(probe, (const struct sockaddr *)&address, length) != 0 && errno == ECONNREFUSED;
@@ -289,9 +294,9 @@ static epic_result receive_answer(connect_state *o, int peer)
     return EPIC_OK;
 }
 
-/* Handles an event of one socket. After its handshake a peer sends nothing until its own group is
- * open. So an event on a connection whose handshake is complete means that the peer has closed the
- * connection. */
+/* Handles an event of one socket. After its handshake a peer sends nothing until its own group
+ * is open. So an event on a connection whose handshake is complete means that the peer has
+ * closed the connection. */
 static epic_result handle_event(connect_state *o, const struct epoll_event *event)
 {
     const int index = connections_rank_of(event);
@@ -318,10 +323,11 @@ static void describe_wait(const connect_state *o, char *what)
         snprintf(what, 40, "rank %d did not answer", r);
 }
 
-/* Accepts connections from all higher ranks, and receives the answers of all lower ranks. A rank
- * that dies before it connects has no connection whose end this rank could notice. So find_gone()
- * looks for a missing rank whose listener is closed. That rank may have connected just before, so
- * the loop waits for events once more before it reports that the rank is gone. */
+/* Accepts connections from all higher ranks, and receives the answers of all lower ranks. If a
+ * rank dies before it connects, this rank has no connection to it that could show its death. So
+ * find_gone() looks for a missing rank whose listener is closed. That rank may have connected
+ * just before it closed its listener, so the loop waits for events once more before it reports
+ * that the rank is gone. */
 static epic_result await_all(connect_state *o)
 {
     struct epoll_event events[MAX_EVENTS];
@@ -349,9 +355,9 @@ static epic_result connect_to_all(connect_state *o)
     return await_all(o);
 }
 
-/* Makes the other ranks notice that this rank failed: closes its connections. A lower rank may
- * still wait for a connection from this rank, so this function also connects to each lower rank
- * once more and closes that connection. Returns `result` and keeps its error sentence. */
+/* Makes the other ranks notice that this rank has failed: closes its connections. A lower rank
+ * may still wait for a connection from this rank, so this function also connects to each lower
+ * rank once more and closes that connection. Returns `result` and keeps the error text. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -367,8 +373,8 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Opens a pidfd for every peer, whose pid the system reports for each socket. Without pidfds,
- * only the sockets show the end of a peer. */
+/* Opens a pidfd for every peer. The system reports the peer's pid for each socket. If pidfds
+ * are not supported, only the sockets show that a peer has exited. */
 static epic_result watch_processes(shm_connections *connections)
 {
     for (int r = 0; r < connections->num_ranks; r++) {
@@ -385,8 +391,8 @@ static epic_result watch_processes(shm_connections *connections)
     return EPIC_OK;
 }
 
-/* Allocates the tables of *o. If `ready` is false, this rank has failed before: then only
- * returns an error, and keeps the earlier error sentence. */
+/* Allocates the tables of *o. If `ready` is false, this rank has already failed: in this case
+ * only returns an error, and keeps the earlier error text. */
 static epic_result allocate_state(connect_state *o, bool ready)
 {
     if (!ready) return EPIC_EDEVICE;
@@ -403,8 +409,9 @@ static epic_result allocate_state(connect_state *o, bool ready)
     return o->connections->epoll >= 0 ? EPIC_OK : shm_fail_with_errno("epoll_create1");
 }
 
-/* Closes a socket that is no connection to a rank. A child that was forked meanwhile may keep it
- * open, so connections->epoll must explicitly stop to watch it. */
+/* Closes a socket that is no connection to a rank. A child that was forked meanwhile may keep
+ * the socket open, and then epoll would still report its events, so this function first removes
+ * the socket from connections->epoll. */
 static void forget_socket(const connect_state *o, int *fd)
 {
     if (*fd >= 0) epoll_ctl(o->connections->epoll, EPOLL_CTL_DEL, *fd, NULL);
@@ -419,8 +426,8 @@ static void release_state(connect_state *o)
     free(o->pending);
 }
 
-/* Returns whether the name has the form of those that open_listener() creates. It comes from
- * another process, so this rank checks it before it connects. */
+/* Returns whether the name has the form of the names that open_listener() creates. The name
+ * comes from another process, so this rank checks it before it connects. */
 static bool is_socket_name(const char name[NAME_LENGTH + 1])
 {
     return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&
@@ -428,8 +435,8 @@ static bool is_socket_name(const char name[NAME_LENGTH + 1])
 }
 
 /* Exchanges the handles of all ranks. A rank that has failed passes its error in `result`, and
- * gets it back after the gather. Returns EPIC_EPEER if another rank failed or sent an invalid
- * name. */
+ * the function returns this error after the gather. Returns EPIC_EPEER if another rank failed
+ * or sent an invalid name. */
 static epic_result gather_handles(const epic_join *join, handle *handles, epic_result result,
                                   handle *mine)
 {

@@ -20,20 +20,20 @@ typedef struct handshake {
  * descriptor. Returns the number of bytes sent, or -1 with errno set. */
 ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory);
 
-/* Receives a message without waiting, and copies at most `size` bytes of it. Sets *memory to the
- * descriptor that arrived with the message, or to HANDSHAKE_NO_ROOM; leaves it unchanged if there
- * was none. If `memory` is NULL, accepts no descriptor. Returns the number of bytes of the whole
- * message, 0 if the peer has closed the connection, or -1 with errno set: EAGAIN if no message has
- * arrived. */
+/* Receives a message without waiting, and copies at most `size` bytes of it. Sets *memory to
+ * the descriptor that arrived with the message, or to HANDSHAKE_NO_ROOM; leaves *memory
+ * unchanged if the message has no descriptor. If `memory` is NULL, accepts no descriptor.
+ * Returns the number of bytes of the whole message, 0 if the peer has closed the connection, or
+ * -1 with errno set: EAGAIN if no message has arrived. */
 ssize_t shm_receive_any(int fd, void *bytes, size_t size, int *memory);
 
-/* Receives a message of `size` bytes, as shm_receive_any() does. Returns false if no message has
- * arrived, or if it has another size. */
+/* Like shm_receive_any(), but for a message of `size` bytes. Returns false if no message has
+ * arrived, or if the message has another size. */
 bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
 
 /* Sends a handshake on the socket `fd` to rank `to`. `memory` is a descriptor to send with it,
- * or -1. Returns EPIC_EPEER if the rank has closed its connection, EPIC_EDEVICE or EPIC_ENOMEM
- * if the system refuses. */
+ * or -1. Returns EPIC_EPEER if the rank has closed its connection, and EPIC_EDEVICE or
+ * EPIC_ENOMEM if the system cannot send the message. */
 epic_result handshake_send(int fd, const handshake *message, int to, int memory);
 
 /* the message had a descriptor, but this process has too many open files to receive it */
@@ -46,10 +46,10 @@ bool handshake_receive(int fd, handshake *message, int *memory);
 /* Returns whether the process at the other end belongs to the same user. */
 bool handshake_is_same_user(int fd);
 
-/* Stores the error sentence "system call `what` failed" with errno. Returns EPIC_ENOMEM or
+/* Stores the error text "system call `what` failed" with errno. Returns EPIC_ENOMEM or
  * EPIC_EDEVICE. */
 epic_result shm_fail_with_errno(const char *what);
-/* Stores the error sentence that a peer closed its connection while joining. Returns
+/* Stores an error text that says that a peer closed its connection while joining. Returns
  * EPIC_EPEER. */
 epic_result shm_fail_with_left(int peer);
 

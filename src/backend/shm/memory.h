@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The shared memory of a generation: a memfd, which has no name, so no file stays behind after a
- * crash. Its size is sealed, because peers would crash if a rank could shrink it. */
+/* The shared memory of a generation (a group with fixed members): a memfd. A memfd has no name
+ * in a file system, so no file stays behind after a crash. Its size is sealed, because peers
+ * would crash if a rank could shrink the memfd. */
 #ifndef EPIC_SHM_MEMORY_H
 #define EPIC_SHM_MEMORY_H
 

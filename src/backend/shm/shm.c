@@ -3,9 +3,10 @@
  * and sends its descriptor to the other ranks over the connections (connections.h). No file
  * stays behind after a crash, because the memory has no name.
  *
- * A child that a rank forks without exec keeps the rank's sockets open. Then only a pidfd shows
- * the end of the rank. Pidfds need Linux 5.3 and one PID namespace for all ranks. Without them,
- * peers notice the end of the rank when the child ends, or at their deadline. */
+ * A child that a rank forks without exec keeps the rank's sockets open. In this case only a
+ * pidfd shows that the rank's process has exited. Pidfds need Linux 5.3 and one PID namespace
+ * for all ranks. Without pidfds, peers notice the exit of the rank when the child exits too, or
+ * at their deadline. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -95,8 +96,8 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Frees a forked child's copies. Closing and unmapping them has no effect on the parent and its
- * peers. */
+/* Called in a forked child: frees the child's copies of the descriptors and the memory. This
+ * has no effect on the parent and its peers. */
 static void shm_forget(epic_group *group)
 {
     shm_connections *connections = group->backend_data;

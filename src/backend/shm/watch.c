@@ -1,13 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher sleeps in poll() until the process of a peer ends. Then it publishes the end in
- * the segment and wakes all ranks, so that ranks that wait for the peer return an error at
- * once.
+/* The watcher sleeps in poll() until the process of a peer exits. Then it records this in the
+ * segment (the shared memory of the group) and wakes all ranks, so that ranks that wait for the
+ * peer return an error at once.
  *
  * A watcher watches only NUM_WATCHED peers: the next higher ranks that are not gone, where rank
- * 0 follows the highest rank. So the end of a process wakes NUM_WATCHED watchers. If it woke
- * all of them, they would delay the waiting ranks on a host with few cores. Several watchers
- * watch each rank, because some may be stopped or end together with it. If all of them are
- * stopped, waiting ranks find the end themselves, but later (wait.c). */
+ * 0 follows the highest rank. So when a process exits, NUM_WATCHED watchers wake up. If all
+ * watchers woke up, they would delay the waiting ranks on a host with few cores. Several
+ * watchers watch each rank, because a watcher may be suspended or may exit together with the
+ * rank. If all watchers of a rank are suspended, waiting ranks still notice the exit, but later
+ * (wait.c). */
 #include "backend/shm/watch.h"
 
 #include <errno.h>
@@ -34,8 +35,8 @@ struct shm_watch {
     pthread_t thread;
     epic_group *group;
     int event;             /* an eventfd; a write to it wakes the thread */
-    pthread_mutex_t mutex; /* guards the rest, and the group against changes of its members */
-    bool is_ending;        /* true: the thread must end */
+    pthread_mutex_t mutex; /* guards the fields below, and the members of the group */
+    bool is_ending;        /* true: the thread must return */
     watched watched;       /* the ranks that the thread watches */
 };
 
@@ -51,8 +52,9 @@ static watched choose_ranks(const epic_group *g)
     return chosen;
 }
 
-/* Chooses the ranks to watch, and writes the descriptors to poll to `polls` [1 + 2 * NUM_WATCHED].
- * Returns their number, or 0 if the watcher must end. The caller holds the mutex. */
+/* Chooses the ranks to watch, and writes the descriptors to poll to `polls` [1 + 2 *
+ * NUM_WATCHED]. Returns the number of descriptors, or 0 if the watcher must return. The caller
+ * holds the mutex. */
 static nfds_t list_polls(shm_watch *w, struct pollfd *polls)
 {
     const shm_connections *c = w->group->backend_data;
@@ -68,7 +70,8 @@ static nfds_t list_polls(shm_watch *w, struct pollfd *polls)
     return (nfds_t)(p - polls);
 }
 
-/* Publishes the ends of the processes of watched ranks. The caller holds the mutex. */
+/* Records in the segment which watched ranks' processes have exited. The caller holds the
+ * mutex. */
 static void report_ends(const shm_watch *w)
 {
     epic_group *g = w->group;

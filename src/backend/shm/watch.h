@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher: a thread of each rank that notices the end of a peer's process at once. */
+/* The watcher: a thread of each rank that notices at once when a peer's process exits. */
 #ifndef EPIC_SHM_WATCH_H
 #define EPIC_SHM_WATCH_H
 
@@ -12,7 +12,7 @@ typedef struct shm_watch shm_watch;
  * EPIC_EDEVICE. */
 epic_result shm_watch_open(epic_group *group, shm_watch **out);
 
-/* Ends the thread and frees the watcher. `watch` may be NULL. */
+/* Stops the thread and frees the watcher. `watch` may be NULL. */
 void shm_watch_close(shm_watch *watch);
 
 /* While the lock is held, the watcher neither reads nor writes the group. After the unlock it
@@ -20,7 +20,7 @@ void shm_watch_close(shm_watch *watch);
 void shm_watch_lock(shm_watch *watch);
 void shm_watch_unlock(shm_watch *watch);
 
-/* Frees a forked child's copy of the watcher. The child has no such thread. */
+/* Frees a forked child's copy of the watcher. The thread itself does not exist in the child. */
 void shm_watch_forget(shm_watch *watch);
 
 #endif

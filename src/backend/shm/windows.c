@@ -2,9 +2,9 @@
 /* Windows for ranks that are processes.
  *
  * A rank sends the descriptor of its memory to every peer before it announces its op header. So
- * when a peer has the op header, it also has the message with the descriptor. A failed call may
- * leave messages unread. Every message contains the number of its call (`attempt`), so the next
- * call skips them. */
+ * when a peer has received the op header, the message with the descriptor has arrived too. A
+ * failed call may leave messages unread. Every message contains the number of its call
+ * (`attempt`), so that the next call can skip messages of earlier calls. */
 #include "backend/shm/windows.h"
 
 #include <errno.h>
@@ -36,8 +36,8 @@ static epic_result fail_with_bytes(int64_t bytes)
                      (long long)bytes, strerror(errno), epic_remedy(errno));
 }
 
-/* Creates shared memory, maps it, and seals its size, because peers would crash if a rank could
- * shrink it. */
+/* Creates shared memory and maps it. Seals its size, because peers would crash if a rank could
+ * shrink the memory. */
 static epic_result create_memory(epic_window_memory *memory, int *fd)
 {
     errno = EFBIG;
@@ -73,8 +73,8 @@ static void unmap_file(void *at, int64_t bytes)
 }
 
 /* Returns whether `data` in the caller's memory and `mapped` in EPIC's mapping are the same
- * byte of a file. Changes *data for a moment and compares *mapped. If the caller's memory is a
- * private mapping, the change does not reach the file. */
+ * byte of a file. Changes *data for a moment, and checks whether *mapped changes too. It does
+ * not if the caller's memory is a private mapping, whose changes do not reach the file. */
 static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *mapped)
 {
     const unsigned char old = *data, other = old ^ 0xff;
@@ -113,7 +113,7 @@ static epic_result check_memory(const epic_window_memory *memory)
 }
 
 /* Sends the descriptor to all peers. Ignores a peer that has closed its connection, because the
- * later wait for its op header returns the error. */
+ * later wait for the peer's op header returns the error. */
 static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 {
     const shm_connections *c = g->backend_data;
@@ -146,9 +146,11 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     return result;
 }
 
-/* Receives the descriptor of this attempt. Skips what a peer has sent before: descriptors of other
- * attempts, and messages of epic_regroup. Leaves what it has sent later: the peer may have called
- * epic_regroup already. Returns -1 if there is no descriptor, or HANDSHAKE_NO_ROOM. */
+/* Receives the descriptor of this attempt. Skips messages that the peer sent before it:
+ * descriptors of other attempts, and messages of epic_regroup. Does not read messages that the
+ * peer sent after it, because the peer may have called epic_regroup already. Returns -1 if the
+ * descriptor has not arrived, and HANDSHAKE_NO_ROOM if this process has too many open files to
+ * receive it. */
 static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
 {
     const shm_connections *c = g->backend_data;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* One queue of messages per seat, and one mutex for all queues. */
+/* One queue of messages per seat (rank number of the group), and one mutex for all queues. */
 #include "backend/threads/mailbox.h"
 
 #include <pthread.h>
@@ -67,7 +67,8 @@ void mailbox_release(mailbox *m)
 void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes)
 {
     letter *l = malloc(sizeof *l + bytes);
-    /* the message is lost: the sender repeats its request, or its call ends at the deadline */
+    /* Out of memory: the message is lost. The sender repeats its request, or its call fails at
+     * the deadline. */
     if (!l) return;
     l->next = NULL;
     l->from = from;
