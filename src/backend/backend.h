@@ -2,9 +2,9 @@
 /* The contract of every backend.
  *
  * A backend moves data between the ranks of a group in one way, for example through shared
- * memory.  Its files export one symbol, a struct epic_backend, and api/backends.c or
- * api/plugins.c lists it.  A host backend implements backend/transport.h, a device backend
- * implements backend/ops.h. docs/internals/backends.md shows how to add one. */
+ * memory. Its files export one symbol, a struct epic_backend, and api/backends.c or
+ * api/plugins.c lists it. A host backend implements backend/transport.h, a device backend
+ * implements backend/ops.h. docs/internals/backends.md shows how to add a backend. */
 #ifndef EPIC_BACKEND_H
 #define EPIC_BACKEND_H
 
@@ -21,10 +21,10 @@
 struct epic_transport; /* defined in backend/transport.h */
 struct epic_ops;       /* defined in backend/ops.h */
 
-/* One rank's state in a group.  Each backend defines its own. */
+/* One rank's state in a group. Each backend defines its own struct. */
 typedef struct epic_group epic_group;
 
-/* Facts about one rank. All ranks exchange them before epic_open chooses a backend. */
+/* Data about one rank. All ranks exchange these data before epic_open chooses a backend. */
 typedef struct epic_peer {
     /* Two ranks with equal values are on the same host and in the same PID namespace. host[0]
      * identifies the host until its next reboot, host[1] the PID namespace. */
@@ -32,48 +32,49 @@ typedef struct epic_peer {
     uint64_t process[2]; /* two ranks with equal values are in the same process */
     int64_t pid;
     int64_t uid;
-    /* inode of the network namespace; two ranks of a host can connect by an abstract UNIX
-     * address if their inodes are equal */
+    /* inode of the network namespace; two ranks of a host can connect through an abstract UNIX
+     * socket address if these inodes are equal */
     int64_t network_ns;
     /* Identifies the copy of libepic that the rank uses. Ranks of one process with equal values
-     * share the library's global tables. A random value, because an address would reveal where
-     * the library is loaded (ASLR). */
+     * share the library's global tables. The value is random and not the library's address,
+     * because an address would reveal where the library is loaded (ASLR). */
     uint64_t library;
 } epic_peer;
 
-/* The arguments of join.  They are valid during the call only. */
+/* The arguments of join, which are valid only during the call. */
 typedef struct epic_join {
     const epic_bootstrap *bootstrap; /* epic_open has checked gather, rank and num_ranks */
     const epic_config *config;       /* defaults filled in; equal on all ranks */
-    const epic_peer *peers;          /* [num_ranks]: facts about all ranks */
+    const epic_peer *peers;          /* [num_ranks]: data about each rank */
     uint64_t group_id;               /* random; equal on all ranks */
 } epic_join;
 
 typedef struct epic_backend {
-    const char *name; /* The value of epic_config.backend that selects this backend. */
+    const char *name; /* the value of epic_config.backend that selects this backend */
 
-    /* Returns whether these ranks can form a group with this backend. If it returns false, it
-     * writes the reason to `why`, which has 256 bytes. Not collective, no side effects. */
+    /* Returns whether these ranks can form a group with this backend. If not, writes the reason
+     * to `why`, which has 256 bytes. Not collective, no side effects. */
     bool (*can_join)(const epic_peer *peers, int num_ranks, const epic_config *config,
                      char *why);
 
-    /* Creates this rank's state in the group. Collective: all ranks call it. If it fails, it
-     * releases everything, does not change *out and sets the error text with epic_fail.
-     * epic_open then gathers the results of all ranks. */
+    /* Creates this rank's state in the group. Collective: all ranks call join. If join fails,
+     * it releases everything, does not change *out and sets the error text with epic_fail.
+     * After join, epic_open gathers the results of all ranks. */
     epic_result (*join)(epic_group **out, const epic_join *join);
 
     /* Releases the group. Not collective, and works even if a peer is gone. A device backend
-     * waits, until its timeout, for peers that may still write into this rank's memory. */
+     * first waits for peers that may still write into this rank's memory, at most until its
+     * timeout. */
     void (*leave)(epic_group *group);
 
-    /* Releases the child's copy of the parent's group in a forked child. Does not affect the
-     * parent and its peers. NULL: the child keeps its copy until it exits. */
+    /* Called in a forked child: releases the child's copy of the group, without an effect on
+     * the parent and its peers. NULL: the child keeps its copy until it exits. */
     void (*forget)(epic_group *group);
 
     /* Writes the memory that join allocates for one rank to *out. *config has all defaults. */
     void (*memory)(const epic_config *config, epic_memory_info *out);
 
-    /* Returns whether `from` is memory of this backend's devices. If it is, copies `bytes`
+    /* Returns whether `from` is in the memory of this backend's devices. If so, copies `bytes`
      * bytes from `from` to host memory at `to`, waits for the copy, and sets *good to whether
      * the copy succeeded. NULL: the backend has no device memory. */
     bool (*fetch)(void *to, const void *from, size_t bytes, bool *good);
@@ -92,7 +93,7 @@ typedef struct epic_backend {
      * its peers on other hosts. NULL: the backend uses no network library. */
     void (*describe_net)(const epic_group *group, char *to, size_t size);
 
-    /* exactly one of the next two is set */
+    /* exactly one of `transport` and `ops` is set */
     const struct epic_transport *transport; /* set by a host backend */
     const struct epic_ops *ops;             /* set by a device backend */
 
@@ -101,15 +102,14 @@ typedef struct epic_backend {
      * libepic.so. */
     const char *(*sentence)(void);
 
-    /* Creates a bootstrap. NULL in backends that have none.
+    /* Creates a bootstrap. NULL in backends that cannot create a bootstrap.
      * - Backend mpi, for epic_bootstrap_mpi(): `native` is config.native, a pointer to an MPI
      *   communicator, or NULL for all ranks of the MPI job.
      * - Backend p2p, for epic_bootstrap_nccl(): `native` is an ncclComm_t, never NULL. */
     epic_result (*bootstrap)(epic_bootstrap *out, const void *native, uint32_t timeout_ms);
 } epic_backend;
 
-/* The backends in libepic.so, in the order in which epic_open tries them. NULL ends the
- * list. */
+/* The backends in libepic.so, in the order in which epic_open tries them, followed by NULL. */
 extern const epic_backend *const epic_backends[];
 
 #endif

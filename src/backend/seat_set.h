@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sets of seats, one bit per seat. */
+/* Sets of seats (rank numbers of a group), as masks with one bit per seat. */
 #ifndef EPIC_SEAT_SET_H
 #define EPIC_SEAT_SET_H
 

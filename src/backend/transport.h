@@ -8,18 +8,18 @@
  * An *exchange* is the communication of one public call, usually one operation. (tag, sequence)
  * identifies an operation: sequence is the running number of the operation within the tag, from
  * 0. A call that makes a plan and dispatches with it makes two operations in one exchange.
- * Ranks announce only the first operation, whose (tag, sequence) identifies the exchange.
+ *    Ranks announce only the first operation, whose (tag, sequence) identifies the exchange.
  *
  * Each rank keeps the state of an exchange in one of its *op slots*, numbered 0 to
  * max_in_flight - 1. Ranks may use different op slots for one exchange, because they find each
  * other's slot by (tag, sequence).
  *
- * Every rank first announces an *op header*. Rows are sent after that, through *rings*. A ring
- * is a ring buffer in staging memory, from one rank to one peer. Its elements are *entries*,
- * each with a row or a part of a row. If epic_transport.shares is set, each rank also has a
- * ring to all its peers (EVERYONE): it writes each entry once, and every peer reads it. A
- * *flow* is a sequence of entries of one size, numbered from 0. All ranks run the flows of an
- * exchange in the same order.
+ * Every rank first announces an *op header*. After that the ranks send rows through *rings*. A
+ * ring is a ring buffer in staging memory, from one rank to one peer. Its elements are
+ * *entries*, each with a row or a part of a row. If epic_transport.shares is set, each rank
+ * also has one ring to all its peers (EVERYONE): the rank writes each entry once, and every
+ * peer reads it. A *flow* is a sequence of entries of one size, numbered from 0. All ranks run
+ * the flows of an exchange in the same order.
  *
  * Threads: only one thread at a time may use an op slot. Different threads may use different op
  * slots at the same time. Only wait() and the functions for windows block. No function
@@ -85,7 +85,8 @@ typedef struct epic_peer_status {
 
 /* This rank's memory in a window, as the caller passed it. */
 typedef struct epic_window_memory {
-    /* running number, from 1, of this call among those that add a window; equal on all ranks */
+    /* number of the call that adds this window: 1 for the group's first such call, and so on;
+     * equal on all ranks */
     uint64_t attempt;
     void *data;    /* NULL: the backend allocates the memory */
     int64_t bytes; /* size of the memory; above 0 */
@@ -93,7 +94,8 @@ typedef struct epic_window_memory {
     int64_t fd_offset;
 } epic_window_memory;
 
-/* The part of a transport that provides windows (docs/internals/windows.md). */
+/* The part of a transport for windows: memory of a rank into which its peers store rows
+ * directly (docs/internals/windows.md). */
 typedef struct epic_window_transport {
     /* Makes this rank's memory available to all peers, and writes the window's handle to
      * `handle`. If memory->data is NULL, allocates the memory, which the caller releases with
@@ -103,7 +105,8 @@ typedef struct epic_window_transport {
     epic_result (*offer)(epic_group *group, epic_window_memory *memory, unsigned char *handle);
 
     /* Maps the window of `bytes` bytes that `peer` has offered in the same attempt, and sets
-     * *at to its address here. `handle` and `bytes` come from the peer's op header. */
+     * *at to the address of the mapping. `handle` and `bytes` come from the peer's op
+     * header. */
     epic_result (*map)(epic_group *group, int peer, uint64_t attempt,
                        const unsigned char *handle, int64_t bytes, void **at);
 
@@ -138,7 +141,7 @@ typedef struct epic_transport {
     int64_t (*ring_bytes)(const epic_group *group, bool everyone);
 
     /* Claims a free op slot and returns its index. An op slot is not free while this rank uses
-     * it or a slow peer still reads it. Returns -1 if none is free. The caller then calls
+     * it or a slow peer still reads it. Returns -1 if no op slot is free; the caller then calls
      * wait() with op_slot -1. */
     int (*claim)(epic_group *group);
 
@@ -151,8 +154,8 @@ typedef struct epic_transport {
      * arrived. The header stays valid until finish(). */
     const epic_op_header *(*op_header)(epic_group *group, int op_slot, int peer);
 
-    /* Starts the next flow of the exchange. It may be called only after op_header() has
-     * returned the op headers of all ranks. */
+    /* Starts the next flow of the exchange. Requires that op_header() has returned the op
+     * headers of all ranks. */
     void (*shape)(epic_group *group, int op_slot, const epic_flow *flow);
 
     /* Returns the memory, 64-byte aligned, for entry `index` of the current flow to the peer
@@ -181,7 +184,8 @@ typedef struct epic_transport {
     /* Sleeps until one of the functions above may return another result for this op slot, until
      * the group fails, or for about `ms` milliseconds (0: no sleep). With op_slot -1, sleeps
      * until an op slot may be free. wait() may return early. It misses no change: if something
-     * has changed since the caller's last call for this op slot, it returns at once.
+     * has changed since the caller's last call of a function above for this op slot, wait()
+     * returns at once.
      *
      * While a rank is in wait(), its peers can read `phase` and `waits_for` with look(). The
      * caller chooses the value of `phase`. `waits_for` [EPIC_MAX_RANKS / 64] is a bit mask of
@@ -200,7 +204,7 @@ typedef struct epic_transport {
     bool (*any_gone)(const epic_group *group);
 
     /* Number of milliseconds in which data of a peer may still arrive after look() has reported
-     * that the peer is gone. 0: all its data has arrived by then. */
+     * that the peer is gone. 0: all data of the peer has arrived before look() reports this. */
     uint32_t settle_ms;
 
     /* Marks the group as failed and wakes the peers in wait(). Only the first failure of the
@@ -211,10 +215,10 @@ typedef struct epic_transport {
     bool (*failure)(epic_group *group, epic_failure_info *out);
 
     /* Sets the seats of the group that have a member. Called on all members, before the first
-     * operation. The other seats are vacant from then on: no function above waits for a rank on
-     * a vacant seat. op_header(), room(), send(), entry() and drop() are not called for a
-     * vacant seat, and the number of its entries in the flow of a peer ring is 0. NULL: the
-     * backend has no vacant seats. */
+     * operation. The other seats are vacant from then on: their ranks have left the group, and
+     * no function above waits for them. op_header(), room(), send(), entry() and drop() are not
+     * called for a vacant seat, and the number of its entries in the flow of a peer ring is 0.
+     * NULL: the backend does not support vacant seats. */
     void (*set_members)(epic_group *group, const seat_set *members);
 
     /* Returns the number of bytes of headers and entries that this rank has sent. For tests. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The backend self: a group of one rank, and the smallest complete backend. It has no peers, so
- * its functions for op headers and rings do nothing. The group stores only its failure and
- * which op slots are in use. */
+ * its functions for op headers and rings do nothing. The group stores only its failure, and
+ * which op slots (the state of one operation each) are in use. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
