@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a bootstrap from a communicator.
  *
- * MPI's own collectives wait forever for a missing rank and do not report which rank it is. So
- * this file duplicates the caller's communicator with the non-blocking MPI_Comm_idup. In a
- * gather, every rank sends a message to every other rank on the duplicate.
+ * MPI's own collectives wait forever for a missing rank and do not report which rank is
+ * missing. So this file duplicates the caller's communicator with the non-blocking
+ * MPI_Comm_idup. In a gather, every rank sends a message to every other rank on the duplicate.
  *
  * While the duplicate is created, a rank cannot see which ranks are missing. So after half of
  * the time limit each rank sends a roll call, an empty message, to all ranks on the caller's
  * communicator. If the roll call of a rank does not arrive, the error text reports that rank as
  * missing.
  *
- * MPI can cancel neither the creation of a duplicate nor messages in flight, so after a failure
- * their memory is not freed. */
+ * MPI can cancel neither the creation of a duplicate nor messages in flight. It may still
+ * access their memory after a failure, so this memory is then never freed. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdio.h>
@@ -64,8 +64,8 @@ static void send_roll_calls(MPI_Comm comm, int rank, int num_ranks)
     }
 }
 
-/* Receives one roll call, if one has arrived, and clears the `missing` flag of its sender.
- * Returns false if none has arrived. */
+/* If a roll call has arrived, receives it and clears the `missing` flag of its sender. Returns
+ * false if no roll call has arrived. */
 static bool receive_roll_call(MPI_Comm comm, bool *missing)
 {
     int came = 0;
@@ -79,9 +79,10 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
 }
 
 /* Receives roll calls. Sends this rank's own roll call once, as soon as `late` is set or a roll
- * call of another rank has arrived. missing[m->rank] is true until this rank has sent it.
- * Ignores MPI errors, because roll calls only improve an error text. Sets MPI_ERRORS_RETURN
- * during the call, because the communicator's error handler may end the program. */
+ * call of another rank has arrived. missing[m->rank] is true until this rank has sent its roll
+ * call. Ignores MPI errors, because roll calls only improve an error text. Sets
+ * MPI_ERRORS_RETURN during the call, because the communicator's error handler may end the
+ * program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;
@@ -107,7 +108,8 @@ static epic_result fail_with_missing(const bootstrap *m, const bool *missing)
 }
 
 /* Polls until the duplicate communicator exists or the time limit has passed. In the second
- * half of the time limit, also exchanges roll calls. Threads may use MPI between two polls. */
+ * half of the time limit, also exchanges roll calls. Other threads may use MPI between two
+ * polls. */
 static epic_result wait_for_duplicate(bootstrap *m, MPI_Comm comm, MPI_Request *request,
                                       bool *missing)
 {
@@ -201,8 +203,9 @@ static epic_result fail_with_sizes(const bootstrap *m, int other, size_t size)
         m->rank, size, other);
 }
 
-/* Handles one finished request: the i-th one that MPI_Testsome has reported with the result
- * `code`. Returns EPIC_EMISMATCH if the peer sent a different number of bytes. */
+/* Handles one finished request: number i of the requests that MPI_Testsome has reported. `code`
+ * is the result of MPI_Testsome. Returns EPIC_EMISMATCH if the peer sent a different number of
+ * bytes. */
 static epic_result finish_request(gather_round *r, const bootstrap *m, int i, int code)
 {
     const int which = r->indices[i];
@@ -272,8 +275,8 @@ static epic_result gather_bytes(void *self, const void *mine, void *all, int64_t
 }
 
 /* Returns whether `comm` can be used for a bootstrap: it must be a valid intracommunicator. If
- * not, writes the reason to `why`, which has `size` bytes. That text calls the communicator
- * `name`. */
+ * not, writes the reason to `why`, which has `size` bytes. `name` is the name of the
+ * communicator in that text. */
 bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 {
     int inter = 0;
@@ -287,7 +290,7 @@ bool bootstrap_can_use(MPI_Comm comm, const char *name, char *why, size_t size)
 }
 
 /* Checks that `native` points to a usable communicator. If `native` is NULL, starts MPI unless
- * it already runs. */
+ * MPI was started before. */
 static epic_result check_native(const void *native)
 {
     char why[128];
@@ -312,8 +315,8 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm. NULL
- * means MPI_COMM_WORLD. Collective. If some ranks do not call this function in time, returns
+/* Creates a bootstrap of the ranks of a communicator. `native` points to an MPI_Comm, or is
+ * NULL for MPI_COMM_WORLD. Collective. If some ranks do not call this function in time, returns
  * EPIC_ETIMEOUT with an error text that lists these ranks. */
 epic_result mpi_bootstrap(epic_bootstrap *out, const void *native, uint32_t timeout_ms)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sends control messages (MPI tag 0) and stores the failure of the group. NUM_RECEIVE_BUFFERS
- * receives from any source are always posted, and progress.c polls them. Control messages are
- * small, so MPI completes a send at once, even if the peer does not poll MPI. */
+/* Sends control messages (messages without rows, on MPI tag 0) and stores the failure of the
+ * group. NUM_RECEIVE_BUFFERS receives from any source are always posted, and progress.c polls
+ * them. Control messages are small, so MPI completes a send at once, even if the peer does not
+ * poll MPI. */
 #include <stddef.h>
 #include <stdio.h>
 #include <string.h>
@@ -23,7 +24,8 @@ static int control_message_bytes(uint32_t kind)
     }
 }
 
-/* Sends a control message without waiting. Keep *message until *request is complete. */
+/* Sends a control message without waiting. The caller must not change or free *message before
+ * *request is complete. */
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request)
 {
@@ -39,8 +41,8 @@ static void broadcast_message(epic_group *group, const control_message *message,
         if (r != group->rank) control_send(group, message, r, &requests[r]);
 }
 
-/* Ends the waits of all threads of this rank: increments num_events of every op slot, which
- * wait() compares with an earlier value. */
+/* Ends the waits of all threads of this rank: increments num_events of every op slot. wait()
+ * returns when it finds that num_events has changed. */
 void control_notify_all(epic_group *group)
 {
     for (int i = 0; i < group->num_slots; i++) group->slots[i].num_events++;
@@ -105,7 +107,7 @@ void control_close(epic_group *group)
 }
 
 /* Returns whether all control messages of this rank have been sent. Also returns true if MPI
- * fails, because they will never be sent then. */
+ * fails, because in this case the messages will never be sent and waiting is useless. */
 bool control_is_sent(epic_group *group)
 {
     int sent = 1;

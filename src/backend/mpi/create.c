@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * The only MPI call for this that is collective over the new ranks alone is
- * MPI_Comm_create_group. It waits forever if one of these ranks dies. So if MPI allows several
+ * MPI_Comm_create_group is the only MPI call for this that is collective over the ranks of the
+ * new communicator alone. It waits forever if one of these ranks dies. So if MPI allows several
  * threads, a separate thread calls it. At the deadline create_comm() *abandons* the thread: it
  * returns an error and no longer waits. If the MPI call returns later, the thread itself frees
  * its `creation`. */

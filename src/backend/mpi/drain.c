@@ -2,9 +2,9 @@
 /* The drain thread: polls MPI until the rows of finished exchanges are sent.
  *
  * When this rank has finished an exchange, a slow peer may not have received all rows of this
- * rank. MPI moves these rows only while this rank calls MPI, but the rank may compute for a
- * long time or never call EPIC again. So while there are unsent rows and no other thread polls,
- * the drain thread polls MPI once per millisecond.
+ * rank yet. MPI sends the remaining rows only while this rank calls MPI, but the rank may
+ * compute for a long time or never call EPIC again. So while there are unsent rows and no other
+ * thread polls, the drain thread polls MPI once per millisecond.
  *
  * After IDLE_LOOKS polls without unsent rows the thread sleeps until mpi_finish() wakes it. It
  * does not sleep at once, because waking it costs more than a short operation. */
@@ -72,7 +72,7 @@ void drain_stop(epic_group *group)
 }
 
 /* Implements epic_transport.finish. The op slot is in the state SLOT_DRAINING until MPI has
- * sent all its rows, then it becomes free. */
+ * sent all its rows. After that it is free. */
 void mpi_finish(epic_group *group, int index)
 {
     op_slot *slot = &group->slots[index];

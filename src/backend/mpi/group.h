@@ -12,7 +12,7 @@
  * - op_slots.c: claims op slots and stores the headers of peers
  * - peer_status.c: exchanges the status of waiting ranks, to find culprits
  * - staging.c: sends and receives rows, on MPI tag 1 + the receiver's op slot
- * - progress.c: polls MPI and passes what arrived to the files above
+ * - progress.c: polls MPI and passes the messages that arrived to the files above
  * - wait.c: waits for a change
  * - drain.c: a thread that polls MPI until finished slots are sent
  * - lifecycle.c: starts and ends MPI; keeps the groups that this rank has left
@@ -102,25 +102,26 @@ typedef struct peer {
     bool is_closing;
     bool closed;
     uint32_t num_early;
-    /* [max_early]: op headers of the peer for exchanges that this rank has not begun */
+    /* [max_early]: op headers of the peer for exchanges that this rank has not begun yet */
     early_header *early;
-    uint32_t operation; /* operation in the peer's last op header; 0: none has arrived */
+    /* operation in the peer's last op header; 0: no op header has arrived */
+    uint32_t operation;
     uint64_t tag, sequence;
     bool dead; /* the peer's process has exited */
 } peer;
 
 /* The last status report of one peer, for the exchange of one op slot of this rank. */
 typedef struct peer_status {
-    bool is_pending; /* a request was sent, and its reply has not arrived */
+    bool is_pending; /* true: a request was sent, and its reply has not arrived yet */
     int64_t requested_ns;
-    int64_t replied_ns; /* time of the last reply; 0: none has arrived */
+    int64_t replied_ns; /* time of the last reply; 0: no reply has arrived */
     status_report status_report;
 } peer_status;
 
 /* The state of one op slot's ring to or from one peer. A *flow* is one array of entries that
- * moves through the ring. A *segment* is the part of a flow that one MPI message carries, and
- * each half of the ring holds one segment. Segments are numbered through all flows of the ring:
- * segment n uses half n % 2. */
+ * moves through the ring. A *segment* is the part of a flow that one MPI message carries. The
+ * ring has two halves, and each half holds one segment at a time. Segments are numbered through
+ * all flows of the ring: segment n uses half n % 2. */
 typedef struct staging_ring {
     int64_t num_entries; /* number of entries in this flow */
     /* number of entries of this flow that this rank has sent (as writer) or has read and
@@ -161,8 +162,8 @@ typedef struct op_slot {
     int index;
     uint64_t tag, sequence;
     control_message announcement;
-    /* num_events: number of changes so far that can end a call of wait(). num_seen_events:
-     * value of num_events when wait() last found a change. */
+    /* num_events: number of changes of this slot so far that can end a call of wait().
+     * num_seen_events: value of num_events when wait() last found a change. */
     unsigned num_events, num_seen_events;
     /* calls of room(), entry() or op_header() without a result since the last poll of MPI */
     int num_misses;
@@ -170,9 +171,9 @@ typedef struct op_slot {
     bool waits_for_room; /* true: the thread waits until a ring has room for another entry */
     wait_state wait;
     int64_t num_flows; /* number of flows in all exchanges of this op slot so far */
-    /* Sizes for the current flow, in bytes: entry_bytes is the size of an entry, and stride the
-     * distance between two entries in the ring. per_segment is the number of entries in a
-     * segment. It is 0 before the first flow of the exchange. */
+    /* Sizes for the current flow. entry_bytes: size of an entry in bytes. stride: distance in
+     * bytes between two entries in the ring. per_segment: number of entries in a segment; 0
+     * before the first flow of the exchange. */
     int64_t entry_bytes, stride, per_segment;
 
     /* [num_ranks] each: the op header of each peer, and whether it has arrived */
@@ -207,7 +208,7 @@ struct epic_group {
     uint64_t last_tag, last_sequence;
     uint32_t last_operation;
     wait_state wait; /* the wait of the threads that wait for a free op slot */
-    /* [num_ranks * NUM_REQUESTS]: output of MPI_Testsome, indices of finished requests */
+    /* [num_ranks * NUM_REQUESTS]: output of MPI_Testsome: the indices of finished requests */
     int *indices;
 
     atomic_bool broken;
@@ -228,9 +229,9 @@ struct epic_group {
     int64_t ring_bytes;
     _Atomic uint64_t bytes_sent;
 
-    void *memory; /* one mapping: first the tables, then the rings */
+    void *memory; /* one mapping, which contains first the tables and then the rings */
     size_t table_bytes, memory_bytes;
-    epic_group *next; /* next in the list of groups that this rank has left */
+    epic_group *next; /* the next group in the list of groups that this rank has left */
 };
 
 /* Returns an MPI request of the op slot for a peer. `which` is REQUEST_HEADER, or REQUEST_SEND

@@ -82,7 +82,7 @@ bool mpi_can_join(const epic_peer *peers, int num_ranks, const epic_config *conf
         return false;
     }
     const int launched = launched_ranks();
-    /* All these ranks will initialize MPI when they join. */
+    /* MPI is not initialized yet, but each of these ranks will initialize it when it joins. */
     if (launched == num_ranks) return true;
     if (launched)
         snprintf(why, SENTENCE,
@@ -162,8 +162,9 @@ static epic_result check_infos(const join_info *infos, int num_ranks)
     return EPIC_OK;
 }
 
-/* Returns whether the ranks of this host together may run on at least one core per rank. If
- * not, ranks share cores, so a waiting rank must yield its core. */
+/* Returns whether the cores on which the ranks of this host may run are, taken together, at
+ * least as many as these ranks. If not, ranks share cores, so a waiting rank must yield its
+ * core. */
 static bool find_core_per_rank(const epic_join *join, const join_info *infos)
 {
     const epic_peer *mine = &join->peers[join->bootstrap->rank];
@@ -211,7 +212,8 @@ static void discard_group(epic_group *group)
 }
 
 /* Locks the mutex and calls make_connections(). The mutex may be held during the collective MPI
- * call, because all peers make this call at the same time, so it is short. */
+ * call, because all peers make this call at about the same time, so the call does not take
+ * long. */
 static epic_result connect_locked(epic_group *group, const epic_join *join,
                                   const join_info *infos)
 {
@@ -254,9 +256,9 @@ epic_result mpi_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Returns whether a peer's process ended at least SETTLE_NS ago without a close message. Waits
- * that long, because the close message may arrive after the exit. *since is the time at which
- * the first dead peer was found, or 0. */
+/* Returns whether a peer's process exited at least SETTLE_NS ago without a close message. The
+ * time is needed because the close message may arrive after the exit of the process. *since is
+ * the time at which the first dead peer was found, or 0. */
 static bool has_dead_peer(epic_group *group, int64_t *since)
 {
     const int64_t now = clock_ns();
@@ -303,9 +305,9 @@ static bool test_slots(epic_group *group)
     return idle;
 }
 
-/* Cancels the receives for which no message will come, and waits at most CANCEL_NS for all
- * requests. Returns false if some are still pending: MPI may still access the rings, so they
- * must not be freed. */
+/* Cancels the receives for which no message will arrive, and waits at most CANCEL_NS for all
+ * requests. Returns false if some requests are still pending. In this case MPI may still access
+ * the rings, so the rings must not be freed. */
 static bool cancel_requests(epic_group *group)
 {
     pthread_mutex_lock(group->mutex);

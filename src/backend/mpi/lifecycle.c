@@ -2,10 +2,11 @@
 /* Starts and ends MPI. A process can start MPI only once, so this file keeps one state for the
  * whole process: whether EPIC started MPI, and which groups this rank has left.
  *
- * The communicator of a group is freed only after all peers have left the group too. If it were
- * freed earlier, MPI could reuse its id for another group, which would receive late messages of
- * this one. Communicators are freed when this rank opens or leaves another group, and when MPI
- * ends. The communicator of a broken group is never freed. */
+ * The communicator of a group is freed only after all peers have left the group too. If the
+ * communicator were freed earlier, MPI could reuse its id for another group, and that group
+ * would receive late messages of the first group. Communicators are freed when this rank opens
+ * or leaves another group, and in MPI_Finalize. The communicator of a broken group is never
+ * freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"
@@ -15,7 +16,8 @@
 
 static struct {
     pthread_mutex_t mutex; /* guards the members below */
-    /* true: EPIC started MPI, in the process `pid`. A forked child must not end MPI. */
+    /* true: EPIC started MPI, in the process `pid`. A forked child must not call
+     * MPI_Finalize. */
     bool ours;
     bool watched; /* true: before_finalize() is attached to MPI */
     bool any_broken;
@@ -46,8 +48,8 @@ static bool free_if_all_closed(epic_group *group)
     return over;
 }
 
-/* Frees the groups that all peers have left. Returns the number of unbroken groups that remain.
- * The caller holds lifecycle.mutex. */
+/* Frees the groups that all peers have left. Returns the number of remaining groups that are
+ * not broken. The caller holds lifecycle.mutex. */
 static int free_left_groups(void)
 {
     int whole = 0;
@@ -72,8 +74,8 @@ void lifecycle_add_open(void)
     pthread_mutex_unlock(&lifecycle.mutex);
 }
 
-/* Records that a group is broken or MPI may hang in a call, so that this process does not call
- * MPI_Finalize when it exits. */
+/* Records that a group is broken or that an MPI call may hang, so that this process does not
+ * call MPI_Finalize when it exits. */
 void lifecycle_mark_broken(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);
@@ -111,9 +113,9 @@ static int before_finalize(MPI_Comm comm, int key, void *value, void *state)
     return MPI_SUCCESS;
 }
 
-/* Runs when the process exits. Calls MPI_Finalize if EPIC started MPI. Does not call it if a
- * group is broken or still open, because MPI_Finalize could then wait forever. Without the
- * call, mpirun ends the whole job. */
+/* Runs when the process exits. Calls MPI_Finalize if EPIC started MPI, unless a group is broken
+ * or still open, because MPI_Finalize could then wait forever. If a process exits without
+ * MPI_Finalize, mpirun kills the whole job. */
 __attribute__((destructor)) static void finalize_at_exit(void)
 {
     if (!lifecycle.ours || lifecycle.pid != getpid() || !runtime_is_up()) return;
@@ -144,8 +146,9 @@ static epic_result start_locked(void)
     return EPIC_OK;
 }
 
-/* Starts MPI if necessary, registers before_finalize() once, which MPI_Finalize() then calls, and
- * frees the groups that this rank has left. */
+/* Starts MPI if necessary. The first call registers before_finalize(), which MPI_Finalize()
+ * then calls. Also frees the groups that this rank has left, if all peers have left them
+ * too. */
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

@@ -1,11 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Finds peers whose process has exited without a close message. MPI may not report such an
- * exit. If mpirun does not end the job either, the other ranks would wait until their deadline.
+ * exit. If mpirun does not kill the job either, the other ranks would wait until their
+ * deadline.
  *
- * A pidfd shows that a process on this host and in this PID namespace has exited. The rank that
- * finds a dead peer breaks the group, so that ranks on other hosts return the error too. If a
- * rank is alone on its host, no rank detects its death. A lost MPI connection is not used as a
- * sign of death, because the process may still run. */
+ * A pidfd (a Linux descriptor for a process) shows that a process on this host and in this PID
+ * namespace has exited. The rank that finds a dead peer breaks the group, so that ranks on
+ * other hosts return the error too. If a rank is alone on its host, no rank detects its death.
+ * A lost MPI connection does not count as death, because the process may still run. */
 #include <errno.h>
 #include <string.h>
 #include <unistd.h>
@@ -44,8 +45,8 @@ void liveness_check(epic_group *group, int64_t now)
         if (group->pidfds[r].fd >= 0 && group->pidfds[r].revents) mark_dead(group, r);
 }
 
-/* Returns whether the peer has closed its context or its process has exited. Earlier messages
- * of the peer may not be handled yet, so src/exchange checks a peer twice. */
+/* Returns whether the peer has closed its context or its process has exited. Messages that the
+ * peer sent before may not be handled yet, so src/exchange checks a peer twice. */
 bool liveness_is_gone(const epic_group *group, int peer)
 {
     return group->peers[peer].closed || group->peers[peer].dead;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The backend mpi: ranks are processes of one MPI job, which share no memory and only exchange
+/* The backend mpi: ranks are processes of one MPI job. They share no memory and only exchange
  * messages. This file has the table of transport functions, and the transport functions that
  * poll MPI if they have no result yet. */
 #include "backend/mpi/group.h"
@@ -68,7 +68,7 @@ static bool has_polled_recently(epic_group *group)
  *
  * Polls until two polls in a row find nothing, because MPI may receive a message in one poll
  * and report it only in the next. So a rank that calls EPIC after a long time finds the failure
- * of an operation before it joins that operation. */
+ * of an operation before it takes part in that operation. */
 static bool get_failure(epic_group *group, epic_failure_info *out)
 {
     if (!is_broken(group) && !has_polled_recently(group) &&

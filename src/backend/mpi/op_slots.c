@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Op slots, here called slots: the state of one rank for one exchange. A slot is free, claimed,
  * open (announced), draining (finished, but MPI still reads its rings), and then free again. If
- * a peer's op header arrives before this rank has opened a slot for the exchange, it is stored
- * in the list `early` of that peer. */
+ * a peer's op header arrives before this rank has opened a slot for the exchange, the header is
+ * stored in the list `early` of that peer. */
 #include "backend/mpi/group.h"
 
 /* Returns this rank's open op slot for an exchange, or NULL. */
@@ -27,7 +27,8 @@ static void store_header(op_slot *slot, int from, int peer_slot, const epic_op_h
 }
 
 /* Stores a peer's op header for an exchange that this rank has not begun. If the peer's list is
- * full, the peer has more than max_in_flight operations in flight: breaks the group. */
+ * full, the peer has more than max_in_flight operations in flight, which is an error, so the
+ * function breaks the group. */
 static void store_early_header(epic_group *group, const control_message *message, int from)
 {
     peer *p = &group->peers[from];

@@ -2,7 +2,7 @@
 /* Exchanges the status of ranks. A rank that waits for a long time sends status requests to the
  * ranks for which it waits, to the ranks for which those ranks wait, and so on. A rank that
  * waits inside EPIC polls MPI, so it replies. At its deadline a rank can therefore distinguish
- * waiting peers from silent ones, and reports only the silent ones as culprits. */
+ * peers that wait from peers that do not reply, and reports only the latter as culprits. */
 #include <string.h>
 
 #include "backend/mpi/group.h"
@@ -17,7 +17,7 @@
  * few messages accumulate at a peer that hangs. */
 #define SILENT_NS (5000 * MS)
 #define FRESH_NS (500 * MS)
-/* A thread counts as waiting until this long after wait() has returned, because it usually
+/* After wait() has returned, a thread still counts as waiting for this long, because it usually
  * calls wait() again. */
 #define MOMENT_NS (100 * MS)
 
@@ -57,8 +57,8 @@ static void send_request(epic_group *group, op_slot *slot, int to, int64_t now)
     control_send(group, &l->message, to, &l->request);
 }
 
-/* Adds to `whom`, a bit mask of ranks, the ranks for which these ranks wait according to their
- * last replies. Repeats this until it adds no more ranks (transitive closure). */
+/* `whom` is a bit mask of ranks. Adds to it the ranks for which its ranks wait according to
+ * their last replies. Repeats this until no more ranks are added (transitive closure). */
 static void add_indirect_waits(epic_group *group, const op_slot *slot, int64_t now,
                                uint64_t *whom)
 {
@@ -166,8 +166,9 @@ static void copy_header_status(epic_group *group, int from, epic_peer_status *ou
     out->is_inside = p->operation && op_slots_find(group, p->tag, p->sequence);
 }
 
-/* Copies a report to *out. The phase that the peer has reached is always valid. Only a report
- * received within FRESH_NS (`fresh`) shows that the peer still waits. */
+/* Copies a report to *out. Copies the phase in any case, because the peer has at least reached
+ * this phase. Only a report that is at most FRESH_NS old (`fresh` is true) shows that the peer
+ * still waits. */
 static void copy_report(const status_report *a, bool fresh, epic_peer_status *out)
 {
     out->phase = a->phase;

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Polls MPI, and passes what has arrived to other files: control messages to control.c,
- * op_slots.c and peer_status.c, rows to staging.c. */
+/* Polls MPI, and passes the messages that have arrived to other files: control messages to
+ * control.c, op_slots.c and peer_status.c, and messages with rows to staging.c. */
 #include "backend/mpi/group.h"
 
 static void dispatch_message(epic_group *group, const control_message *message, int from)
@@ -31,11 +31,12 @@ static void mark_closed(epic_group *group)
     control_notify_all(group);
 }
 
-/* Handles all control messages that have arrived. Returns whether there were any.
+/* Handles all control messages that have arrived. Returns whether any message had arrived.
  *
  * MPI may report a peer's messages in another order than they were sent. So after a close
- * message this function polls until nothing more arrives, and only then marks the peer as
- * closed. By then it has handled all messages that the peer sent before the close message. */
+ * message this function polls until no more messages arrive, and only then marks the peer as
+ * closed. At this point it has handled all messages that the peer sent before the close
+ * message. */
 bool progress_control(epic_group *group)
 {
     bool any_closing = false, any = false;
@@ -119,9 +120,9 @@ void progress_drain(epic_group *group)
         if (group->slots[i].state == SLOT_DRAINING) free_if_idle(group, &group->slots[i]);
 }
 
-/* Polls MPI for the messages that the op slot waits for: rows if a flow has begun, op headers
- * if not. Does not poll both, because an MPI call that finds nothing yields the core, which is
- * slow if there are more ranks than cores. */
+/* Polls MPI for the messages for which the op slot waits: rows if a flow has begun, and op
+ * headers if not. Does not poll for both, because an MPI call that finds no message yields the
+ * core, which is slow if there are more ranks than cores. */
 void progress_slot(epic_group *group, op_slot *slot)
 {
     if (slot->per_segment)

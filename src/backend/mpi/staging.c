@@ -7,19 +7,19 @@
  * describes a segment. A segment holds as many entries as fit into half of the ring, and the
  * last segment of a flow holds the rest. The writer sends a segment when all its entries are
  * written. The reader posts a receive only when a half of its ring is free. MPI delays large
- * sends until then, so the reader need not report free halves.
+ * sends until the receive is posted, so the reader need not report free halves to the writer.
  *
  * If a flow fills only a small part of half a ring, the writer places it at another offset than
- * the previous flow. The cache lines at the previous offset are still in the reader's cache, so
- * writing to them would be slow.
+ * the previous flow. The reason: the cache lines at the previous offset are still in the
+ * reader's cache, so writing to them would be slow.
  *
  * The MPI tag of rows is FIRST_ROW_TAG plus the index of the reader's op slot. A rank reuses a
  * slot only after it has received all rows that it expects there. So the MPI tag identifies the
  * exchange, and MPI keeps the order of messages with equal tags. */
 #include "backend/mpi/group.h"
 
-/* Small flows change their offset, and together use at most this many bytes of all rings of an
- * op slot. So these bytes fit in a cache that several ranks share. */
+/* With their changing offsets, small flows use at most this many bytes of all rings of an op
+ * slot together. So these bytes fit into a cache that several ranks share. */
 #define ROUND_BYTES (256 * 1024)
 
 /* Implements epic_transport.ring_bytes. Backend mpi has no ring to EVERYONE. */
@@ -46,9 +46,9 @@ static unsigned char *sent_segment(epic_group *group, const op_slot *slot, int t
 }
 
 /* Returns staging_ring.offset for a flow: the distance in bytes from the beginning of half a
- * ring to the flow's first entry. A small flow begins where the previous one ended, or at 0 if
- * there is no room in the half or in this ring's share of ROUND_BYTES. A large flow always
- * begins at 0. */
+ * ring to the flow's first entry. A small flow begins where the previous flow ended. It begins
+ * at 0 if the rest of the half, or the rest of this ring's share of ROUND_BYTES, is too small.
+ * A large flow always begins at 0. */
 static int64_t choose_offset(const epic_group *group, const op_slot *slot,
                              const staging_ring *ring)
 {
@@ -126,7 +126,8 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* epic_transport.room: returns NULL while both halves of the ring to the peer are in use. */
+/* Implements epic_transport.room. Returns NULL while both halves of the ring to the peer are in
+ * use. */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 {
     const staging_ring *ring = &slot->send_rings[to];
@@ -177,7 +178,8 @@ static bool has_arrived(op_slot *slot, int from, uint64_t number)
            *request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
 }
 
-/* epic_transport.entry: returns NULL if the segment with this entry has not arrived. */
+/* Implements epic_transport.entry. Returns NULL if the segment with this entry has not
+ * arrived. */
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
 {
     const staging_ring *ring = &slot->receive_rings[from];

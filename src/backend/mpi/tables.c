@@ -14,8 +14,8 @@
 #define MIN_RING (2 * MIN_SEGMENT)
 #define MAX_RING (1 << 20)
 #define DEFAULT_STAGING (256ll << 20)
-/* Maximum size of all rings of an op slot together for which huge pages are used. Partly used
- * huge pages of larger rings could waste much memory. */
+/* Huge pages are used only if all rings of an op slot together have at most this size. With
+ * larger rings, huge pages that are only partly used could waste much memory. */
 #define MAX_HUGE_PAGES (32ll << 20)
 
 /* Divides the memory at `base` into consecutive parts. If `base` is NULL, only adds up the

@@ -8,14 +8,14 @@
 
 /* a waiting thread first polls this long without yielding, if the host has a core per rank */
 #define SPIN_NS 50000
-/* a waiting thread yields its core between polls for this long, then it sleeps between polls;
- * it does not sleep earlier, because even the shortest sleep takes much longer than
- * requested */
+/* A waiting thread yields its core between polls for this long. After that, it sleeps between
+ * polls. It does not sleep earlier, because even the shortest sleep takes much longer than
+ * requested. */
 #define YIELD_NS 1000000
 #define SHORTEST_NAP_NS 20000
 #define LONGEST_NAP_NS 200000
-/* time after which a wait for a peer that is gone ends; rows that the peer has sent may still
- * arrive until then */
+/* A wait for a peer that is gone ends after this time. It does not end earlier, because rows
+ * that the peer has sent may still arrive. */
 #define PATIENCE_NS 1000000
 /* in a wait for rows, only one of this many polls also polls control messages */
 #define POLLS_PER_CONTROL_POLL 8
@@ -47,8 +47,9 @@ static bool waits_for_gone_peer(epic_group *group, const wait_state *w, int64_t 
 }
 
 /* Polls MPI, and returns whether the op slot has changed since wait() last found a change. If
- * slot is NULL, returns whether any slot is free. Returns true if the group has failed. If the
- * slot waits for rows, polls control messages only in one of POLLS_PER_CONTROL_POLL polls. */
+ * slot is NULL, returns whether any slot is free. If the group has failed, returns true. If the
+ * slot waits for rows, polls for control messages only in one of POLLS_PER_CONTROL_POLL
+ * calls. */
 static bool has_changed(epic_group *group, op_slot *slot)
 {
     if (is_broken(group)) return true;
@@ -80,8 +81,8 @@ static void back_off(const epic_group *group, int looks, int64_t waited, int64_t
     runtime_nap(ns < left ? ns : left);
 }
 
-/* Polls until something has changed, until the time `end`, or until a peer that the thread
- * waits for is gone. Releases the mutex between polls. */
+/* Polls until something has changed, until the time `end`, or until a peer for which the thread
+ * waits is gone. Releases the mutex between polls. */
 static void wait_until(epic_group *group, op_slot *slot, wait_state *w, int64_t start,
                        int64_t end)
 {
