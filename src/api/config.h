@@ -41,7 +41,8 @@ epic_result backend_place(bool *on_device, const char *name);
 /* Finds the backend with this name for a group of num_ranks ranks, and loads its plugin if it
  * has one (libepic_mpi.so, libepic_cuda.so, libepic_hosts.so). For more than 32 ranks, it loads
  * libepic_cuda_many.so or libepic_hosts_many.so instead. Returns EPIC_EINVAL if no backend has
- * that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call it. */
+ * that name, and EPIC_ENOTSUP if its plugin cannot be loaded. Any thread may call this
+ * function. */
 epic_result backend_find(const epic_backend **out, const char *name, int num_ranks);
 
 /* Copies bytes to host memory. `from` is host memory, or device memory of a backend whose

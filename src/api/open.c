@@ -89,9 +89,10 @@ static epic_result choose_backend(const epic_backend **out, const epic_peer *pee
         loaded ? "mpi: " : "", why);
 }
 
-/* Calls a bootstrap's gather function, which may be a user's, and checks its result: it must be
- * an epic_result, and element `rank` of `all` must equal this rank's bytes. If gather fails
- * without an error text, writes one. On success, restores this thread's previous error text. */
+/* Calls a bootstrap's gather function, which may be a function of the user, and checks its
+ * results: the return value must be an epic_result, and element `rank` of `all` must equal this
+ * rank's bytes. If gather fails without an error text, writes one. On success, restores this
+ * thread's previous error text. */
 static epic_result gather_checked(void *self, const void *mine, void *all, int64_t bytes)
 {
     const epic_bootstrap *bootstrap = self;

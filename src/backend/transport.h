@@ -3,7 +3,7 @@
  * rows.
  *
  * Each host backend implements this table. The operations in src/exchange and src/host_ops use
- * nothing else, so they are written once for all host backends.
+ * no other functions of a backend, so each operation is written once for all host backends.
  *
  * An *exchange* is the communication of one public call, usually one operation. (tag, sequence)
  * identifies an operation: sequence is the running number of the operation within the tag, from
@@ -44,7 +44,8 @@ typedef struct epic_op_header {
     int64_t common[24];
     int64_t local[14]; /* values that may differ between ranks */
     /* Data of some operations, for example the expert ids of a plan or the addends of an
-     * all-reduce. If the data is small enough on every rank, it is sent here without a flow. */
+     * all-reduce. If the data is small enough on every rank, it is sent in this array instead
+     * of a flow. */
     unsigned char bytes[OP_PAYLOAD_BYTES];
     /* Options of the layer (exchange/layer_options.h), whose hashes are in `common`. Peers read
      * them only if the hashes differ, to report the option that differs. */
@@ -64,7 +65,8 @@ typedef struct epic_flow {
 /* The last known status of a peer. When a wait has passed its deadline, src/exchange compares
  * the status of all peers to find the culprits. */
 typedef struct epic_peer_status {
-    /* true: the peer has announced the exchange (tag, sequence) or a later one of the tag */
+    /* true: the peer has announced the exchange (tag, sequence) or a later exchange of the same
+     * tag */
     bool has_announced;
     bool is_gone;    /* the peer's process has exited, or the peer has closed its context */
     bool has_closed; /* the peer has closed its context */

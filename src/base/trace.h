@@ -35,8 +35,9 @@ enum { TRACE_PLAN = 1, TRACE_OPERATION = 2 };
 typedef struct trace_record {
     uint32_t kind;     /* kind of the record; readers skip unknown kinds */
     uint32_t id_bytes; /* in TRACE_PLAN: size of an id in bytes (1, 2 or 4); else 0 */
-    /* In a TRACE_PLAN record: number of bytes that follow this record. They are the expert ids,
-     * then zeros up to a multiple of 8. An id with all bits set means "no expert". */
+    /* In a TRACE_PLAN record: number of bytes that follow this record. These bytes are the
+     * expert ids, then zeros up to a multiple of 8. An id with all bits set means "no
+     * expert". */
     uint64_t payload;
     uint64_t tag;
     uint64_t sequence;

@@ -94,7 +94,8 @@ static bool is_slurm_task(void)
            getenv("SLURM_STEP_NUM_TASKS") != NULL || (rank != NULL && strcmp(rank, "0") != 0);
 }
 
-/* Reads and checks the variables of launcher `l`. out->by stays NULL if none of them is set. */
+/* Reads and checks the variables of launcher `l`. out->by stays NULL if none of these variables
+ * is set. */
 static epic_result read_claim(claim *out, const launcher *l)
 {
     const char *size_name = size_name_of(l);

@@ -50,8 +50,8 @@ epic_frame epic_link_make_frame(const epic_secret *secret, epic_result result,
  * link's next frame number. The messages of a link must be sent in the order of these calls. */
 epic_message epic_link_message(epic_link *link, const epic_frame *frame, const void *bytes);
 
-/* Makes the next message reuse the frame number of the last one. Only allowed if no byte of the
- * last message was sent. */
+/* Makes the next message reuse the frame number of the last message. Requires that no byte of
+ * the last message was sent. */
 void epic_link_reuse_number(epic_link *link);
 
 /* Returns true if the authentication tag shows that the other end sent this frame as its next

@@ -30,8 +30,9 @@ typedef struct epic_endpoints {
 epic_result epic_tcp_resolve(struct addrinfo **out, const epic_tcp *tcp, time_limit *limit);
 
 /* Finds the endpoints to listen on (rank 0) or to connect to (other ranks). Without a secret,
- * loopback replaces the addresses of this host. Errors: those of epic_tcp_resolve(), and
- * EPIC_EINVAL if the address belongs to another host and there is no secret. */
+ * uses loopback addresses instead of other addresses of this host. Errors: those of
+ * epic_tcp_resolve(), and EPIC_EINVAL if the address belongs to another host and there is no
+ * secret. */
 epic_result epic_tcp_endpoints(epic_endpoints *out, const epic_tcp *tcp, time_limit *limit);
 
 /* Opens a listener on each endpoint that belongs to this host. Errors: EPIC_EINVAL (no endpoint

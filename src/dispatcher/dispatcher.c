@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The dispatcher: an object that owns the context, the plan and the buffers of one training
- * step. Each dispatch overwrites the results of the previous one. The dispatcher uses only
+ * step. Each dispatch overwrites the results of the previous dispatch. The dispatcher uses only
  * public calls, with one exception: it allocates memory with functions of the backend. */
 #include <stdio.h>
 #include <stdlib.h>

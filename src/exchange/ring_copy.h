@@ -2,9 +2,9 @@
 /* Chooses how to copy a row into a ring: through the caches or past them (non-temporal stores).
  *
  * A cache line of a ring is in the cache of the peer that read it last, and a normal store must
- * first fetch the line from there. If writer and reader share a cache, the fetch costs almost
- * nothing, and the reader finds the row in the cache. If they share no cache, the fetch costs
- * more than writing past the caches and reading from memory.
+ * first fetch the line from that cache. If writer and reader share a cache, the fetch costs
+ * almost nothing, and the reader finds the row in the cache. If they share no cache, the fetch
+ * costs more than writing past the caches and reading from memory.
  *
  * The costs change at run time, because the scheduler moves ranks and a hypervisor moves
  * virtual cores. Therefore one row in 64 is written through the caches and timed. A moving

@@ -95,9 +95,9 @@ static epic_result allocate_private(epic_window_memory *memory)
     return EPIC_OK;
 }
 
-/* Sets w->data to this rank's memory of the window: the caller's memory or, if there is none,
- * new memory. If the transport has windows, also offers this memory to the peers, and writes
- * the handle with which they map it to `handle`. */
+/* Sets w->data to this rank's memory of the window: the caller's memory or, if the caller has
+ * passed no memory, new memory. If the transport has windows, also offers this memory to the
+ * peers, and writes to `handle` the handle with which the peers map it. */
 static epic_result window_get_memory(epic_context *ctx, window *w, const epic_window_args *args,
                                      uint64_t attempt, unsigned char *handle)
 {

@@ -62,8 +62,8 @@ void gemm_plain_f64(const gemm *g);
  * GEMM. With more threads, the bits of a GEMM would depend on the number of threads.
  *
  * OpenBLAS has one setting for the whole process. The first thread that enters sets it to one
- * thread, and the last one that leaves restores it. oneDNN has a setting for each thread. Any
- * thread may call these functions, and pairs of calls may be nested. */
+ * thread, and the last thread that leaves restores it. oneDNN has a separate setting for each
+ * thread. Any thread may call these functions, and pairs of calls may be nested. */
 void experts_blas_enter(void);
 void experts_blas_leave(void);
 

@@ -119,9 +119,9 @@ static void fill_entry_with(dispatch_call *d, int64_t token, int32_t piece, void
 }
 
 /* Stores bytes of one part of a message into an output of a peer. The part is the bytes [low,
- * high) of the message. It is at `from` on this rank, and begins at byte `at` of the peer's
- * output. Stores only the bytes that are also in the current piece, the bytes [begin, end) of
- * the message. */
+ * high) of the message. On this rank the part is at `from`. In the peer's output it begins at
+ * byte `at`. Stores only the bytes that are also in the current piece, the bytes [begin, end)
+ * of the message. */
 static void store_part(const dispatch_call *d, int peer, enum window_output which, int64_t at,
                        int64_t begin, int64_t end, const void *from, int64_t low, int64_t high)
 {

@@ -179,8 +179,8 @@ static void finish_gathering(members *m, int64_t now)
 }
 
 /* Decides when each seat that has promised has accepted or is dead, or when the patience has
- * passed. A majority of accepts would be enough to decide earlier, but then seats that have not
- * prepared yet would receive the decision. */
+ * passed. A majority of accepts would be enough to decide earlier. But then a seat that has not
+ * prepared yet would receive the decision, and would be left out if it cannot prepare. */
 static void finish_proposing(members *m, int64_t now)
 {
     seat_set known = m->acks;

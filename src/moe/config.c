@@ -242,9 +242,9 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
 
 /* Sets the number of tokens in a batch, and deciding_tokens, the number of tokens from which
  * the gate's kernels choose their method of computing. In tree order, deciding_tokens must not
- * depend on the number of ranks, so that the bits do not. It is at most the number of tokens in
- * GATE_BLOCKS blocks, because in a group with many leaves each rank may compute only a few
- * blocks. */
+ * depend on the number of ranks, so that the bits do not. deciding_tokens is at most the number
+ * of tokens in GATE_BLOCKS blocks, because in a group with many leaves each rank may compute
+ * only a few blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;

@@ -55,7 +55,8 @@ typedef struct moe_work {
     /* [capacity, experts_blocks(hidden)]: scales of rows; only in forward of E4M3 layers */
     float *recv_scales;
     /* [tokens, top_k], only in forward: a copy of topk_idx in which -1 replaces zero-experts,
-     * because no rows are sent to them. On devices only for layers with zero-experts. */
+     * because no rows are sent to zero-experts. On devices only for layers with
+     * zero-experts. */
     int32_t *plan_idx;
     void *tile;    /* [block, GATE_TILE] real: converted columns of x; only on the host */
     void *product; /* memory for the gate's GEMMs; only on the host with EPIC_INVARIANT */

@@ -54,12 +54,12 @@ static int32_t min_int32(int32_t a, int32_t b)
  * With EPIC_BY_K there are two passes over the choices:
  *
  * 1. judge_choices_by_k() visits the choices in the order of k and decides which choices are
- *   kept. It stores the reason of each drop in `ids`, in the bits above the expert id, which is
- *   less than MAX_EXPERTS.
- * 2. The second pass visits the choices in the order of tokens. It assigns the next slot of
- *   the expert to each kept choice.
+ *    kept. It stores the reason of each drop in `ids`, in the bits above the expert id, which
+ *    is less than MAX_EXPERTS.
+ * 2. The second pass visits the choices in the order of tokens. It assigns the next slot of the
+ *    expert to each kept choice.
  *
- * Without EPIC_BY_K, one pass in the order of tokens does both. */
+ * Without EPIC_BY_K, a single pass in the order of tokens decides and assigns slots. */
 enum {
     ID_BITS = MAX_EXPERTS - 1,
     EXPERT_IS_FULL = MAX_EXPERTS,

@@ -292,7 +292,7 @@ static epic_result prepare_rank(epic_group *g, hosts_part *h, peer_info *mine)
     return listen_for_liveness(g, h, mine);
 }
 
-/* Passes the net handles of all ranks to the engine, which connects to them. */
+/* Passes the net handles of all ranks to the engine, which connects to these ranks. */
 static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *infos)
 {
     char why[NET_WHY_BYTES];

@@ -1,17 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The proxy thread sends rows from a GPU over the net (proxy.h). It calls proxy_progress() in a
- * loop, and sleeps while there is nothing to do.
+/* The proxy thread sends rows from a GPU over the net (proxy.h). The thread calls
+ * proxy_progress() in a loop, and sleeps while there is nothing to do.
  *
  * Kernels post *pieces* through a ring in host memory. A piece is a range of words in the
  * outbox that must be sent to one host. The thread collects pieces in batches, joins them into
  * *puts* (put_batch.h) and passes the puts to the network engine, which only this thread calls.
- * A put is *in flight* while the engine may still read its words. After that it is *done*. An
+ * A put is *in flight* while the engine may still read its words, and *done* after that. An
  * *epoch* is one operation of the kernels. *Urgent* pieces are small and kernels wait for them
  * (put_batch.h).
  *
  * The thread exchanges data with kernels through the ring and the words next to it
- * (p2p_ring_words). It loads ring entries with acquire order and stores its own words with
- * release order. Other threads of the rank use hosts_proxy_send() and hosts_proxy_wake(). */
+ * (p2p_ring_words). The thread loads ring entries with acquire order and stores its own words
+ * with release order. Other threads of the rank use hosts_proxy_send() and
+ * hosts_proxy_wake(). */
 #include "backend/hosts/proxy.h"
 
 #include <errno.h>
@@ -227,7 +228,7 @@ static void record_urgent(hosts_proxy *p, int host)
 /* Posts all batches that may_go() allows, and returns the number of puts. Ends the epoch when
  * all its batches are posted.
  *
- * If the net accepts no more puts to one host, the function still posts those to the other
+ * If the net accepts no more puts to one host, the function still posts puts to the other
  * hosts. If the function returned instead, the other hosts would wait for rows of this rank and
  * report this rank as the culprit. */
 static int post_batches(hosts_proxy *p)

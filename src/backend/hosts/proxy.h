@@ -50,7 +50,8 @@ void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Calls hosts_proxy_counts(). For tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);
 
-/* Stops the proxy thread, waits for its end, and frees the proxy. NULL is allowed. */
+/* Stops the proxy thread, waits until it has returned, and frees the proxy. `proxy` may be
+ * NULL. */
 void hosts_proxy_close(hosts_proxy *proxy);
 
 #endif

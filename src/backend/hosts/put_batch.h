@@ -72,7 +72,7 @@ bool put_batcher_next(put_batcher *all, put_batch_may_go *may, const void *self,
 void put_batcher_mark_posted(put_batcher *all);
 
 /* Keeps the words of the put that put_batcher_next() returned. Called if the net did not accept
- * the put. The batch becomes the first of its kind. */
+ * the put. The batch becomes the next batch of its kind to be posted. */
 void put_batcher_put_back(put_batcher *all);
 
 #endif

@@ -1,11 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Creates a communicator of some ranks of another communicator, within a deadline.
  *
- * MPI_Comm_create_group is the only MPI call for this that is collective over the ranks of the
- * new communicator alone. It waits forever if one of these ranks dies. So if MPI allows several
- * threads, a separate thread calls it. At the deadline create_comm() *abandons* the thread: it
- * returns an error and no longer waits. If the MPI call returns later, the thread itself frees
- * its `creation`. */
+ * Of the MPI calls that create a communicator, only MPI_Comm_create_group is collective over
+ * the ranks of the new communicator alone. It waits forever if one of these ranks dies. So if
+ * MPI allows several threads, a separate thread calls it. At the deadline create_comm()
+ * *abandons* the thread: it returns an error and no longer waits. If the MPI call returns
+ * later, the thread itself frees its `creation`. */
 #include <stdlib.h>
 
 #include "backend/mpi/group.h"

@@ -14,7 +14,8 @@
 #include "base/thread.h"
 
 #define PACE_NS 1000000
-#define IDLE_LOOKS 20 /* polls (one per ms) without unsent rows before the thread sleeps */
+/* the thread sleeps after this many polls (one per ms) without unsent rows */
+#define IDLE_LOOKS 20
 
 static void wake_drain(epic_group *group)
 {

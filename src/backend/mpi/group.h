@@ -127,7 +127,7 @@ typedef struct staging_ring {
     /* number of entries of this flow that this rank has sent (as writer) or has read and
      * dropped (as reader) */
     int64_t moved;
-    uint64_t first; /* number of this flow's first segment */
+    uint64_t first; /* index of this flow's first segment, counted over all flows of the ring */
     /* number of segments that were passed to MPI so far, in all flows together */
     uint64_t num_started;
     /* distance in bytes from the beginning of a half to this flow's first entry; used only by

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Atomic operations whose names contain their memory order. "ordered" means sequentially
  * consistent: if two ranks each store one word and then load the other's word, at least one of
- * them loads the new value. Without this, the protocol of wait.c could lose a wake-up. */
+ * them loads the new value. Without this property, the protocol of wait.c could lose a
+ * wake-up. */
 #ifndef EPIC_SHARED_ATOMICS_H
 #define EPIC_SHARED_ATOMICS_H
 

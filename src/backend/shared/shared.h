@@ -77,7 +77,9 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
-    seat_set members;            /* the seats that have a member; the others are vacant */
+    /* the seats (rank numbers) whose ranks are members; the ranks of all other seats have left
+     * the group */
+    seat_set members;
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
     int64_t timeout_ns;          /* deadline of the context */

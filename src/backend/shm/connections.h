@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Connections: one UNIX socket between every two ranks. When the group opens, rank 0 sends the
- * descriptor of the shared memory over them. Later the connections carry only descriptors of
- * windows (windows.c) and messages of epic_regroup (generations.c). A closed connection shows
- * that the peer's process has exited. A forked child of the peer may keep the connection open,
- * so each rank also watches the process with a pidfd, a Linux descriptor that becomes readable
- * when the process exits. */
+ * descriptor of the shared memory over its sockets. Later the connections carry only
+ * descriptors of windows (windows.c) and messages of epic_regroup (generations.c). A closed
+ * connection shows that the peer's process has exited. A forked child of the peer may keep the
+ * connection open, so each rank also watches the process with a pidfd, a Linux descriptor that
+ * becomes readable when the process exits. */
 #ifndef EPIC_SHM_CONNECTIONS_H
 #define EPIC_SHM_CONNECTIONS_H
 

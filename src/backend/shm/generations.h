@@ -11,8 +11,8 @@ typedef struct shm_generations shm_generations;
 /* Allocates the state of one rank. Errors: EPIC_ENOMEM. */
 epic_result shm_generations_new(shm_generations **out, int num_ranks);
 
-/* Closes and unmaps what this process has of other generations, and frees the state. NULL does
- * nothing. */
+/* Closes the descriptors and unmaps the memory of other generations, and frees the state. Does
+ * nothing if `generations` is NULL. */
 void shm_generations_free(shm_generations *generations, const shared_layout *layout);
 
 extern const epic_regroup_transport shm_regroup;

@@ -14,7 +14,7 @@ typedef struct letter {
 } letter;
 
 typedef struct queue {
-    letter *first, **end; /* end: the pointer to which the next message is appended */
+    letter *first, **end; /* end: address of the pointer that will point to the next message */
     bool is_gone;         /* true: the rank on the seat has closed its context */
 } queue;
 

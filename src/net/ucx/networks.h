@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Finds out which networks UCX has, and which of them it uses for a peer.
+/* Finds out which networks UCX has, and which of these networks it uses for a peer.
  *
  * UCX's terms: an endpoint is one end of the connection to a peer. An endpoint uses one or more
  * networks, which UCX calls lanes. A key allows remote writes into registered memory of a peer,

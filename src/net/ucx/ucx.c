@@ -102,9 +102,9 @@ static void store_words(void *to, const void *from, size_t bytes)
     }
 }
 
-/* UCX calls this function for each received message. It stores the message into the inbox. It
- * ignores a message without the token of this net, because any program may send one, and a
- * message with a target outside of the inbox. */
+/* UCX calls this function for each received message. Stores the message into the inbox. Ignores
+ * messages without the token of this net, because any program may send a message, and messages
+ * with a target outside of the inbox. */
 static ucs_status_t receive_message(void *self, const void *head, size_t head_bytes, void *data,
                                     size_t bytes, const ucp_am_recv_param_t *param)
 {
