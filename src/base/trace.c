@@ -20,8 +20,8 @@
 struct epic_trace {
     int fd;
     bool has_failed; /* true: a write has failed, so no more records are written */
-    int64_t written; /* bytes in the file */
-    size_t filled;   /* bytes in `buffer` */
+    int64_t written; /* number of bytes written to the file so far */
+    size_t filled;   /* number of bytes in `buffer` that are not written yet */
     /* guards all fields, because operations of different tags run in parallel */
     pthread_mutex_t mutex;
     unsigned char buffer[BUFFER_BYTES];

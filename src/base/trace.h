@@ -48,7 +48,8 @@ typedef struct trace_record {
         struct {
             int64_t num_tokens; /* the ids after this record are [num_tokens, top_k] */
             uint32_t top_k;
-            uint32_t num_experts; /* every id is below this; with replicas: num_logical */
+            /* every expert id is below this; in a layer with replicas this is num_logical */
+            uint32_t num_experts;
             uint32_t alignment;
             uint32_t zero;
         } plan;

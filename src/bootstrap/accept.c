@@ -26,7 +26,7 @@
 #define JOINER_MS 10000 /* a joiner must send its hello and proof within this time */
 /* time after a failure in which slow ranks can still connect and receive the failure */
 #define LINGER_MS 2000
-#define SEND_MS 1000 /* time to send a short message */
+#define SEND_MS 1000 /* time limit for sending a short message */
 /* time that rank 0 waits for a free descriptor before the bootstrap fails */
 #define FULL_MS 1000
 #define FULL_NAP_MS 10 /* duration of one sleep while rank 0 waits for a descriptor */
@@ -326,9 +326,9 @@ static void drop_oldest(acceptor *a)
     if (oldest >= 0) drop_joiner(a, oldest);
 }
 
-/* Called when accept() found no free descriptor. Closes a joiner to free one. If there is no
- * joiner, waits for another thread to close a descriptor. Fails the bootstrap after it has
- * waited FULL_MS in total. `wrong` is the errno of accept(). */
+/* Called when accept() found no free descriptor. Closes a joiner to free a descriptor. If there
+ * is no joiner, waits for another thread to close a descriptor. Fails the bootstrap after it
+ * has waited FULL_MS since the last accepted connection. `wrong` is the errno of accept(). */
 static void make_room(acceptor *a, int wrong)
 {
     if (a->num_joiners > 0) {

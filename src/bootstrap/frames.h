@@ -65,7 +65,8 @@ _Static_assert(sizeof(epic_frame) == 96, "no hidden padding");
 
 /* Result of a send or receive. */
 typedef enum epic_frame_state {
-    FRAME_MORE, /* not finished: the socket now accepts no more bytes, or has none to read */
+    /* not finished: the socket accepts no more bytes now, or has no bytes to read now */
+    FRAME_MORE,
     FRAME_DONE,
     FRAME_LOST /* the connection is closed */
 } epic_frame_state;

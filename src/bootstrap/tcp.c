@@ -44,8 +44,10 @@ typedef struct tcp_bootstrap {
      * link has its own key */
     epic_secret secret;
     int32_t num_connections;
-    struct pollfd *polls;     /* [num_connections]: the sockets to poll */
-    connection connections[]; /* rank 0: [num_ranks], [0] unused; other ranks: [1] */
+    struct pollfd *polls; /* [num_connections]: the sockets to poll */
+    /* on rank 0: [num_ranks], where element 0 is unused; on other ranks: [1], the connection to
+     * rank 0 */
+    connection connections[];
 } tcp_bootstrap;
 
 static unsigned long long gather_number(const tcp_bootstrap *b)

@@ -17,7 +17,8 @@ typedef struct hub hub;
 typedef struct member {
     hub *hub;
     int32_t rank;
-    bool arrived; /* true: the rank waits in a gather, whose arguments follow */
+    /* true: the rank waits in a gather, whose arguments are in the fields after this one */
+    bool arrived;
     const void *mine;
     char *all;
     size_t bytes;

@@ -76,7 +76,8 @@ typedef struct experts_job {
     void *row_scratch;
     /* [max(width, hidden)]: a bias of the current expert, converted to the type of the sums */
     void *bias;
-    void *product_memory; /* for gemm_few(), gemm_invariant_f32() and gemm_invariant_f64() */
+    /* the argument `memory` of gemm_few(), gemm_invariant_f32() and gemm_invariant_f64() */
+    void *product_memory;
 } experts_job;
 
 /* The slots of one local expert. */

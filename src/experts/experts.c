@@ -197,12 +197,13 @@ epic_result experts_read_grad_type(uint32_t *type, uint32_t row_type, bool devic
 }
 
 typedef struct shapes {
-    /* numbers of elements of the arrays; `local` is the number of local experts, `slots` the
-     * number of slots */
+    /* local: number of local experts. slots: number of slots. The other fields: number of
+     * elements of each array. */
     int64_t local, slots, rows, gate_up, down, biases_up, biases_down;
-    /* numbers of elements of the arrays of scales; only with E4M3 weights */
+    /* number of elements of each array of scales; set only with E4M3 weights */
     int64_t x_scales, gate_up_scales, down_scales;
-    size_t x, row, weight, bias, gradient, slot_weight; /* sizes of one element in bytes */
+    /* size of one element of each array in bytes */
+    size_t x, row, weight, bias, gradient, slot_weight;
 } shapes;
 
 /* Returns the number of elements of each array for num_slots slots, and the sizes of their

@@ -76,7 +76,7 @@ enum members_state {
     MEMBERS_OUT,
     MEMBERS_NO_QUORUM, /* too few seats have promised; the call may be repeated */
     MEMBERS_TOO_FEW,   /* fewer members than min_members; the call may be repeated */
-    MEMBERS_LATE       /* no decision until the deadline; the call may be repeated */
+    MEMBERS_LATE       /* no decision was made before the deadline; the call may be repeated */
 };
 
 typedef struct members_call {

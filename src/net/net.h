@@ -42,11 +42,13 @@ typedef struct net net;
 
 /* How an engine with several ways of sending puts chooses one (EPIC_NET_RDMA). */
 typedef enum net_rdma {
-    /* RDMA writes if the network keeps words of 8 bytes whole, and messages if not */
+    /* RDMA writes if the network writes words of 8 bytes atomically (rule 1), and messages if
+     * not */
     NET_RDMA_IF_WHOLE,
     /* messages, which a thread of the receiver stores into the inbox word by word */
     NET_RDMA_NEVER,
-    NET_RDMA_ALWAYS /* RDMA writes; the user guarantees that the network keeps words whole */
+    /* RDMA writes; the user guarantees that the network writes words of 8 bytes atomically */
+    NET_RDMA_ALWAYS
 } net_rdma;
 
 /* Arguments of open(), which copies them. Inbox and outbox must stay valid until close(). */

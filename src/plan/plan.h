@@ -193,7 +193,7 @@ typedef enum placement_error {
     PLACEMENT_OK,
     PLACEMENT_NO_RANK, /* the owner is not a rank of the group */
     PLACEMENT_TREE,    /* EPIC_TREE: the owner does not own one whole block */
-    PLACEMENT_VACANT   /* the owner is a vacant seat */
+    PLACEMENT_VACANT   /* the owner is a vacant seat (its rank has left the group) */
 } placement_error;
 
 /* Checks the placement of the experts. Sets *expert to the first expert whose owner is invalid,

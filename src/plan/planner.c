@@ -154,7 +154,8 @@ static bool is_over(const planner *p, int32_t rank)
  * enough slots.
  *
  * A binary search finds the limits of all ranks at the same time, between limit_fits[rank] and
- * limit_fails[rank]. For a rank within its capacity, the two are equal from the start. */
+ * limit_fails[rank]. For a rank within its capacity, limit_fits and limit_fails are equal from
+ * the start, and its num_kept does not change. */
 static void drop_choices(planner *p)
 {
     const plan_header *h = p->header;

@@ -9,8 +9,8 @@
  * If num_groups is not 0, the columns form groups of equal size, and only the topk_groups
  * groups with the best scores are kept (group-limited routing, arXiv 2412.19437). The score of
  * a group is its largest value, or the sum of its group_best largest values. By default,
- * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO they can, with the value
- * 0. */
+ * columns of other groups cannot be chosen. With EPIC_OTHERS_ZERO columns of other groups can
+ * be chosen, with the value 0. */
 
 /* Compares column A with value a and column B with value b, where B has the lower index.
  * Returns true if A is chosen before B. Returns false for equal values, because then the column

@@ -20,7 +20,7 @@
 #include "rules/experts_layout.h"
 
 #define GATE_UNITS 512    /* desired number of CTAs of a GEMM: enough for a few CTAs per SM */
-#define GATE_LEAST 128    /* sums of this length or less are not split */
+#define GATE_LEAST 128    /* sums of at most this many terms are not split */
 #define GATE_COLUMNS 64   /* number of columns of a tile */
 #define GATE_SLICES 8     /* maximum number of split-K slices with EPIC_INVARIANT */
 #define GATE_STEP 64      /* number of terms that tensor cores add in a step */
@@ -183,7 +183,8 @@ static inline gate_leaves gate_leaves_of(int64_t tokens, int64_t block, int64_t 
     return at;
 }
 
-/* The numbers of tokens of a call. `deciding` is epic_gate_args.deciding_tokens
+/* The sizes of a call of the gate. tokens: number of tokens. block: maximum number of tokens in
+ * a block. blocks: number of blocks. deciding: epic_gate_args.deciding_tokens
  * (backend/ops.h). */
 typedef struct gate_tokens {
     int64_t tokens, block, blocks, deciding;

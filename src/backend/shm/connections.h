@@ -18,7 +18,8 @@ typedef struct shm_connections {
     int num_ranks;
     int rank;
     int *sockets; /* [num_ranks]; -1: no connection */
-    int epoll;    /* watches all connections; connections_rank_of() reads its events */
+    /* epoll descriptor that watches all connections; connections_rank_of() reads its events */
+    int epoll;
     /* [num_ranks]: pidfd of each peer; -1: no pidfd, so only the peer's socket is watched */
     int *processes;
     _Atomic bool *dead; /* [num_ranks] peers that were found dead; never reset */

@@ -80,7 +80,7 @@ static bool can_disable_emulation(void)
 
 typedef struct settings {
     const char *segment; /* size of TCP segments, such as "256K"; NULL: UCX's default */
-    bool no_emulation;   /* as in ucx_create_context() */
+    bool no_emulation;   /* the argument no_emulation of ucx_create_context() */
     char devices[512];   /* the network devices that the context may use; "": UCX's default */
 } settings;
 

@@ -39,7 +39,7 @@ bool ucx_can_reach_gpus(ucp_context_h context);
 bool ucx_has_rdma(ucp_context_h context);
 
 /* Returns true if all networks of the endpoint are RDMA, so that remote writes keep words of 8
- * bytes whole. The context must have been opened with no_emulation. */
+ * bytes whole (write them atomically). The context must have been opened with no_emulation. */
 bool ucx_keeps_words(ucp_ep_h endpoint);
 
 /* Returns true if the network device for remote writes to this peer can access the registered

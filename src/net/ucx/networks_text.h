@@ -76,8 +76,9 @@ static inline bool networks_is_for_memory(const char *at)
     return found && found < at + strcspn(at, "\n");
 }
 
-/* Returns true if remote writes over these networks keep words of 8 bytes whole. Every network
- * must be RDMA, and at least one of them must be for remote access to memory.
+/* Returns true if remote writes over these networks keep words of 8 bytes whole (write them
+ * atomically). Every network must be RDMA, and at least one of them must be for remote access
+ * to memory.
  *
  * If no network is for remote access, UCX sends remote writes as messages, which the receiver
  * stores with memcpy. memcpy may write a word twice or in parts. For EFA (network srd), UCX

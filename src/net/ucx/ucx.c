@@ -3,9 +3,9 @@
  * networks for each peer.
  *
  * If all networks to a peer are RDMA, puts are remote writes, because RDMA keeps words of 8
- * bytes whole. If not, for example over TCP, puts are active messages of UCX. A thread of the
- * receiver stores them into the inbox word by word, because memcpy may write a word in parts or
- * twice. */
+ * bytes whole (writes them atomically). If not, for example over TCP, puts are active messages
+ * of UCX. A thread of the receiver stores them into the inbox word by word, because memcpy may
+ * write a word in parts or twice. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
