@@ -22,7 +22,7 @@ typedef struct tag_entry {
 typedef struct tag_table {
     pthread_mutex_t mutex; /* guards everything below */
     tag_entry *entries;
-    size_t size;        /* size of the array `entries` */
+    size_t size;
     size_t used;        /* number of entries that contain a tag */
     uint64_t first;     /* sequence number of the first operation of a new tag */
     uint32_t in_flight; /* number of operations in flight, over all tags */

@@ -68,8 +68,8 @@ typedef struct acceptor {
     /* rank 0 stops accepting connections when this many ranks have received the failure */
     int num_to_notify;
 
-    int full_ms;       /* time in ms that rank 0 has waited for a free descriptor */
-    int num_refused;   /* number of refused connections */
+    int full_ms; /* time in ms that rank 0 has waited for a free descriptor */
+    int num_refused;
     char refusal[160]; /* why the last joiner was refused */
     /* a rank that two processes use; 0: all processes use different ranks */
     int32_t rank_of_second;

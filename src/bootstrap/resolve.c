@@ -27,7 +27,7 @@ typedef struct query {
     int system_wrong;  /* errno after getaddrinfo() */
     struct addrinfo *found;
     char port[16];
-    char name[]; /* host name to resolve */
+    char name[];
 } query;
 
 static const struct addrinfo hints = {.ai_socktype = SOCK_STREAM, .ai_flags = AI_NUMERICSERV};

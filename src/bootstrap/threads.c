@@ -35,7 +35,7 @@ struct hub {
      * waits */
     int32_t num_duplicate_calls;
     uint32_t timeout_ms;
-    uint64_t finished; /* number of finished gathers */
+    uint64_t finished;
     /* EPIC_OK, or the error of an earlier gather, which every later gather returns */
     epic_result broken;
     char sentence[512];

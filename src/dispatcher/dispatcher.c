@@ -16,13 +16,13 @@ struct epic_dispatcher {
     bool opened_here; /* true: the dispatcher opened ctx, so epic_dispatcher_close closes it */
     epic_layer layer;
     epic_layer_info sizes;
-    int64_t row_bytes;    /* size of a token's row in bytes */
-    void *plan;           /* the plan of the current dispatch */
+    int64_t row_bytes; /* size of a token's row in bytes */
+    void *plan;
     epic_slots slots;     /* outputs of dispatch */
     epic_slots gradients; /* outputs of combine_backward, in separate memory */
     int64_t num_tokens;   /* number of tokens in the current dispatch; -1: no dispatch yet */
-    bool has_weights;     /* true: the current dispatch has weights */
-    bool has_d_rows;      /* true: combine_backward has succeeded since the last dispatch */
+    bool has_weights;
+    bool has_d_rows; /* true: combine_backward has succeeded since the last dispatch */
 };
 
 /* Allocates 64-byte aligned memory, on the context's device or, for a host context, on the
@@ -75,7 +75,6 @@ static bool allocate_all(epic_dispatcher *s)
     return true;
 }
 
-/* Releases the plan and all buffers that were allocated. */
 static void release_all(epic_dispatcher *s)
 {
     if (s->slots.results != s->slots.rows) release_memory(s, s->slots.results);

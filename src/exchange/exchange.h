@@ -62,7 +62,7 @@ typedef struct exchange {
     uint64_t tag, sequence;
     /* sequence number in the op headers; `sequence` is higher after exchange_reuse() */
     uint64_t header_sequence;
-    deadline deadline; /* deadline of the current wait */
+    deadline deadline;
     /* index of this operation's record in the flight recorder (base/recorder.h) */
     uint64_t record;
     uint64_t rounding; /* rounding mode of the caller, which exchange_close() restores */
@@ -155,7 +155,6 @@ static inline void exchange_mark_awaited(exchange *x, int rank)
     x->waits_for[rank / 64] |= 1ull << (rank % 64);
 }
 
-/* Returns an element of a rank's epic_op_header.local. */
 static inline int64_t exchange_local_field(const exchange *x, int rank, int field)
 {
     return x->headers[rank]->local[field];

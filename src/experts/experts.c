@@ -109,7 +109,6 @@ static epic_result check_weighting(const experts_job *job, int64_t num_slots)
     return EPIC_OK;
 }
 
-/* Checks that `saved` or the workspace has the needed size. */
 static epic_result check_memory(const char *name, const void *memory, int64_t bytes,
                                 int64_t needed)
 {

@@ -26,7 +26,6 @@ static void store_reals(void *out, uint32_t type, const REAL *in, int64_t n)
         convert_from_float(out, type, (const float *)(const void *)in, n);
 }
 
-/* Returns the address of element `index` in an array of weights or biases. */
 static const void *weight_at(const experts_job *job, const void *weights, int64_t index)
 {
     return (const char *)weights + index * convert_bytes(job->experts.weight_type);

@@ -16,7 +16,6 @@
 
 #define BLOCK_BYTES 8192
 
-/* State of one call of epic_allreduce_sum. */
 typedef struct sum_call {
     const epic_allreduce_sum_args *args; /* data is an array of `type` */
     uint32_t type;                       /* EPIC_F32 or EPIC_F64 */

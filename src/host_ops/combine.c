@@ -17,7 +17,6 @@
 #include "exchange/windows.h"
 #include "host_ops/host_ops.h"
 
-/* State of one call of combine or dispatch_backward. */
 typedef struct combine_call {
     const host_kernels *kernels;
     exchange *x;
@@ -31,7 +30,7 @@ typedef struct combine_call {
     const float *slot_weights;
     const float *d_slot_weights;
     float *d_weights;
-    row_split split;  /* how a partial is split into pieces */
+    row_split split;
     int64_t trailer;  /* size of the trailer in bytes; 0 in combine */
     bool has_windows; /* true: an output of this rank lies in a window */
     /* the current piece of the row: index of its first element, and its number of elements */

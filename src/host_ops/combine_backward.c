@@ -20,7 +20,7 @@ typedef struct combine_backward_call {
     const host_kernels *kernels;
     exchange *x;
     plan_view plan;
-    row_split split; /* how a row of d_out is split into pieces */
+    row_split split;
 } combine_backward_call;
 
 static const unsigned char *row_of_own_token(const combine_backward_call *s, int64_t token)

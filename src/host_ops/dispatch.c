@@ -24,7 +24,7 @@ typedef struct dispatch_call {
     copy_function *copy; /* copies rows and scales to slots, through the caches or past them */
     exchange *x;
     plan_view plan;
-    row_split split; /* how the message is split into pieces */
+    row_split split;
     /* offsets of the scales and of the weights in the message, in bytes */
     int64_t scales_at, weights_at;
     /* token whose quantized row and scales are in x->row; -1: x->row is not in use */

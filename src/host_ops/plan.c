@@ -12,7 +12,6 @@
 #include "base/hash.h"
 #include "host_ops/host_ops.h"
 
-/* State of one call of epic_plan. */
 typedef struct planning {
     const epic_plan_args *args;
     epic_layer layer;
@@ -133,7 +132,6 @@ static void plan_fill_header(planning *p, const epic_context *ctx, const op_head
     memcpy(header->bytes, ids, sizeof ids);
 }
 
-/* Returns the expert ids [top_k] of a token in the planner's array. */
 static int32_t *ids_of_token(planning *p, int rank, int64_t token)
 {
     return p->planner.ids + (p->planner.base_of[rank] + token) * (int64_t)p->layer.top_k;
@@ -265,7 +263,6 @@ static void make_empty_plan(planning *p)
     write_counts(p, EPIC_EINVAL);
 }
 
-/* Sends and receives the ids, computes the plan and writes the outputs. */
 static epic_result make_plan(planning *p)
 {
     exchange *x = p->x;

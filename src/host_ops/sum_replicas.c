@@ -16,7 +16,6 @@
 #define CHUNK 256
 #define MOST_LEVELS 18 /* a tree with MAX_EXPERTS leaves has 17 levels; one more is spare */
 
-/* State of one call of epic_sum_replicas. */
 typedef struct replica_sum {
     const epic_sum_replicas_args *args;
     const plan_view *plan;

@@ -83,8 +83,8 @@ typedef struct members_call {
     int64_t patience_ns;  /* time to wait for seats that may be alive but send no message */
     int64_t step;         /* last finished step of this seat */
     uint32_t min_members; /* minimum number of members of the next generation */
-    bool leaving;         /* true: this seat leaves */
-    uint64_t group_id;    /* identity of the next generation if this seat proposes it */
+    bool leaving;
+    uint64_t group_id; /* identity of the next generation if this seat proposes it */
     /* number of the authority's decision (members_ballot); 0: the seats decide themselves */
     uint64_t authority;
     seat_set only; /* the members that the authority names; unused without an authority */
@@ -116,12 +116,12 @@ typedef struct members {
     members_ballot promised, accepted;
     members_proposal accepted_proposal;
     members_ballot pending_ballot;
-    members_proposal pending; /* the proposal to prepare */
+    members_proposal pending;
     bool is_decided; /* true: `pending` is decided, so the seat enters when it has prepared */
     int decided_by;  /* the seat that has sent the decision */
 
     enum members_phase phase; /* From here on: state of the seat as a leader of a ballot. */
-    int64_t phase_ns;         /* time at which the phase began */
+    int64_t phase_ns;
     members_ballot ballot;
     /* last round that this seat led and abandoned because a seat refused the proposal */
     uint32_t abandoned;

@@ -7,7 +7,7 @@
 #include "rules/convert.h"
 #include "rules/experts_layout.h"
 
-#define MAX_ARRAYS 40 /* maximum number of arrays in a call */
+#define MAX_ARRAYS 40
 
 typedef struct array_list {
     call_array list[MAX_ARRAYS];

@@ -223,7 +223,6 @@ static epic_result measure_e4m3_experts(moe_job *j)
     return EPIC_OK;
 }
 
-/* Computes the sizes of all workspaces and of the parts of `saved`. */
 static epic_result measure_memory(moe_job *j, const epic_config *config)
 {
     TRY(measure_experts("experts", &j->experts, j->capacity, j->is_device, &j->experts_memory));

@@ -20,7 +20,7 @@
 
 #include "net/net.h"
 
-#define NET_LIVENESS_HANDLE_BYTES 192 /* size of a handle */
+#define NET_LIVENESS_HANDLE_BYTES 192
 
 /* The liveness connections of one rank. The struct is in liveness_inner.h. */
 typedef struct net_liveness net_liveness;

@@ -51,7 +51,6 @@ typedef struct connection {
     handshake received;
 } connection;
 
-/* State of one call of net_liveness_connect(). */
 typedef struct connect_state {
     net_liveness *connections;
     /* [num_hosts, NET_LIVENESS_HANDLE_BYTES]: the handles of all hosts */
@@ -226,7 +225,6 @@ static bool must_connect(const net_liveness *l, int host)
     return host < l->setup.host && !l->setup.is_in_process[host] && l->sockets[host] < 0;
 }
 
-/* Waits for events, for at most POLL_MS, and handles them. */
 static epic_result poll_once(connect_state *o)
 {
     net_liveness *l = o->connections;

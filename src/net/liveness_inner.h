@@ -9,7 +9,7 @@
 
 #include "net/liveness.h"
 
-#define LIVENESS_MAX_ADDRESSES 8 /* maximum number of addresses in a handle */
+#define LIVENESS_MAX_ADDRESSES 8
 
 /* An IPv6 address, or an IPv4 address in the form ::ffff:a.b.c.d. */
 typedef struct liveness_address {
@@ -27,10 +27,9 @@ typedef struct liveness_handle {
 _Static_assert(sizeof(liveness_handle) <= NET_LIVENESS_HANDLE_BYTES,
                "a handle must fit into the bytes that the bootstrap carries");
 
-/* The liveness connections of one rank. */
 struct net_liveness {
     net_liveness_setup setup;
-    liveness_handle handle;     /* handle of this rank */
+    liveness_handle handle;
     int listener;               /* listening socket; -1 once all peers are connected */
     int sockets[NET_MAX_HOSTS]; /* by host; -1: not connected, or this rank's own host */
     int state[NET_MAX_HOSTS];   /* a net_peer_state by host; only the thread writes it */

@@ -33,9 +33,9 @@
 
 #define NET_MAX_HOSTS 256
 #define NET_HANDLE_BYTES 4096
-#define NET_WHY_BYTES 256            /* size of the buffer for an error text */
-#define NET_GPU_BYTES 16             /* size of a PCI address */
-#define NET_MAX_PUT_BYTES (1u << 20) /* maximum size of one put in bytes */
+#define NET_WHY_BYTES 256 /* size of the buffer for an error text */
+#define NET_GPU_BYTES 16  /* size of a PCI address */
+#define NET_MAX_PUT_BYTES (1u << 20)
 
 /* The net of one rank. Each engine defines its own struct. */
 typedef struct net net;

@@ -58,7 +58,7 @@ typedef struct plan_header {
     /* how many of this rank's choices have each fate: kept, without an expert, or dropped
      * because the expert is full, the rank is full or the expert is absent */
     int64_t num_kept, num_none, num_expert_full, num_rank_full, num_absent;
-    int64_t num_members; /* number of ranks that are members of the group */
+    int64_t num_members;
     /* offsets of the arrays in bytes from the header */
     int64_t tokens_of, base_of, expert_of, logical_of, slab_begin, slab_count;
     int64_t position_of;

@@ -15,7 +15,6 @@
 #include "plan/plan.h"
 #include "rules/sentences.h"
 
-/* Counts the choices of each expert in the whole group. */
 static void count_choices(planner *p)
 {
     const plan_header *h = p->header;

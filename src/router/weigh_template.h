@@ -65,7 +65,6 @@ static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i
     for (int64_t j = 0; j < n && sum != 0; j++) p[j] /= sum;
 }
 
-/* Computes the parts of all choices for EPIC_WEIGHT_SPARSEMIXER. */
 static void sparsemixer_parts(const router_job *job, const int32_t *topk_idx, REAL *parts)
 {
     REAL *p = job->values;

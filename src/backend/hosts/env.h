@@ -13,7 +13,6 @@ typedef enum hosts_memory {
     HOSTS_MEMORY_HOST
 } hosts_memory;
 
-/* The values of all environment variables of the backend `hosts`. */
 typedef struct hosts_env {
     const net_engine *engine;
     hosts_memory memory;

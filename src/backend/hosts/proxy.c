@@ -67,7 +67,7 @@ typedef struct state_word {
     uint64_t posted;
 } state_word;
 
-enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED }; /* the states of a message */
+enum { MESSAGE_IDLE, MESSAGE_REQUESTED, MESSAGE_POSTED };
 
 /* The message of one call of hosts_proxy_send(), with the arguments `at` and `bytes` of that
  * call. `posted` is the index of the put that sends the message. */
@@ -112,7 +112,7 @@ struct hosts_proxy {
     /* ends[n % MAX_OPEN_EPOCHS]: copy of `posted` at the end of epoch n; only the last
      * MAX_OPEN_EPOCHS epochs are kept */
     uint64_t ends[MAX_OPEN_EPOCHS][NET_MAX_HOSTS];
-    uint64_t num_ends;  /* number of epochs that have ended */
+    uint64_t num_ends;
     uint64_t num_freed; /* number of epochs whose puts are all done */
     state_word waits[NET_MAX_HOSTS], broken[NET_MAX_HOSTS];
 };

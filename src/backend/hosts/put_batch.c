@@ -15,7 +15,7 @@
  * other warps post about one piece each, which is fewer than STALE_AFTER. So a stale batch
  * probably gets no more pieces. */
 #define STALE_AFTER 512
-#define MAX_SPANS 256 /* maximum number of spans in a batch */
+#define MAX_SPANS 256
 
 /* A range of adjacent words within a block, from one or more pieces. */
 typedef struct span {
@@ -26,7 +26,7 @@ typedef struct span {
  * before they are posted. */
 typedef struct put_batch {
     int host;
-    uint32_t block; /* index of the block in the heap */
+    uint32_t block;
     uint32_t words;
     int num_spans;
     uint64_t added; /* value of put_batcher.added when the batch got its last piece */
@@ -43,9 +43,9 @@ struct put_batcher {
     uint32_t block_words;
     uint32_t blocks_per_heap;
     uint32_t num_urgent_blocks; /* blocks with an index below this are urgent */
-    uint64_t added;             /* number of pieces added so far */
-    int num_free, current;      /* current: the batch that is being posted, or -1 */
-    int next_span;              /* index of the next span of `current` to post */
+    uint64_t added;
+    int num_free, current; /* current: the batch that is being posted, or -1 */
+    int next_span;         /* index of the next span of `current` to post */
     list free;
     /* lists of batches; index 0: batches of rows, 1: urgent batches */
     list waiting[2], ready[2];

@@ -256,7 +256,6 @@ static inline bool has_rank(const uint64_t *ranks, int rank)
  * except the short ones. A function that returns epic_result also sets the error text of the
  * thread (epic_fail()). */
 void runtime_nap(int64_t ns);
-/* starts MPI if necessary; sets *ours to true if this call started MPI */
 epic_result runtime_start(bool *ours);
 /* makes an error text from an MPI error code; returns EPIC_EDEVICE */
 epic_result runtime_fail(int code, const char *what);
@@ -272,8 +271,7 @@ void mpi_memory(const epic_config *config, epic_memory_info *out);
 
 /* liveness.c: finds dead processes on this host. The caller holds the mutex. */
 void liveness_watch(epic_group *group, const epic_peer *peers);
-void liveness_check(epic_group *group, int64_t now); /* polls at most every 5 ms */
-/* returns true if the peer has closed its context or its process has exited */
+void liveness_check(epic_group *group, int64_t now);
 bool liveness_is_gone(const epic_group *group, int peer);
 void liveness_unwatch(epic_group *group);
 
@@ -284,7 +282,7 @@ void control_close(epic_group *group); /* sends the close message to all peers *
 bool control_is_sent(epic_group *group);
 void control_send(epic_group *group, const control_message *message, int to,
                   MPI_Request *request);
-void control_notify_all(epic_group *group); /* ends the waits of all threads of this rank */
+void control_notify_all(epic_group *group);
 void control_break(epic_group *group, const epic_failure_info *failure, bool should_broadcast);
 void control_fail(epic_group *group, int code, const char *what);
 
@@ -315,13 +313,9 @@ void mpi_drop(epic_group *group, int index, int from, int64_t upto);
 uint64_t mpi_bytes_sent(const epic_group *group);
 
 /* progress.c: polls MPI. The caller holds the mutex, except for the last two functions. */
-/* polls control messages; returns whether any arrived */
 bool progress_control(epic_group *group);
-/* frees finished op slots whose messages have been sent */
 void progress_drain(epic_group *group);
-/* polls MPI for the messages that the op slot waits for */
 void progress_slot(epic_group *group, op_slot *slot);
-/* polls MPI if the last num_ranks calls of room(), entry() or op_header() all found nothing */
 void progress_after_miss(epic_group *group, op_slot *slot);
 void progress_break_group(epic_group *group, const epic_failure_info *failure);
 
@@ -335,11 +329,9 @@ void drain_stop(epic_group *group);
 void mpi_finish(epic_group *group, int op_slot);
 
 /* lifecycle.c: starts and ends MPI in this process */
-/* calls runtime_start() and hooks MPI_Finalize */
 epic_result lifecycle_start(void);
 void lifecycle_add_open(void);
-void lifecycle_mark_broken(void); /* this process must not call MPI_Finalize */
-/* takes ownership of a group that this rank has left */
+void lifecycle_mark_broken(void);
 void lifecycle_retire(epic_group *group);
 
 /* create.c: makes the communicator of the group. Sets group->comm, except on an error. */

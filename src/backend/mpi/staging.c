@@ -203,7 +203,6 @@ void mpi_drop(epic_group *group, int index, int from, int64_t upto)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Returns the number of bytes of rows that this rank has sent. */
 uint64_t mpi_bytes_sent(const epic_group *group)
 {
     return atomic_load_explicit(&group->bytes_sent, memory_order_relaxed);

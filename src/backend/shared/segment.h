@@ -95,7 +95,6 @@ typedef struct shared_rank_state {
     shared_wait wait;              /* what these threads wait for */
 } shared_rank_state;
 
-/* The beginning of the segment. */
 typedef struct shared_segment_header {
     uint64_t magic;
     uint64_t group_id;
@@ -113,7 +112,7 @@ typedef struct shared_layout {
     int64_t broadcast_ring_bytes; /* size of the broadcast ring of one op slot */
     int64_t peer_ring_bytes;
     int64_t staging_bytes; /* size of all rings of one op slot together */
-    int64_t blocks_at;     /* offset of the blocks */
+    int64_t blocks_at;
     int64_t block_bytes;
     int64_t slot_at;     /* offset of the op slot in a block */
     int64_t rings_at;    /* offset of the staging of all ranks */

@@ -37,14 +37,14 @@ typedef struct ring_end {
      * writer, the counter is the reader's `dropped`; if it is the reader, the writer's
      * `sent`. */
     int64_t seen_count;
-    char *ring; /* the memory of the ring */
+    char *ring;
 } ring_end;
 
 /* The state that this rank keeps about one peer during one exchange. */
 typedef struct peer_link {
     /* the peer's op slot for this exchange; NULL until this rank has found it */
     shared_op_slot *slot;
-    int index; /* index of this op slot */
+    int index;
     ring_end out;
     ring_end in;
     ring_end broadcast_in;
@@ -82,7 +82,7 @@ struct epic_group {
     seat_set members;
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */
-    int64_t timeout_ns;          /* deadline of the context */
+    int64_t timeout_ns;
     /* 2: this host has at least one core for each rank; 1: it has fewer; 0: not computed yet */
     _Atomic int core_per_rank;
     patience patience;

@@ -46,7 +46,6 @@ typedef struct handle {
     char name[NAME_LENGTH + 1];
 } handle;
 
-/* The state of one connections_open(). */
 typedef struct connect_state {
     shm_connections *connections;
     const epic_join *join;

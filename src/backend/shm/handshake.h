@@ -43,7 +43,6 @@ epic_result handshake_send(int fd, const handshake *message, int to, int memory)
  * has arrived, or if the message is not a handshake. */
 bool handshake_receive(int fd, handshake *message, int *memory);
 
-/* Returns whether the process at the other end belongs to the same user. */
 bool handshake_is_same_user(int fd);
 
 /* Stores the error text "system call `what` failed" with errno. Returns EPIC_ENOMEM or

@@ -25,7 +25,6 @@
 
 #define NUM_WATCHED 3
 
-/* The ranks that a watcher watches. */
 typedef struct watched {
     int count;
     int ranks[NUM_WATCHED];
@@ -37,7 +36,7 @@ struct shm_watch {
     int event;             /* an eventfd; a write to it wakes the thread */
     pthread_mutex_t mutex; /* guards the fields below, and the members of the group */
     bool is_ending;        /* true: the thread must return */
-    watched watched;       /* the ranks that the thread watches */
+    watched watched;
 };
 
 /* Returns the ranks to watch now. */

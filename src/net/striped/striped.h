@@ -8,7 +8,7 @@
 
 #include "net/net.h"
 
-#define STRIPED_MAX 8 /* maximum number of stripes */
+#define STRIPED_MAX 8
 
 /* An engine (code that drives a network library) whose nets can be stripes. */
 typedef struct stripe_engine {

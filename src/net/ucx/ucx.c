@@ -19,7 +19,7 @@
 
 /* maximum number of unfinished calls of put() and put_word() for one host */
 #define MAX_IN_FLIGHT 256
-#define MESSAGE_ID 1 /* id of this engine's active message */
+#define MESSAGE_ID 1
 /* maximum number of calls of ucp_worker_progress() in one ucx_progress() */
 #define MAX_PROGRESS_CALLS 64
 #define FLUSH_MS 1000 /* maximum time in ms that closing waits for puts in flight */
@@ -50,7 +50,6 @@ typedef struct peer {
     send_op ops[MAX_IN_FLIGHT];
 } peer;
 
-/* One stripe. */
 struct net {
     net_setup setup;
     ucp_context_h context;
