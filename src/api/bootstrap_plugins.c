@@ -28,8 +28,8 @@ static void close_bootstrap(void *self)
     free(m);
 }
 
-/* Creates a bootstrap with the plugin of the backend `name`. `native` is the communicator of
- * MPI or NCCL. */
+/* Creates a bootstrap with the plugin of backend `name`. `native` is an MPI or NCCL
+ * communicator. */
 static epic_result make_bootstrap(epic_bootstrap *out, const char *name, const void *native,
                                   uint32_t timeout_ms)
 {

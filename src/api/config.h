@@ -33,9 +33,8 @@ bool config_checks_weights(void);
  * unchanged; name may be NULL. */
 const char *backend_resolve_name(const char *name, int num_hosts);
 
-/* Sets *on_device to true if contexts of backend `name` compute in device memory, and to false
- * if they do not or if name is NULL. Loads no plugin. Returns EPIC_EINVAL if no backend has
- * that name. */
+/* Sets *on_device to whether contexts of backend `name` compute in device memory (false if name
+ * is NULL). Loads no plugin. Returns EPIC_EINVAL if no backend has that name. */
 epic_result backend_place(bool *on_device, const char *name);
 
 /* Finds the backend with this name for a group of num_ranks ranks, and loads its plugin if it

@@ -28,8 +28,8 @@ int64_t context_bytes(const epic_config *config, bool host)
     return host ? own + trace + config->max_in_flight * exchange_bytes(config) : own;
 }
 
-/* Implements epic_bootstrap.gather for a group of one rank: copies `mine` to the only element
- * of `all`. */
+/* Implements epic_bootstrap.gather for a group of one rank: copies `mine` to element 0 of
+ * `all`. */
 static epic_result gather_alone(void *self, const void *mine, void *all, int64_t bytes)
 {
     (void)self;
@@ -297,8 +297,7 @@ static epic_result make_default_bootstrap(epic_bootstrap *out, const epic_config
                           : epic_bootstrap_env(out);
 }
 
-/* Reads the config, makes a bootstrap if the caller has passed no bootstrap, and opens the
- * group. */
+/* Reads the config, makes a bootstrap if the caller passed none, and opens the group. */
 static epic_result open_context(epic_context *ctx, const epic_bootstrap *bootstrap,
                                 const epic_config *config, size_t size)
 {

@@ -42,12 +42,11 @@ typedef struct net net;
 
 /* How an engine with several ways of sending puts chooses one (EPIC_NET_RDMA). */
 typedef enum net_rdma {
-    /* RDMA writes if the network writes words of 8 bytes atomically (rule 1), and messages if
-     * not */
+    /* RDMA writes if the network writes words atomically (rule 1), and messages if not */
     NET_RDMA_IF_WHOLE,
     /* messages, which a thread of the receiver stores into the inbox word by word */
     NET_RDMA_NEVER,
-    /* RDMA writes; the user guarantees that the network writes words of 8 bytes atomically */
+    /* RDMA writes; the user guarantees that the network writes words atomically */
     NET_RDMA_ALWAYS
 } net_rdma;
 

@@ -207,8 +207,7 @@ placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks
 typedef struct replicas_error {
     /* expert whose entry in the table is out of range; -1: all entries are in range */
     int64_t expert;
-    /* if `expert` is not -1: the invalid entry; otherwise a logical expert without a replica,
-     * or -1 */
+    /* the invalid entry; if `expert` is -1: a logical expert without a replica, or -1 */
     int64_t logical;
 } replicas_error;
 

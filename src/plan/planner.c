@@ -277,7 +277,7 @@ static void share_rows(planner *p, choices *c)
     }
 }
 
-/* Stores the fate of each choice of one of this rank's tokens, and counts the fates in the
+/* Stores the fate of each choice of a token of this rank, and counts the fates in the
  * header. */
 static void record_fates(planner *p, int64_t token, const choices *c)
 {

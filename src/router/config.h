@@ -30,8 +30,7 @@ typedef struct router_job {
     uint32_t weights_type;       /* epic_type of weights, scale_of_expert and scores */
     uint32_t grad_type;          /* epic_type of d_logits */
     bool accumulate;             /* EPIC_ACCUMULATE is set: the call adds to the gradients */
-    /* true: experts are chosen by their logits instead of their values, because both have the
-     * same order */
+    /* true: experts are chosen by their logits, which have the same order as the values */
     bool on_logits;
     /* [LOSS_RUNS]: partial sums of a loss, each over a range of tokens (rules/rule.h) */
     double *runs;

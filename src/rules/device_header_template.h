@@ -20,8 +20,7 @@ typedef struct DEVICE_HEADER {
      * block i. The leaves of the experts of block i are subtree i of the sum tree. */
     uint8_t rank_at[DEVICE_HEADER_RANKS];
     int32_t capacity; /* number of slots that this rank may use */
-    /* with EPIC_TREE: id of this rank's first expert; the ids of a rank's experts are
-     * contiguous */
+    /* with EPIC_TREE: id of this rank's first expert; the ids of its experts are contiguous */
     int32_t first_expert;
     uint32_t layout;
     /* number of leaves in the layer's options. In contrast, `leaves` is the number of leaves

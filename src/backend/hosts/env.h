@@ -21,8 +21,7 @@ typedef struct hosts_env {
      * ranks */
     bool relays;
     net_rdma rdma; /* value of EPIC_NET_RDMA: how puts are sent (net.h) */
-    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives the first
-     * token */
+    /* EPIC_NET_WINDOW: number of tokens that a kernel sends before it receives a token */
     int32_t window;
     /* EPIC_NET_THREADS: number of threads that the net may start in addition to the proxy
      * thread. -1: the variable is not set, and hosts_env_threads() chooses the number */

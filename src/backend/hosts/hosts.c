@@ -303,8 +303,7 @@ static epic_result connect_net(epic_group *g, hosts_part *h, const peer_info *in
     const epic_result result = h->env.engine->connect(h->net, all, why);
     free(all);
     if (result != EPIC_OK) return epic_fail(result, "%s", why);
-    /* this is the last call here that uses the net; from now on only the proxy thread calls
-     * it */
+    /* the last call here that uses the net; from now on only the proxy thread uses it */
     h->env.engine->describe(h->net, h->net_text, sizeof h->net_text);
     return EPIC_OK;
 }

@@ -31,7 +31,7 @@
 #define MAX_OPEN_EPOCHS 4
 /* maximum number of ring entries that the thread reads before it posts puts */
 #define MAX_ENTRIES 256
-/* A batch that is not full is posted only if fewer than this many puts to its host are in
+/* A batch that is not full is posted only if fewer than this many puts to the host are in
  * flight. */
 #define FEW_IN_FLIGHT 4
 /* Limits for the puts in flight to one host. While MAX_URGENT_IN_FLIGHT urgent puts are in
@@ -49,8 +49,7 @@
 #define PREFETCH_LINES 4
 /* calls of proxy_progress() without progress after which the thread begins to sleep */
 #define IDLE_ROUNDS 64
-/* polling time in us before the first sleep, if this process may use at least SPARE_CORES
- * cores */
+/* polling time in us before the first sleep, if this process has at least SPARE_CORES cores */
 #define SPIN_US 200
 #define SPARE_CORES 8
 #define FIRST_NAP_US 20    /* duration of the first sleep; each later one is twice as long */
@@ -97,8 +96,7 @@ struct hosts_proxy {
     bool epoch_ends_next;
     put_batcher *batcher;
     uint64_t num_read; /* ring entries read so far */
-    /* number of ring entries read so far that are pieces; the other entries mark the end of an
-     * epoch */
+    /* number of read entries that are pieces; the other entries mark the end of an epoch */
     uint64_t pieces;
     /* number of bytes and of puts posted for pieces, without state words and messages */
     uint64_t bytes, puts;
@@ -454,8 +452,7 @@ static void wait_for_message(message *m)
 
 void hosts_proxy_send(hosts_proxy *p, int host, uint64_t at, uint32_t bytes)
 {
-    /* each host has its own message, so a host that does not receive does not delay other
-     * hosts */
+    /* each host has its own message, so a host that does not receive delays no other host */
     message *m = &p->messages[host];
     pthread_mutex_lock(&p->mutex);
     wait_for_message(m);

@@ -40,8 +40,7 @@ epic_result hosts_proxy_open(hosts_proxy **out, const hosts_proxy_setup *setup);
  * run one after the other. */
 void hosts_proxy_send(hosts_proxy *proxy, int host, uint64_t at, uint32_t bytes);
 
-/* Wakes the proxy thread. Called when an operation starts. Any thread may call this
- * function. */
+/* Wakes the proxy thread. Called when an operation starts, by any thread. */
 void hosts_proxy_wake(hosts_proxy *proxy);
 
 /* Sets counts[0] to the number of bytes posted so far, counts[1] to the number of puts, and
@@ -50,8 +49,7 @@ void hosts_proxy_counts(const hosts_proxy *proxy, uint64_t counts[3]);
 /* Calls hosts_proxy_counts(). For tests and benchmarks that load libepic_hosts.so. */
 EPIC_API void epic_backend_hosts_counts(const epic_group *group, uint64_t counts[3]);
 
-/* Stops the proxy thread, waits until it has returned, and frees the proxy. `proxy` may be
- * NULL. */
+/* Stops the proxy thread, waits until it has returned, and frees the proxy. Accepts NULL. */
 void hosts_proxy_close(hosts_proxy *proxy);
 
 #endif

@@ -161,7 +161,7 @@ static int open_batch(put_batcher *all, int host, uint32_t block)
     return i;
 }
 
-/* Removes a batch from its waiting list, so that later pieces of the same block go to a new
+/* Removes a batch from its waiting list, so that later pieces of the block go to a new
  * batch. */
 static void stop_waiting(put_batcher *all, int i)
 {

@@ -147,8 +147,7 @@ static epic_result start_locked(void)
 }
 
 /* Starts MPI if necessary. The first call registers before_finalize(), which MPI_Finalize()
- * then calls. Also frees the groups that this rank has left, if all peers have left them
- * too. */
+ * then calls. Also frees groups that all ranks have left. */
 epic_result lifecycle_start(void)
 {
     pthread_mutex_lock(&lifecycle.mutex);

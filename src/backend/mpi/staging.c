@@ -126,8 +126,7 @@ void mpi_shape(epic_group *group, int index, const epic_flow *flow)
     pthread_mutex_unlock(group->mutex);
 }
 
-/* Implements epic_transport.room. Returns NULL while both halves of the ring to the peer are in
- * use. */
+/* Implements epic_transport.room. Returns NULL while both halves of the ring are in use. */
 void *staging_room(epic_group *group, op_slot *slot, int to, int64_t entry)
 {
     const staging_ring *ring = &slot->send_rings[to];
@@ -178,8 +177,7 @@ static bool has_arrived(op_slot *slot, int from, uint64_t number)
            *request_of(slot, from, REQUEST_RECEIVE + (int)(number % 2)) == MPI_REQUEST_NULL;
 }
 
-/* Implements epic_transport.entry. Returns NULL if the segment with this entry has not
- * arrived. */
+/* Implements epic_transport.entry. Returns NULL if the entry's segment has not arrived. */
 const void *staging_entry(epic_group *group, op_slot *slot, int from, int64_t entry)
 {
     const staging_ring *ring = &slot->receive_rings[from];

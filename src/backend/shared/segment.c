@@ -8,8 +8,7 @@
 #define PAGE 4096
 /* maximum size of a broadcast ring (a ring that all peers read) */
 #define FULL_RING (1024 * 1024)
-/* minimum size of a ring for full speed: two rows of 64 KiB with trailers (bytes after the
- * row) */
+/* minimum ring size for full speed: two rows of 64 KiB with trailers (bytes after the row) */
 #define GOOD_RING (132 * 1024)
 #define MIN_RING (2 * 8704) /* two entries of 1024 float64 elements with trailers */
 

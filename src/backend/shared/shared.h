@@ -77,8 +77,7 @@ struct epic_group {
     shared_layout layout;
     int rank;
     int num_ranks;
-    /* the seats (rank numbers) whose ranks are members; the ranks of all other seats have left
-     * the group */
+    /* seats (rank numbers) whose ranks are members; the other ranks have left the group */
     seat_set members;
     bool is_shared_by_processes; /* true: futexes work between processes */
     int64_t slice_ns;            /* longest sleep between two heartbeats */

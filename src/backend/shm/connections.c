@@ -104,7 +104,7 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 /* The socket from which an event comes. */
 enum source_kind { FROM_LISTENER, FROM_PENDING, FROM_CONNECTION };
 
-/* Returns the value by which epoll identifies a socket. `index` is an index in o->pending or a
+/* Returns the value by which epoll identifies a socket. `index`: index in o->pending, or a
  * rank. */
 static uint64_t source_of(enum source_kind kind, int index)
 {

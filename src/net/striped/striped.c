@@ -110,8 +110,7 @@ static bool stripe_post(stripe *s, int host, uint64_t to, const void *from, uint
     return true;
 }
 
-/* Publishes how many puts of the stripe to a host have completed, and whether the host is
- * gone. */
+/* Publishes how many puts of the stripe to a host have completed, and if the host is gone. */
 static void stripe_update(stripe *s, int host)
 {
     uint64_t completed = s->completed[host];
@@ -398,8 +397,7 @@ bool striped_put_word(net *n, int host, uint64_t to, uint64_t value)
     return record_put(n, host, 0);
 }
 
-/* Advances peer.finished to the first put that has not completed. Returns by how much it has
- * increased. */
+/* Advances peer.finished to the first put that has not completed. Returns its increase. */
 static int advance_finished(net *n, int host)
 {
     peer *p = &n->peers[host];

@@ -376,8 +376,7 @@ static bool ucx_is_gone(const net *n, int host)
     return n->peers[host].gone;
 }
 
-/* Implements net_engine.describe. If several peers use the same networks, lists these networks
- * only once. */
+/* Implements net_engine.describe. Lists networks that several peers use only once. */
 static void ucx_describe(const net *n, char *to, size_t size)
 {
     snprintf(to, size, "ucx %s, %s memory", ucp_get_version_string(),
