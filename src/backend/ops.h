@@ -4,6 +4,7 @@
 #define EPIC_OPS_H
 
 #include "backend/backend.h"
+#include "backend/seat_set.h"
 #include "rules/gate_layout.h"
 #include "rules/layer_tokens.h"
 
@@ -73,7 +74,8 @@ typedef struct epic_gate_args {
     uint32_t is_invariant;
 } epic_gate_args;
 
-/* The operations of a device backend. Every member is set.
+/* The operations of a device backend. Every member is set, except those whose comment says
+ * so.
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
  * them. The caller in libepic.so has checked the arguments. A function that has the name of a
@@ -93,6 +95,10 @@ typedef struct epic_ops {
     /* Implements epic_window_alloc and, if args->data is set, epic_window_register. Unlike the
      * other functions, it waits for the other ranks. */
     epic_result (*add_window)(epic_group *, const epic_window_args *, epic_window_info *out);
+
+    /* Does what epic_transport.set_members does. All earlier work of this rank on the device
+     * must have ended. NULL: the backend has no vacant seats. */
+    void (*set_members)(epic_group *, const seat_set *members);
 
     /* Router and losses. The caller has filled in the defaults of args->router. A loss is
      * `factor` times a sum over the tokens, so backward multiplies d_loss by it. */

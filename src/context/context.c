@@ -195,7 +195,9 @@ bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 
 epic_result context_set_members(epic_context *ctx, const seat_set *members)
 {
-    const epic_transport *transport = ctx->backend->transport;
+    const epic_backend *backend = ctx->backend;
+    void (*set)(epic_group *, const seat_set *) =
+        backend->ops ? backend->ops->set_members : backend->transport->set_members;
     seat_set all = {{0}};
     seat_set_add_all(&all, ctx->num_ranks);
     if (!seat_set_contains(&all, members) || !seat_set_has(members, ctx->rank))
@@ -203,10 +205,10 @@ epic_result context_set_members(epic_context *ctx, const seat_set *members)
                          "members has %d seats: it must contain rank %d, and only ranks below "
                          "num_ranks %d",
                          seat_set_count(members), ctx->rank, ctx->num_ranks);
-    if (!transport || !transport->set_members)
+    if (!set)
         return epic_fail(EPIC_ENOTSUP, "backend %s does not support vacant seats",
                          ctx->backend_name);
-    transport->set_members(ctx->group, members);
+    set(ctx->group, members);
     ctx->members = *members;
     ctx->num_members = seat_set_count(members);
     return EPIC_OK;

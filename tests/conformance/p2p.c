@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The suite on the backend p2p: ranks are threads, assigned to the GPUs in turn. With
  * EPIC_HOST=%r and a net it runs on the backend hosts.
- *   p2p [RANKS ...] */
+ *   p2p [RANKS ...]
+ * With SEATS, it runs the suite in groups with vacant seats instead. */
 #include <cuda_runtime_api.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,6 +13,12 @@
 
 #ifndef BACKEND
 #define BACKEND "p2p"
+#endif
+#ifdef SEATS
+#include "context/context.h"
+#define LACKS_WITH_SEATS SUITE_TREE
+#else
+#define LACKS_WITH_SEATS 0
 #endif
 #define ARENA_BYTES (96 << 20) /* memory for all arrays of a rank's call */
 
@@ -109,8 +116,37 @@ static const suite_memory gpu = {.open = open_arena,
                                  .stream = stream,
                                  .max_sms = max_sms,
                                  .device = true,
-                                 .lacks = SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K,
+                                 .lacks =
+                                     SUITE_F64 | SUITE_EXPERTS | SUITE_BY_K | LACKS_WITH_SEATS,
                                  .most_experts = 8192};
+
+#ifdef SEATS
+static void set_members(epic_context *ctx, const world_seats *seats)
+{
+    seat_set members = {{0}};
+    for (int m = 0; m < seats->num_members; m++) seat_set_add(&members, seats->of[m]);
+    CHECK_SAY(context_set_members(ctx, &members) == EPIC_OK, "%s", epic_error(ctx));
+}
+
+/* The oracle knows only the members. So the results must be those of a group that has only the
+ * members. */
+static int run_suite(int argc, char **argv)
+{
+    static const world_seats groups[] = {
+        {3, 2, {0, 2}}, {4, 3, {1, 2, 3}}, {9, 4, {1, 3, 4, 8}}};
+    check_begin();
+    printf("seed %llu\n", (unsigned long long)run_seed());
+    for (size_t g = 0; g < sizeof groups / sizeof *groups; g++)
+        if (argc == 1 || atoi(argv[1]) == groups[g].num_seats)
+            suite_run_vacant(BACKEND, &groups[g], set_members);
+    return check_end();
+}
+#else
+static int run_suite(int argc, char **argv)
+{
+    return suite_main(BACKEND, (const int[]){1, 2, 3, 4, 8, 0}, argc, argv);
+}
+#endif
 
 int main(int argc, char **argv)
 {
@@ -120,5 +156,5 @@ int main(int argc, char **argv)
     if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0)
         return check_skip("no GPU can be used here");
     suite_there = &gpu;
-    return suite_main(BACKEND, (const int[]){1, 2, 3, 4, 8, 0}, argc, argv);
+    return run_suite(argc, argv);
 }

@@ -22,6 +22,8 @@
 typedef struct member {
     const char *backend;
     const epic_bootstrap *bootstrap;
+    const epic_bootstrap *meeting;  /* over which the members agree; without vacant seats */
+    const epic_bootstrap *meetings; /* [num_members]: `meeting` of each, or NULL */
     void *native;
     uint64_t seed;
     int cases;
@@ -99,9 +101,9 @@ static bool close_group(const member *m, epic_context *ctx)
  * suite, because the emulator is slow, most of all with damaged bits. */
 static bool whole(const member *m, epic_context *ctx)
 {
+    if (is_vacant(m)) return false;
     if (!suite_there->device) return ctx && epic_check(ctx) == EPIC_OK;
-    return case_agree(m->bootstrap,
-                      ctx && check_num_failed() == 0 && epic_check(ctx) == EPIC_OK);
+    return case_agree(m->meeting, ctx && check_num_failed() == 0 && epic_check(ctx) == EPIC_OK);
 }
 
 /* ------------------------------------------------------------------------- the parts ---- */
@@ -111,7 +113,7 @@ static bool random_cases(const member *m, uint32_t max_in_flight, bool little, b
     epic_context *ctx = open_group(m, max_in_flight, little);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
         world *w = world_new_vacant(run_mix(m->seed, (uint64_t)i), m->seats);
-        case_run(ctx, m->bootstrap, w, (uint64_t)(i % 3), delays);
+        case_run(ctx, m->meeting, w, (uint64_t)(i % 3), delays);
         world_free(w);
     }
     return close_group(m, ctx);
@@ -148,7 +150,7 @@ static bool repeated_case(const member *m)
     epic_context *ctx = open_group(m, 3, false);
     world *w = large_world(m);
     for (int i = 0; whole(m, ctx) && i < m->cases; i++)
-        case_run(ctx, m->bootstrap, w, (uint64_t)i, true);
+        case_run(ctx, m->meeting, w, (uint64_t)i, true);
     world_free(w);
     return close_group(m, ctx);
 }
@@ -157,13 +159,13 @@ static bool repeated_case(const member *m)
  * here: one backend runs all cases, the others fewer. */
 static bool tree_cases(const member *m)
 {
-    if (!world_has_tree(m->seats->num_members)) return true;
+    if (!world_has_tree(m->seats->num_members) || suite_there->lacks & SUITE_TREE) return true;
     epic_context *ctx = open_group(m, 2, false);
     const int cases = strcmp(m->backend, "threads") ? m->cases / 5 + 1 : m->cases;
     for (int i = 0; whole(m, ctx) && i < cases; i++) {
         world *w = world_new_tree(run_mix(m->seed, (uint64_t)i), m->seats->num_members);
         world_take_seats(w, m->seats);
-        case_run(ctx, m->bootstrap, w, 0, false);
+        case_run(ctx, m->meeting, w, 0, false);
         world_free(w);
     }
     return close_group(m, ctx);
@@ -178,7 +180,7 @@ static bool side_by_side(const member *m)
         seat seats[3];
         for (int j = 0; j < 3; j++) {
             w[j] = world_new_vacant(run_mix(m->seed, (uint64_t)(3 * i + j)), m->seats);
-            case_begin(&seats[j], groups[j / 2], m->bootstrap, w[j], (uint64_t)(7 + j % 2),
+            case_begin(&seats[j], groups[j / 2], m->meeting, w[j], (uint64_t)(7 + j % 2),
                        false);
         }
         for (int phase = 0; case_phase(&seats[0], phase); phase++) {
@@ -208,7 +210,7 @@ static void *run_tag(void *self)
     for (int i = 0; whole(t->m, t->ctx) && i < t->m->cases; i++) {
         const uint64_t seed = run_mix(t->m->seed, t->tag * 1000 + (uint64_t)i);
         world *w = world_new_vacant(seed, t->m->seats);
-        case_run(t->ctx, t->m->bootstrap, w, t->tag, i % 2);
+        case_run(t->ctx, t->m->meeting, w, t->tag, i % 2);
         world_free(w);
     }
     return NULL;
@@ -239,7 +241,9 @@ static world *good_world(const member *m, uint64_t seed, int victim, bool distin
 {
     for (;; seed++) {
         world *w = world_new_vacant(seed, m->seats);
-        const bool there = !(w->logical_of && suite_there->lacks & SUITE_REPLICAS);
+        const uint32_t lacks = suite_there->lacks;
+        const bool there = !(w->logical_of && lacks & SUITE_REPLICAS) &&
+                           !(w->layer.sum_order == EPIC_TREE && lacks & SUITE_TREE);
         const bool good = w->plan->result == EPIC_OK && w->layer.num_experts <= 64;
         const bool kind = distinct == ((w->layer.flags & EPIC_DISTINCT) != 0);
         if (there && good && kind && w->tokens_of[victim] > 0) return w;
@@ -255,8 +259,8 @@ static bool bad_data(const member *m)
     for (int i = 0; whole(m, ctx) && i < m->cases; i++) {
         const int victim = (int)run_below(&common, m->seats->num_members);
         world *w = good_world(m, run_mix(m->seed, (uint64_t)i), victim, i % 2 == 0);
-        case_bad_choice(ctx, m->bootstrap, w, 0, victim);
-        if (whole(m, ctx)) case_run(ctx, m->bootstrap, w, 0, false);
+        case_bad_choice(ctx, m->meeting, w, 0, victim);
+        if (whole(m, ctx)) case_run(ctx, m->meeting, w, 0, false);
         world_free(w);
     }
     return close_group(m, ctx);
@@ -308,7 +312,7 @@ static bool run_parts(const member *base, bool windows)
     const epic_bootstrap *bootstrap = base->bootstrap;
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
         const int ranks = bootstrap->num_ranks;
-        if (windows && !has_windows(backend, ranks, i)) continue;
+        if (windows && (base->meetings || !has_windows(backend, ranks, i))) continue;
         if (parts[i].few && ranks > FEW_RANKS) continue;
         const uint64_t begin = run_now_ns();
         const int64_t cases = parts[i].cases;
@@ -328,8 +332,11 @@ static bool run_parts(const member *base, bool windows)
     return true;
 }
 
-static void run_member(const member *m)
+static void run_member(member *m)
 {
+    m->meeting = m->bootstrap;
+    for (int i = 0; m->meetings && i < m->seats->num_members; i++)
+        if (m->seats->of[i] == m->bootstrap->rank) m->meeting = &m->meetings[i];
     if (suite_there->open) suite_there->open(m->bootstrap);
     if (run_parts(m, false)) run_parts(m, true);
     if (suite_there->close) suite_there->close();
@@ -346,8 +353,7 @@ static world_seats all_seats(int num_ranks)
 void suite_rank(const char *backend, const epic_bootstrap *bootstrap, void *native)
 {
     const world_seats seats = all_seats(bootstrap->num_ranks);
-    const member m = {
-        .backend = backend, .bootstrap = bootstrap, .native = native, .seats = &seats};
+    member m = {.backend = backend, .bootstrap = bootstrap, .native = native, .seats = &seats};
     run_member(&m);
 }
 
@@ -377,7 +383,17 @@ void suite_run(const char *backend, int num_ranks)
 void suite_run_vacant(const char *backend, const world_seats *seats,
                       suite_set_members *set_members)
 {
-    run_ranks(&(member){.backend = backend, .seats = seats, .set_members = set_members});
+    epic_bootstrap meetings[RUN_MAX_RANKS];
+    member m = {.backend = backend, .seats = seats, .set_members = set_members};
+    if (suite_there->device) { /* where ranks are threads, and must agree */
+        if (!CHECK(epic_bootstrap_threads(meetings, seats->num_members, SECONDS * 1000) ==
+                   EPIC_OK))
+            return;
+        m.meetings = meetings;
+    }
+    run_ranks(&m);
+    for (int i = 0; m.meetings && i < seats->num_members; i++)
+        epic_bootstrap_close(&meetings[i]);
 }
 
 int suite_main(const char *backend, const int *counts, int argc, char **argv)

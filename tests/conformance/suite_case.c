@@ -219,6 +219,7 @@ static uint32_t layer_needs(const epic_layer *layer)
     const bool many = layer->num_experts * layer->top_k > suite_there->most_experts;
     return (by_k && many && layer->top_k > 1 ? SUITE_BY_K : 0) |
            (layer->num_logical ? SUITE_REPLICAS : 0) |
+           (layer->sum_order == EPIC_TREE ? SUITE_TREE : 0) |
            (layer->num_experts > suite_there->most_experts ? SUITE_EXPERTS : 0);
 }
 

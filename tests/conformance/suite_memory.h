@@ -11,12 +11,13 @@
 
 /* Features that a backend may lack. A call that needs one must be refused with EPIC_ENOTSUP. */
 enum suite_need {
-    SUITE_QUANTIZE = 1, /* quantizing in dispatch */
-    SUITE_SCALES = 2,   /* a second array of rows, for scales */
-    SUITE_F64 = 4,      /* sums of float64 */
-    SUITE_EXPERTS = 8,  /* more experts than most_experts */
-    SUITE_BY_K = 16,    /* EPIC_BY_K with num_experts * top_k above most_experts */
-    SUITE_REPLICAS = 32 /* layer.num_logical */
+    SUITE_QUANTIZE = 1,  /* quantizing in dispatch */
+    SUITE_SCALES = 2,    /* a second array of rows, for scales */
+    SUITE_F64 = 4,       /* sums of float64 */
+    SUITE_EXPERTS = 8,   /* more experts than most_experts */
+    SUITE_BY_K = 16,     /* EPIC_BY_K with num_experts * top_k above most_experts */
+    SUITE_REPLICAS = 32, /* layer.num_logical */
+    SUITE_TREE = 64      /* layer.sum_order EPIC_TREE */
 };
 
 /* Functions of a backend's test, called by the thread of a rank. */

@@ -236,7 +236,7 @@ static __device__ bool check_local_rows(const OpState &op, const p2p_sum_replica
         if (MANY_RANKS && (!ok || short_of)) return;
         int32_t rows = 0;
         ok = read_group_announcement(*op.self, op, first, P2P_ANNOUNCED_ROWS, rows);
-        const bool few = ok && first + lane_id() < self.num_ranks && rows < num_local;
+        const bool few = ok && is_member(self, op, first + lane_id()) && rows < num_local;
         short_of = __ballot_sync(ALL_LANES, few);
         const int lane = __ffs(short_of) - 1;
         rows = __shfl_sync(ALL_LANES, rows, max(lane, 0));

@@ -116,6 +116,7 @@ struct RankSum {
         const uint4 q = replace_poisons(own, F32::NAN_WORD);
         for (int distance = 1; distance < self.num_ranks; distance++) {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+            if (is_vacant(op, rank)) continue;
             store_relaxed((uint4 *)(op.outbox[rank] + at * 4), q);
         }
     }
@@ -135,8 +136,14 @@ static __device__ void post_put_vectors(const OpState &op, int64_t vectors)
         }
 }
 
+/* A vector of -0, the neutral element of the sum: -0 + x and x + -0 are exactly x. */
+__device__ __forceinline__ uint4 neutral_vector()
+{
+    return make_uint4(F32::MINUS_ZERO, F32::MINUS_ZERO, F32::MINUS_ZERO, F32::MINUS_ZERO);
+}
+
 /* Waits until this thread's vectors of all ranks have arrived, and reads the vector of rank r
- * into q[r]. Then writes poison to their staging, so that it can be used again. Called by a
+ * into q[r]. For a vacant seat, q[r] becomes neutral_vector(). Then writes poison to their staging, so that it can be used again. Called by a
  * whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
@@ -146,8 +153,8 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
         missing = -1;
 #pragma unroll
         for (int r = 0; r < MAX_UNROLLED_RANKS; r++) {
-            q[r] = make_uint4(0, 0, 0, 0);
-            if (s.in && r < self.num_ranks)
+            q[r] = is_vacant(s.op, r) ? neutral_vector() : make_uint4(0, 0, 0, 0);
+            if (s.in && is_member(self, s.op, r))
                 q[r] = r == self.rank ? s.own : load_relaxed(s.staged_vector(r));
         }
 #pragma unroll
@@ -156,7 +163,8 @@ __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_
         return __all_sync(ALL_LANES, missing < 0) != 0;
     });
     for (int r = 0; r < self.num_ranks && ok && s.in; r++)
-        if (r != self.rank) store_in_place(s.staged_vector(r), poison_vector());
+        if (r != self.rank && !is_vacant(s.op, r))
+            store_in_place(s.staged_vector(r), poison_vector());
     return ok;
 }
 
@@ -175,24 +183,27 @@ __device__ __forceinline__ bool receive_rank(const RankSum &s, int rank, float (
 }
 
 /* Implements add_ranks() for any number of ranks: receives and adds the vector of one rank at a
- * time. */
+ * time. Skips vacant seats, also as leaves of the tree. */
 static __device__ bool add_ranks_looped(const RankSum &s, float (&x)[4])
 {
     const int ranks = s.self.num_ranks;
     const bool tree = s.order == EPIC_TREE;
+    int added = 0;
     Tree<RANK_LEVELS> sums;
     float sum[4];
 #pragma unroll 1
     for (int r = 0; r < ranks; r++) {
+        if (is_vacant(s.op, r)) continue;
         if (!receive_rank(s, r, x)) return false;
+        const int position = added++;
         if (tree) {
-            sums.push_leaf(r, x);
+            sums.push_leaf(position, x);
             continue;
         }
-        if (r) add_to_left(sum, x);
+        if (position) add_to_left(sum, x);
         copy_floats(x, sum);
     }
-    if (tree) sums.sum_leaves(ranks, x);
+    if (tree) sums.sum_leaves(added, x);
     return true;
 }
 
@@ -202,6 +213,7 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 {
     uint4 q[MAX_UNROLLED_RANKS];
     float x[MAX_UNROLLED_RANKS][4];
+    if (s.order == EPIC_TREE && vacant_seats(s.op)) return add_ranks_looped(s, sum);
     if (!receive_floats(s, q)) return false;
 #pragma unroll
     for (int r = 0; r < MAX_UNROLLED_RANKS; r++) F32::unpack_floats(q[r], x[r]);

@@ -54,6 +54,8 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
      * If q is on another host, it is in memory of this rank from which the net sends the
      * rows. */
     uint8_t *outbox[DEVICE_MAX_RANKS];
+    /* the generation and the vacant seats of the group (p2p_group_words) */
+    uint32_t generation, vacant;
     __extension__ OpStateNet net[HOSTS]; /* backend `hosts` only (hosts.h) */
 };
 
@@ -140,6 +142,31 @@ __device__ __forceinline__ void remove_near_ranks(RankMask &mask, const p2p_self
 #else
     mask &= ~near_ranks(self);
 #endif
+}
+
+/* Returns this rank's words about the group. */
+__device__ __forceinline__ p2p_group_words *group_words(const p2p_self &self)
+{
+    return (p2p_group_words *)(self.heap[self.rank] + self.at.broken);
+}
+
+/* Returns the bit mask of the vacant seats. A vacant seat has a number below num_ranks, but no
+ * rank. Its rank announces nothing, has no tokens and receives nothing. Its heap may not be
+ * mapped, so kernels must not access it. */
+__device__ __forceinline__ uint32_t vacant_seats(const OpState &op)
+{
+    return WITH_VACANT_SEATS ? op.vacant : 0;
+}
+
+__device__ __forceinline__ bool is_vacant(const OpState &op, int q)
+{
+    return WITH_VACANT_SEATS && (vacant_seats(op) >> q & 1);
+}
+
+/* Returns whether seat q, which may be num_ranks or more, has a rank. */
+__device__ __forceinline__ bool is_member(const p2p_self &self, const OpState &op, int q)
+{
+    return q < self.num_ranks && !is_vacant(op, q);
 }
 
 /* Returns the address of the net inbox, which has the layout of a heap. Returns NULL in p2p. */

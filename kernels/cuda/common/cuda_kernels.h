@@ -52,7 +52,9 @@ typedef enum p2p_fault {
     P2P_FAULT_LOCAL = 11,
     /* some rank owns more experts than num_local_experts of epic_experts; about:
      * num_local_experts, maximum number of experts of a rank */
-    P2P_FAULT_TOO_MANY_LOCAL = 12
+    P2P_FAULT_TOO_MANY_LOCAL = 12,
+    /* an expert is on a vacant seat; about: expert, rank */
+    P2P_FAULT_VACANT = 13
 } p2p_fault;
 
 /* An error in the data of an operation, which a kernel reports in host memory. The kernel
@@ -128,6 +130,10 @@ typedef enum p2p_phase {
 #define P2P_BROKEN(result, operation, reporter, phase, culprits)                \
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
+
+/* The bits 20 to 31 of `broken`: the number of the generation, modulo 2^12. So the word of a
+ * rank that the others have left out does not break their generation. */
+#define P2P_BROKEN_IN(generation) ((uint64_t)((generation)&0xfff) << 20)
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
  * words of 8 bytes, from word `word` on, from this rank's outbox to the same offset in the
@@ -261,7 +267,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            ids <= (alone ? P2P_LOWLAT_ALONE_IDS : P2P_LOWLAT_IDS) &&
            masks <= (alone ? P2P_LOWLAT_ALONE_MASKS : P2P_LOWLAT_MASKS) && layer->top_k <= 32 &&
            layer->num_experts <= P2P_LOWLAT_EXPERTS && layer->alignment <= 1 << 16 &&
-           layer->num_logical == 0 && layer->overflow == EPIC_OVERFLOW_ERROR &&
+           layer->num_logical == 0 && !(layer->flags & EPIC_DROP_ABSENT) &&
+           layer->overflow == EPIC_OVERFLOW_ERROR &&
            layer->layout == EPIC_EXPERT_MAJOR;
 }
 

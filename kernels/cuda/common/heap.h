@@ -29,6 +29,8 @@
 #include "rules/device_layout.h"
 
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
+/* 1: seats of a group can become vacant (docs/internals/members.md) */
+#define WITH_VACANT_SEATS (!HOSTS && !MANY_RANKS)
 
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
@@ -81,7 +83,8 @@ typedef struct p2p_heap {
     /* The words that each rank announces when it begins an operation: its signature and sizes.
      * Stamped words [2][MAX_RANKS][P2P_ANNOUNCE_WORDS]. */
     int64_t announce;
-    /* The failure of the group (P2P_BROKEN()), or 0. One 64-bit word. */
+    /* A struct p2p_group_words: the failure of the group and the members of this
+     * generation. */
     int64_t broken;
     /* For each rank: P2P_GONE() if it has closed its context, or 0. 64-bit words
      * [MAX_RANKS]. */
@@ -147,6 +150,18 @@ typedef struct p2p_heap {
     int64_t escape_words; /* number of words of `escapes` per source rank and half */
     int64_t part_words;   /* number of 32-bit words of `parts` per rank */
 } p2p_heap;
+
+/* The failure and the members of the group. Kernels load it at once when they begin. */
+typedef struct p2p_group_words {
+    /* The failure of the group (P2P_BROKEN()), or 0. Any rank may write it. It is valid only if
+     * it has the number of this generation. */
+    uint64_t broken;
+    /* The next two words are written by the host of this rank, only while no kernel of this
+     * rank runs. generation: number of the generation (src/members), modulo 2^32. vacant: bit
+     * mask of the vacant seats, whose ranks have left the group; only in libraries with
+     * WITH_VACANT_SEATS. */
+    uint32_t generation, vacant;
+} p2p_group_words;
 
 enum { /* indices of the words of an announcement */
        P2P_ANNOUNCED_SIGNATURE = 0,

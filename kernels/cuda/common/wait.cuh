@@ -64,6 +64,7 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
                                                    uint32_t theirs)
 {
     const p2p_self &self = *op.self;
+    word |= P2P_BROKEN_IN(op.generation);
     if (atomicCAS(&control_of(op)->claim, 0u, 1u) != 0) return;
     p2p_status *status = self.status;
     status->operation = self.operation;
@@ -79,7 +80,8 @@ static __device__ __noinline__ void report_failure(const OpState &op, uint64_t w
     cache_broken(op, word);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks; q++)
-        if (q == self.rank || (!HOSTS && (int)(word >> 12 & 0xff) == self.rank))
+        if (q == self.rank ||
+            (!HOSTS && (int)(word >> 12 & 0xff) == self.rank && !is_vacant(op, q)))
             store_relaxed((uint64_t *)(self.heap[q] + self.at.broken), word);
 }
 
@@ -131,9 +133,13 @@ static __device__ void write_waits(const OpState &op, uint32_t peers)
 {
     const p2p_self &self = *op.self;
 #pragma unroll 1
-    for (int q = 0; q < self.num_ranks; q++)
+    for (int q = 0; q < self.num_ranks; q++) {
+        /* For a vacant seat, stores to this rank's heap again. With a branch instead, this
+         * function would need more registers, and kernels that wait would spill them. */
+        uint8_t *heap = self.heap[is_vacant(op, q) ? self.rank : q];
         if (!HOSTS || q == self.rank)
-            store_relaxed(waits_address(op, self.heap[q], self.rank), stamp_word(op, peers));
+            store_relaxed(waits_address(op, heap, self.rank), stamp_word(op, peers));
+    }
     publish_waits(op, stamp_word(op, peers));
 }
 
@@ -148,7 +154,7 @@ static __device__ RankMask find_culprits(const OpState &op, RankMask awaited)
     RankMask missing = no_ranks(), waiting = no_ranks(), late = awaited;
 #pragma unroll 1
     for (int q = 0; q < num_ranks; q++)
-        if (q != own &&
+        if (q != own && !is_vacant(op, q) &&
             !is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
             add_rank(missing, q);
     if (has_any(missing)) return missing;
@@ -184,6 +190,13 @@ static __device__ RankMask read_dead_ranks(const OpState &op)
 #endif
 }
 
+/* Returns whether `word`, a value of the word `broken`, is a failure of this generation. */
+__device__ __forceinline__ bool is_broken_in(uint64_t word, uint32_t generation)
+{
+    return word &&
+           (!WITH_VACANT_SEATS || ((word ^ P2P_BROKEN_IN(generation)) >> 20 & 0xfff) == 0);
+}
+
 /* Returns P2P_BROKEN() of a failure that ends the operation, or 0 if there is none. Looks for
  * these causes in this order:
  *
@@ -198,8 +211,10 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
     uint64_t word = load_relaxed((const uint64_t *)(op.heap + self.at.broken));
     if (HOSTS && !word)
         word = load_relaxed((const uint64_t *)(net_inbox(self) + self.at.broken));
+    if (!is_broken_in(word, op.generation)) word = 0;
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
+        if (is_vacant(op, q)) continue;
         const uint64_t announced = load_relaxed(announcement_words(op, inbox_base(op, q), q));
         if (!is_stamped(op, announced) || (uint32_t)announced == op.signature) continue;
         theirs = (uint32_t)announced;
@@ -209,6 +224,7 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
     const RankMask dead = read_dead_ranks(op);
 #pragma unroll 1
     for (int q = 0; q < self.num_ranks && !word; q++) {
+        if (is_vacant(op, q)) continue;
         const uint64_t gone =
             load_relaxed((const uint64_t *)(status_base(op, q) + self.at.gone) + q);
         if (gone ? (int32_t)(op.epoch - (uint32_t)gone) > 0 : has_rank(dead, q))
@@ -298,13 +314,12 @@ static __device__ __noinline__ bool is_too_late(const OpState &op, int peer)
     const uint32_t published = read_waits(op, self.rank);
     op.deadline = deadline;
     if (time > deadline) return has_host_run_after(op, deadline, time);
-    if (time <= deadline - self.timeout_ns / 4) {
-        if (published) write_waits(op, 0);
-    } else if (peer >= 0 && peer != self.rank && can_publish(published, peer)) {
-        RankMask awaited = unpack_ranks(published);
+    RankMask awaited = unpack_ranks(published);
+    if (time <= deadline - self.timeout_ns / 4)
+        awaited = no_ranks();
+    else if (peer >= 0 && peer != self.rank && can_publish(published, peer))
         add_rank(awaited, peer);
-        write_waits(op, pack_ranks(awaited));
-    }
+    if (pack_ranks(awaited) != published) write_waits(op, pack_ranks(awaited));
     return false;
 }
 
@@ -411,7 +426,8 @@ static __device__ __noinline__ int rank_to_count(const OpState &op, int peer, bo
     if (HOSTS && blockIdx.x != 0 && !is_last_cta()) return peer;
     int missing = -1;
     for (int q = lane_id(); q < op.self->num_ranks && missing < 0; q += WARP)
-        if (!is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
+        if (!is_vacant(op, q) &&
+            !is_stamped(op, load_relaxed(announcement_words(op, inbox_base(op, q), q))))
             missing = q;
     const bool has_missing = is_warp ? __any_sync(ALL_LANES, missing >= 0) : missing >= 0;
     return has_missing ? missing : peer;

@@ -124,6 +124,8 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
 #pragma unroll 1
     for (int distance = 1; distance < self.num_ranks; distance++) {
         const int rank = wrap_rank(self.rank + distance, self.num_ranks);
+        /* a plan that this kernel makes may turn out to be invalid */
+        if (m.has_new_plan && is_vacant(m.op, rank)) continue;
         const bool goes = choice_goes_to(m, word, rank),
                    goes2 = both && choice_goes_to(m, word2, rank);
         const uint32_t first = __ballot_sync(ALL_LANES, goes);

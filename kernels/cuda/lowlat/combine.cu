@@ -259,8 +259,8 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     const StartState start = read_start_state(self);
     const bool checks_plan = threadIdx.x / WARP == LOWLAT_WORKERS - 1;
     if (checks_plan) {
-        uint32_t header[HEADER_LANE_WORDS];
-        load_header(header, job.plan, job.plan_bytes);
+        LoadedHeader header;
+        load_header(header, job.plan, job.plan_bytes, self);
         view_plan(plan, header, job.plan, job.plan_bytes, self, job.num_tokens);
         if (lane_id() == 0)
             op.signature = self.signature ^ ((uint32_t)plan.header.id & 0x0fffffffu);
@@ -277,14 +277,15 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
                       0};
     const CombineUnits units(c);
     Worker<Sums> worker;
+    bool is_intact = true;
     if (is_control_warp()) {
-        open_lowlat(op, self, start, job.num_tokens, 0, job.num_rows);
+        is_intact = open_lowlat(op, self, start, job.num_tokens, 0, job.num_rows);
         find_lowlat_boxes(op, self);
     } else if (!checks_plan) {
         worker.read_ahead(units);
     }
     if (threadIdx.x == 0) enough = true;
-    if (!__syncthreads_and(start.broken == 0)) {
+    if (!__syncthreads_and(is_intact)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return;
     }

@@ -125,7 +125,7 @@ extern "C" cudaError_t p2p_launch_lowlat_dispatch(const p2p_dispatch_job *job, i
 static __device__ void store_lowlat_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                          const OpState &op, const CtaRange &planning_ctas)
 {
-    const uint32_t result = check_plan(tables, job, false).result;
+    const uint32_t result = check_plan(tables, job, op, false).result;
     const int ranks = job.self.num_ranks;
     if (is_control_warp()) return write_lowlat_plan(tables, job, op, planning_ctas, result);
     for (int u = planning_ctas.worker_index(); u < ranks * tables.max_tokens;
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     if (is_control_warp()) {
         ids.make_words();
         const int32_t capacity = read_capacity(job);
-        open_lowlat(op, self, start, job.num_tokens, capacity, 0);
-        may_send = wait_outbox_ready(op, start);
-        if (start.broken == 0 && may_send) {
+        const bool is_intact = open_lowlat(op, self, start, job.num_tokens, capacity, 0);
+        may_send = wait_outbox_ready(op, start) && is_intact;
+        if (may_send) {
             ids.send_ids(op);
             announce_sizes(self, op, job.num_tokens, capacity, 0);
         }
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     }
     if (threadIdx.x == 0) op.signature = self.signature;
     open_tables(tables, job, memory);
-    if (!__syncthreads_and(start.broken == 0 && may_send)) {
+    if (!__syncthreads_and(may_send)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return;
     }

@@ -167,7 +167,7 @@ static __device__ bool make_plan_of(LowlatMove &m, LowlatPlan &tables)
     m.most_tokens = __reduce_max_sync(ALL_LANES, tables.tokens[lane_id()]);
     m.is_mixed = state == LOWLAT_PLAN_MIXED;
     if (m.is_mixed) return true;
-    const PlanCheck verdict = check_plan(tables, job, true);
+    const PlanCheck verdict = check_plan(tables, job, m.op, true);
     m.result = verdict.result;
     m.discards = verdict.result != EPIC_OK || verdict.short_of_rows;
     if (is_control_warp()) write_lowlat_plan(tables, job, m.op, m.receivers, m.result);
@@ -195,14 +195,14 @@ struct LowlatShared {
  * WITH_PLAN. */
 template <bool WITH_PLAN> struct Opening {
     StartState start;
-    uint32_t header[HEADER_LANE_WORDS];
+    LoadedHeader header;
 
     __device__ __forceinline__ explicit Opening(const p2p_dispatch_job &job)
     {
         if (!HOSTS && is_announcer(WITH_PLAN)) fence_system();
         start = read_start_state(job.plan.self);
         if (HOSTS && is_announcer(WITH_PLAN)) fence_system();
-        if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes);
+        if (reads_header()) load_header(header, job.plan.plan, job.plan_bytes, job.plan.self);
     }
     /* Returns whether this warp loads and checks the plan's header. */
     static __device__ __forceinline__ bool reads_header()
@@ -269,9 +269,10 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     if (!WITH_PLAN) weights.read_ahead();
     ids.make_words();
     const int32_t capacity = WITH_PLAN ? read_capacity(job.plan) : 0;
-    open_lowlat(s.op, job.plan.self, start, job.num_tokens, capacity, job.recv_rows);
-    const bool may_send = wait_outbox_ready(s.op, start);
-    if (WITH_PLAN && start.broken == 0 && may_send) {
+    const bool is_intact =
+        open_lowlat(s.op, job.plan.self, start, job.num_tokens, capacity, job.recv_rows);
+    const bool may_send = wait_outbox_ready(s.op, start) && is_intact;
+    if (WITH_PLAN && may_send) {
         ids.send_ids(s.op);
         announce_sizes(job.plan.self, s.op, job.num_tokens, capacity, job.recv_rows);
     }
@@ -438,9 +439,9 @@ __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     LowlatMove m = describe_move<Rows, WITH_PLAN>(job, s);
     IdSender ids(job.plan, m.receivers, WITH_PLAN);
     WeightSender weights(m);
-    bool may_send = opening.start.broken == 0, ok = true;
+    bool may_send = true, ok = true;
     if (is_control_warp())
-        may_send &= open_operation<WITH_PLAN>(m, s, opening.start, ids, weights);
+        may_send = open_operation<WITH_PLAN>(m, s, opening.start, ids, weights);
     PieceSender<Rows> sender(m);
     FirstUnits first;
     load_own_piece<Rows, WITH_PLAN>(m, first);

@@ -143,6 +143,7 @@ template <class Rows> struct PieceSender {
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
+        peers &= ~vacant_seats(m.op); /* find_peers() did not know them yet */
         for (;;) {
             const int32_t sent_token = token, sent_piece = piece;
             uint4 sent[V];
@@ -221,7 +222,8 @@ struct WeightSender {
                              << (lane_id() >> choice_bits << choice_bits);
         for (int distance = 1; distance < self.num_ranks; distance++) {
             const int rank = wrap_rank(self.rank + distance, self.num_ranks);
-            const bool goes = has_choice() && choice_goes_to(m, word, rank);
+            const bool goes =
+                has_choice() && choice_goes_to(m, word, rank) && !is_vacant(m.op, rank);
             const uint32_t sent_choices = __ballot_sync(ALL_LANES, goes) & token_lanes;
             /* in backend `hosts`, all lanes must reach the barrier in post_put_weights() */
             if (!HOSTS && !goes) continue;

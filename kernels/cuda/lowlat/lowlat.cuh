@@ -97,8 +97,8 @@ struct StartState {
     /* In lane 0: 1 if another operation of this rank still runs, which is an error
      * (mark_running()). */
     uint32_t overlaps;
-    /* The failure of the group (P2P_BROKEN()), or 0. In backend `hosts`, this is read from a
-     * copy in device memory. A kernel of this rank that finds a failure in the net inbox
+    /* The word `broken`, the failure of the group. In backend `hosts`, this is read from a copy
+     * in device memory. A kernel of this rank that finds a failure in the net inbox
      * (net/net.cuh) sets the copy. */
     uint64_t broken;
     /* Only in backend `hosts`. epochs: number of operations that this rank has finished. freed:
@@ -144,7 +144,8 @@ __device__ __forceinline__ bool wait_outbox_ready(const OpState &op, const Start
 __device__ __forceinline__ void announce_sizes(const p2p_self &self, const OpState &op,
                                                int32_t tokens, int32_t capacity, int32_t rows)
 {
-    if (HOSTS || !is_last_cta() || !is_control_warp() || lane_id() >= self.num_ranks) return;
+    if (HOSTS || !is_last_cta() || !is_control_warp() || !is_member(self, op, lane_id()))
+        return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     store_relaxed(to + P2P_ANNOUNCED_TOKENS, stamp_word(op, (uint32_t)tokens));
     store_relaxed(to + P2P_ANNOUNCED_CAPACITY, stamp_word(op, (uint32_t)capacity));
@@ -165,7 +166,7 @@ __device__ __forceinline__ bool is_announcer(bool plans)
  * before it can see the poison that this rank stored in earlier operations. */
 __device__ __forceinline__ void announce_start(const p2p_self &self, const OpState &op)
 {
-    if (lane_id() >= self.num_ranks) return;
+    if (!is_member(self, op, lane_id())) return;
     uint64_t *to = announcement_words(self, op, self.heap[lane_id()], self.rank);
     if (HOSTS) store_announced_sizes(op, to);
     store_relaxed(to + P2P_ANNOUNCED_SIGNATURE, stamp_word(op, op.signature));
@@ -174,12 +175,14 @@ __device__ __forceinline__ void announce_start(const p2p_self &self, const OpSta
 
 /* Initializes op, the state of the operation, except the signature (a hash of the arguments)
  * and the addresses in staging. `tokens`, `capacity` and `rows` are as in announce_sizes().
- * Called by the control warp. */
-__device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
+ * Called by the control warp. Returns false if the group had failed before this kernel. */
+__device__ __forceinline__ bool open_lowlat(OpState &op, const p2p_self &self,
                                             const StartState &start, int32_t tokens,
                                             int32_t capacity, int32_t rows)
 {
+    bool is_intact = true;
     if (lane_id() == 0) {
+        const uint64_t members = read_members(self);
         op.self = &self;
         op.heap = self.heap[self.rank];
         op.tokens = tokens;
@@ -189,9 +192,10 @@ __device__ __forceinline__ void open_lowlat(OpState &op, const p2p_self &self,
         op.last = op.aborted_wait = 0;
         op.epoch = epoch_after(start.epoch);
         op.overlaps = start.overlaps;
+        is_intact = set_members(op, members, start.broken);
         find_host_inbox(self, op);
     }
-    __syncwarp();
+    return __all_sync(ALL_LANES, is_intact) != 0;
 }
 
 /* Stores in op where each peer's rows arrive in this rank's staging, and where this rank stores
@@ -207,7 +211,7 @@ __device__ __forceinline__ bool wait_sizes(const p2p_self &self, const OpState &
                                            int32_t &tokens, int32_t &capacity, int32_t &rows)
 {
     const int q = lane_id();
-    const bool mine = q < self.num_ranks;
+    const bool mine = is_member(self, op, q);
     const uint64_t *from = announcement_words(self, op, self.heap[self.rank], mine ? q : 0);
     uint64_t announced[P2P_ANNOUNCE_WORDS] = {};
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {

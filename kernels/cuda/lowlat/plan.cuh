@@ -149,6 +149,7 @@ struct IdSender {
         while (token < job.num_tokens) {
             for (int distance = 1; distance < self.num_ranks; distance++) {
                 const int q = wrap_rank(self.rank + distance, self.num_ranks);
+                if (is_vacant(op, q)) continue;
                 store_relaxed(id_words(job, op, self.heap[q], self.rank, token) +
                                   word_of_lane(),
                               stamp_word(op, id_pair));
@@ -206,7 +207,8 @@ static __device__ bool gather_ids(LowlatPlan &tables, const p2p_plan_job &job,
     const int first = (LOWLAT_WORKERS - 1 - (int)threadIdx.x / WARP) * WARP + lane_id();
     const int id_lane = first & ((1 << id_lane_bits) - 1);
     const int rank = first >> id_lane_bits & ((1 << rank_bits) - 1);
-    const bool own = rank == self.rank, is_used = id_lane < id_lanes && rank < self.num_ranks;
+    const bool own = rank == self.rank,
+               is_used = id_lane < id_lanes && is_member(self, op, rank);
     const int32_t token_step = LOWLAT_WORKERS * WARP >> (id_lane_bits + rank_bits);
     int32_t token = first >> (id_lane_bits + rank_bits);
     /* number of tokens of `rank`; -1 until its announcement has arrived */
@@ -324,14 +326,15 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Checks whether the plan can be used: all expert ids must be valid, and no rank may need more
- * slots than its capacity. If the operation also moves rows (`moves`), no rank may need more
+/* Checks whether the plan can be used: all expert ids must be valid, no seat may be vacant (it
+ * would have experts), and no rank may need more slots than its capacity. If the operation also moves rows (`moves`), no rank may need more
  * slots than its receive buffer has rows. The result is equal on all ranks. Called by one
  * warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
-                                       bool moves)
+                                       const OpState &op, bool moves)
 {
     const int q = lane_id();
+    if (vacant_seats(op)) return {EPIC_EINVAL, false};
     const bool is_rank = q < job.self.num_ranks;
     const int32_t needed = needed_by(tables, job, q);
     const bool over = is_rank && tables.p.capacity[q] && needed > tables.p.capacity[q];
@@ -488,6 +491,16 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
+/* Reports to the host that the lowest vacant seat has experts, in the name of the lowest member,
+ * as the general planner does. Called by one thread. */
+static __device__ __noinline__ void report_vacant(const p2p_plan_job &job, const OpState &op)
+{
+    const int vacant = __ffs(vacant_seats(op)) - 1, member = __ffs(~vacant_seats(op)) - 1;
+    report_data_error(
+        job.self,
+        {EPIC_EINVAL, op.epoch, P2P_FAULT_VACANT, member, {vacant * job.block, vacant, 0, 0}});
+}
+
 /* Fills in the fields of the header that begin_header() has not set. Then writes the header and
  * the caller's outputs, and reports invalid ids and overflows. Called by the same control warp
  * as begin_header(), after the ids have arrived. */
@@ -505,6 +518,7 @@ static __device__ void end_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
     write_plan_outputs(tables.p, job, lane_id(), WARP);
     if (lane_id() || result == EPIC_OK) return;
+    if (vacant_seats(op)) return report_vacant(job, op);
     if (tables.bad_choice[job.self.rank] != NO_INDEX)
         publish_wrong_value(job, op, P2P_FAULT_EXPERT, tables.bad_choice[job.self.rank]);
     if (result == EPIC_EINVAL)

@@ -69,7 +69,7 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
 {
     for_each_group(self, [&](int first) {
         const int q = first + lane_id();
-        if (q >= self.num_ranks) return;
+        if (!is_member(self, op, q)) return;
         uint64_t *to = announcement_words(self, op, self.heap[q], self.rank);
         store_announced_sizes(op, to);
         /* Without this fence, a peer could read the signature before it can see the poison and
@@ -109,13 +109,27 @@ __device__ __forceinline__ void find_boxes(const p2p_self &self, OpState &op, in
                        self.at.staging + (first + source_index) * self.at.source_bytes);
 }
 
-/* Returns the word `broken` (the failure of the group), which is not 0 if the group had failed
- * before this kernel. In backend `hosts`, reads a copy in control memory. The net writes the
- * word itself to the net inbox, where reads may be slow. */
+/* Returns the word `broken`, the failure of the group. In backend `hosts`, reads a copy in
+ * control memory. The net writes the word itself to the net inbox, where reads may be slow. */
 __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
 {
-    return load_relaxed(HOSTS ? &control_of(self)->net->broken
-                              : (const uint64_t *)(self.heap[self.rank] + self.at.broken));
+    return load_relaxed(HOSTS ? &control_of(self)->net->broken : &group_words(self)->broken);
+}
+
+/* Returns the words `generation` (low half) and `vacant` (high half) of the group. */
+__device__ __forceinline__ uint64_t read_members(const p2p_self &self)
+{
+    return WITH_VACANT_SEATS ? load_relaxed((const uint64_t *)&group_words(self)->generation)
+                             : 0;
+}
+
+/* Stores the members in op. Returns whether `broken` is no failure of this generation. Called
+ * by one thread. */
+__device__ __forceinline__ bool set_members(OpState &op, uint64_t members, uint64_t broken)
+{
+    op.generation = (uint32_t)members;
+    op.vacant = (uint32_t)(members >> 32);
+    return !is_broken_in(broken, op.generation);
 }
 
 /* Only in backend `hosts`: returns the word `broken` in the net inbox. */
@@ -134,6 +148,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 {
     if (self.operation == EPIC_OP_NONE) return false;
     uint64_t broken = read_broken(self);
+    bool is_intact = true;
     /* only one thread of the grid reads the net inbox, because reads of host memory are slow */
     if (HOSTS && !broken && blockIdx.x == 0 && threadIdx.x == 0) broken = read_net_broken(self);
     if (threadIdx.x == 0) {
@@ -142,6 +157,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
         op.rows = rows;
         op.self = &self;
         op.heap = self.heap[self.rank];
+        const uint64_t members = read_members(self);
         const uint32_t overlaps = mark_running(self);
         const uint32_t ended = load_relaxed(&control_of(self)->epoch);
         op.overlaps = overlaps;
@@ -149,9 +165,10 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
         op.signature = self.signature ^ (mark & 0x0fffffffu);
         op.deadline = timer_ns() + self.timeout_ns;
         op.last = op.aborted_wait = 0;
+        is_intact = set_members(op, members, broken);
         find_host_inbox(self, op);
     }
-    if (!__syncthreads_and(broken == 0)) {
+    if (!__syncthreads_and(is_intact)) {
         if (threadIdx.x == 0) report_aborted_wait(op);
         return false;
     }
@@ -172,8 +189,8 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
 __device__ __forceinline__ bool
 wait_group_announcements(const p2p_self &self, const OpState &op, int first, bool are_copied)
 {
-    const bool is_rank = first + lane_id() < self.num_ranks;
-    const int q = is_rank ? first + lane_id() : 0;
+    const bool is_rank = is_member(self, op, first + lane_id());
+    const int q = is_rank ? first + lane_id() : self.rank;
     const uint64_t *from =
         announcement_words(self, op, are_copied ? op.heap : inbox_base(self, q), q);
     return wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {
@@ -223,8 +240,8 @@ static __device__ bool wait_announcements(const OpState &op)
 __device__ __forceinline__ bool read_group_announcement(const p2p_self &self, const OpState &op,
                                                         int first, int which, int32_t &value)
 {
-    const bool is_rank = first + lane_id() < self.num_ranks;
-    const int q = is_rank ? first + lane_id() : 0;
+    const bool is_rank = is_member(self, op, first + lane_id());
+    const int q = is_rank ? first + lane_id() : self.rank;
     const uint64_t *from = announcement_words(self, op, inbox_base(self, q), q) + which;
     uint64_t announced = 0;
     const bool ok = wait_warp(op, -1, P2P_PHASE_ARRIVE, [&] {

@@ -305,16 +305,27 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
+/* Returns the rank of an expert, according to the caller's table. */
+__device__ __forceinline__ int32_t read_owner(const p2p_plan_job &job, uint32_t expert)
+{
+    return job.rank_of_expert ? job.rank_of_expert[expert] : (int32_t)expert / job.block;
+}
+
 /* Returns the wrong value at `index` of an array of the caller. `kind` (a p2p_fault) selects
  * the array: P2P_FAULT_PLACEMENT selects rank_of_expert, P2P_FAULT_REPLICA logical_of_expert,
  * and P2P_FAULT_EXPERT topk_idx. On return, `kind` is the exact fault, for example
  * P2P_FAULT_DUPLICATE. If the fault is that a logical expert has no replica, `index` becomes
  * the id of this logical expert. Called by one thread. */
-__device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, uint32_t &kind,
-                                                    uint32_t &index)
+__device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, const OpState &op,
+                                                    uint32_t &kind, uint32_t &index)
 {
     const uint32_t experts = job.layer.num_experts;
-    if (kind == P2P_FAULT_PLACEMENT) return job.rank_of_expert[index];
+    if (kind == P2P_FAULT_PLACEMENT) {
+        const int32_t owner = read_owner(job, index);
+        const bool vacant = owner >= 0 && owner < job.self.num_ranks && is_vacant(op, owner);
+        if (vacant && job.layer.sum_order != EPIC_TREE) kind = P2P_FAULT_VACANT;
+        return owner;
+    }
     if (kind == P2P_FAULT_REPLICA && index < experts) return job.logical_of_expert[index];
     if (kind == P2P_FAULT_REPLICA) {
         kind = P2P_FAULT_NO_REPLICA;
@@ -333,8 +344,9 @@ static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
     const p2p_self &self = job.self;
-    const int64_t value = read_wrong_value(job, kind, index);
+    const int64_t value = read_wrong_value(job, op, kind, index);
     for (int q = 0; q < self.num_ranks; q++) {
+        if (is_vacant(op, q)) continue;
         uint64_t *to = fault_words(self, op, self.heap[q], self.rank);
         store_relaxed(to + P2P_FAULT_KIND, stamp_word(op, kind));
         store_relaxed(to + P2P_FAULT_INDEX, stamp_word(op, index));
@@ -425,6 +437,7 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     if (blockIdx.x == 0 && ok)
         for (int i = 1; i <= self.num_ranks; i++) {
             const int q = wrap_rank(self.rank + i, self.num_ranks);
+            if (is_vacant(op, q)) continue;
             store_relaxed((uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES +
                               e,
                           stamp_word(op, sum | owner_word(p, e) | bad));
@@ -464,7 +477,7 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
         missing = -1;
 #pragma unroll
         for (int i = 0; i < RANKS_AT_ONCE; i++)
-            words[i] = first + i < ranks
+            words[i] = first + i < ranks && !is_vacant(op, first + i)
                            ? load_relaxed(from + (first + i) * DEVICE_MAX_TALLIES +
                                           inbox_word_offset(op, first + i))
                            : stamp_word(op, 0);
@@ -499,7 +512,7 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
             const uint32_t count = COUNT_OF(words[i]), owner = OWNER_OF(words[i]);
             const bool wrong = ((uint32_t)words[i] & RECORD_LAST) != 0;
             if (wrong) add_rank(bad, q);
-            if (q < self.num_ranks && owner != p.owner[e] && !wrong) add_rank(others, q);
+            if (is_member(self, op, q) && owner != p.owner[e] && !wrong) add_rank(others, q);
             if (q < self.rank) low += count;
             load += count;
         }

@@ -177,8 +177,8 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     const p2p_self &self = job.self;
     const epic_layer &layer = job.layer;
     h.magic = DEVICE_PLAN_MAGIC;
-    h.id = (self.group_id ^ op.epoch) * 0x9e3779b97f4a7c15ull | 1;
-    h.group_id = self.group_id;
+    h.id = (plan_group_id(self, op.generation) ^ op.epoch) * 0x9e3779b97f4a7c15ull | 1;
+    h.group_id = plan_group_id(self, op.generation);
     const device_plan_layout at =
         device_plan_layout_of(self.num_ranks, self.max_tokens, layer.num_experts, layer.top_k);
     const bool flat = layer.layout == EPIC_FLAT;
@@ -258,11 +258,17 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
         for (int d = threadIdx.x; d < ranks; d += blockDim.x) p.demand[d] = p.needed_rows[d];
         __syncthreads();
         ok = ok && find_flat_keep_limits(p, job, op);
-        for (int d = warp; d < ranks && ok; d += warps) place_slabs<FEATURES>(p, job, d);
+        for (int d = warp; d < ranks && ok; d += warps)
+            if (!is_vacant(op, d)) place_slabs<FEATURES>(p, job, d);
         return __syncthreads_and(ok) != 0;
     }
     const bool simple = FEATURES == 0 && slots_fit_int32(job);
     for (int d = warp; d < ranks; d += warps) {
+        if (is_vacant(op, d)) { /* its experts keep no choices */
+            if (lane_id() == 0) p.demand[d] = 0;
+            if (lane_id() == 0) p.needed_slots[d] = 0;
+            continue;
+        }
         const bool caps = DROPS_OR_REPLICAS && layer_drops(job) && job.layer.expert_capacity;
         int64_t demand;
         if (simple)

@@ -128,12 +128,14 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
         }
         for (int i = 1; i <= self.num_ranks; i++) {
             const int q = wrap_rank(self.rank + i, self.num_ranks);
+            if (is_vacant(op, q)) continue;
             store_relaxed(search_words(self, op, self.heap[q], self.rank, search) + d,
                           stamp_word(op, (uint32_t)search << SEARCH_ROW_BITS | (uint32_t)sum));
             if (HOSTS)
                 post_put(op, q, search_words(self, op, self.heap[q], self.rank, search) + d, 8);
         }
         for (int q = 0; q < self.num_ranks && ok; q++) {
+            if (is_vacant(op, q)) continue;
             const uint64_t *from = search_words(self, op, inbox_base(op, q), q, search) + d;
             uint64_t word = 0;
             ok = wait_thread(op, q, P2P_PHASE_COUNTS, [&] {

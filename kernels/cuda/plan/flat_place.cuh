@@ -38,15 +38,17 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
  * in_fate is its warp_position, and in_rank_of is its warp_row. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
-                                                     int64_t choice, int64_t id, int k,
-                                                     int32_t in_fate, int32_t in_rank_of)
+                                                     const OpState &op, int64_t choice,
+                                                     int64_t id, int k, int32_t in_fate,
+                                                     int32_t in_rank_of)
 {
     int32_t warp_row = in_fate;
     const int32_t *tally = p.tally + threadIdx.x / WARP * tallies_of<FEATURES>(job) +
                            choice_tallies<FEATURES>(job);
     FlatChoice s = {choice, -1, 0, -1, EPIC_FATE_NONE};
-    if (is_absent_choice<FEATURES>(p, job, id)) s.fate = EPIC_FATE_ABSENT;
-    if (id < 0 || id >= job.layer.num_experts) return s;
+    const bool absent = is_absent_choice<FEATURES>(p, job, op, id);
+    if (absent) s.fate = EPIC_FATE_ABSENT;
+    if (absent || id < 0 || id >= job.layer.num_experts) return s;
     if (FEATURES & PLAN_DROPS_OR_REPLICAS && layer_drops(job)) {
         s.fate = fate_of_choice(p, job, (int)id, k, in_fate);
         if (s.fate < 0) return s;
@@ -77,6 +79,7 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
         (int64_t)token * job.layer.top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
+        if (is_vacant(op, q)) continue;
         uint64_t *to = (uint64_t *)self.heap[q] + record;
         if (HOSTS) to += record_word_offset(self, q);
         const uint32_t first_chunk =
@@ -152,8 +155,8 @@ static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpS
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int i = g * 2 + h;
-                c[h] = flat_choice_of<FEATURES>(p, job, choice[i], id[i], lanes.k + h * WARP,
-                                                in_fate[i], in_rank_of[i]);
+                c[h] = flat_choice_of<FEATURES>(p, job, op, choice[i], id[i],
+                                                lanes.k + h * WARP, in_fate[i], in_rank_of[i]);
             }
             send_row_words(op, job, lanes, token, token < range.end, bad, c);
 #pragma unroll

@@ -103,8 +103,9 @@ extern "C" cudaError_t p2p_load_plan(void)
 extern "C" cudaError_t p2p_launch_plan(const p2p_plan_job *job, int num_sms,
                                        cudaStream_t stream)
 {
-    const bool drops_or_replicas =
-        job->layer.num_logical || job->layer.overflow == EPIC_OVERFLOW_DROP;
+    const bool drops_or_replicas = job->layer.num_logical ||
+                                   job->layer.overflow == EPIC_OVERFLOW_DROP ||
+                                   job->layer.flags & EPIC_DROP_ABSENT;
     const int kind = (job->layer.layout == EPIC_FLAT ? PLAN_FLAT : 0) |
                      (drops_or_replicas ? PLAN_DROPS_OR_REPLICAS : 0);
     return launch_kernel(kernels[kind], num_sms, BLOCK, planner_bytes_with(*job), stream, *job);

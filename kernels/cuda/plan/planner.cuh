@@ -74,11 +74,11 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
  * choice. All lanes must call it; a lane that has no choice passes choice = -1. */
 template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
-                                                     int64_t choice, int64_t id, int k,
-                                                     int32_t warp_position, int32_t *fate,
-                                                     int32_t *rank_of)
+                                                     const OpState &op, int64_t choice,
+                                                     int64_t id, int k, int32_t warp_position,
+                                                     int32_t *fate, int32_t *rank_of)
 {
-    const bool absent = is_absent_choice<FEATURES>(p, job, id);
+    const bool absent = is_absent_choice<FEATURES>(p, job, op, id);
     const bool valid = choice >= 0 && id >= 0 && id < num_planned_ids<FEATURES>(job) && !absent;
     const bool bad = p.header.result != EPIC_OK;
     int32_t slot_or_fate = EPIC_FATE_NONE, owner = -1;
@@ -108,12 +108,14 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
 {
     const p2p_self &self = job.self;
     const int top_k = job.layer.top_k;
+    const uint32_t vacant = vacant_seats(op);
     const int64_t base =
         self.at.records / 8 +
         ((int64_t)epoch_parity(op) * self.num_ranks + self.rank) * self.at.choices +
         (int64_t)token * top_k;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
+        if (vacant >> q & 1) continue;
         uint64_t *to = (uint64_t *)self.heap[q] + base;
         if (HOSTS) to += record_word_offset(self, q);
         const uint32_t first_chunk =
@@ -152,7 +154,7 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
         const int64_t choice = in ? (int64_t)token * job.layer.top_k + lanes.k : -1;
         if (range.begin + i * lanes.tokens_at_once >= range.end) break;
         const PlacedChoice c[2] = {
-            place_choice<FEATURES>(p, job, choice, in ? counted.id[i] : -1, lanes.k,
+            place_choice<FEATURES>(p, job, op, choice, in ? counted.id[i] : -1, lanes.k,
                                    counted.warp_position[i], fate, rank_of),
             {-1, 0}};
         send_records(op, job, lanes, token, token < range.end, c);
@@ -199,8 +201,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
                 const int i = g * 2 + h;
                 c[h] = {-1, 0};
                 if (h < lanes.num_chunks)
-                    c[h] = place_choice<FEATURES>(p, job, choice[i], id[i], lanes.k + h * WARP,
-                                                  warp_position[i], fate, rank_of);
+                    c[h] =
+                        place_choice<FEATURES>(p, job, op, choice[i], id[i], lanes.k + h * WARP,
+                                               warp_position[i], fate, rank_of);
             }
             const int token = t + g * lanes.tokens_at_once + lanes.token;
             send_records(op, job, lanes, token, token < range.end, c);
@@ -245,9 +248,9 @@ static __device__ bool make_plan(Planner &p, const p2p_plan_job &job, const OpSt
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
                                                         job.layer.num_experts, job.layer.top_k);
     const bool replicated = DROPS_OR_REPLICAS && job.layer.num_logical;
-    begin_planner<FEATURES>(p, job, memory);
+    begin_planner<FEATURES>(p, job, op, memory);
     __syncthreads();
-    if (replicated) read_replicas(p, job);
+    if (replicated) read_replicas(p, job, op);
     if (replicated && job.resolves && !resolve_replicas(p, job, op)) return false;
     const TokenLanes lanes(job.layer.top_k);
     const TokenRange range = range_of_warp(p, job);

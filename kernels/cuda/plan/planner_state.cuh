@@ -89,9 +89,10 @@ struct Planner {
      * NO_INDEX. A choice is wrong if its id is too large or, with EPIC_DISTINCT, if an earlier
      * choice of the same token has the same id. */
     uint32_t bad_choice;
-    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. With EPIC_TREE, an
-     * entry is also invalid if it differs from the first entry of its block of num_experts /
-     * num_ranks experts. */
+    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. A vacant seat is
+     * invalid, unless the layer has replicas or drops the choices of absent experts. With
+     * EPIC_TREE, an entry is also invalid if it differs from the first entry of its block of
+     * num_experts / num_ranks experts. If seats are vacant, all entries are then invalid. */
     uint32_t bad_owner;
     /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
     int32_t *lower_k_count, *kept_before;
@@ -270,7 +271,8 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
  * shared memory), zeroes the tallies, and stores the owner of every expert. Called by all
  * threads of the CTA. */
 template <int FEATURES>
-static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_t *memory)
+static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, const OpState &op,
+                                     uint8_t *memory)
 {
     const int experts = job.layer.num_experts, ranks = job.self.num_ranks;
     const int choices = choice_tallies<FEATURES>(job), tallies = tallies_of<FEATURES>(job);
@@ -301,16 +303,19 @@ static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, uint8_
     for (int q = threadIdx.x; FEATURES & PLAN_FLAT && q < ranks; q += blockDim.x)
         p.owner[choices + q] = (uint8_t)q;
     const int block = experts / ranks;
+    const bool may_be_absent = job.layer.num_logical || job.layer.flags & EPIC_DROP_ABSENT;
     for (int e = threadIdx.x; e < experts; e += blockDim.x) {
         int owner = job.rank_of_expert ? job.rank_of_expert[e] : e / block;
-        if (owner < 0 || owner >= ranks) {
-            owner = 0;
+        const bool is_rank = owner >= 0 && owner < ranks;
+        if (!is_rank) owner = 0;
+        if (!is_rank || (!may_be_absent && is_vacant(op, owner)))
             atomicMin(&p.bad_owner, (uint32_t)e);
-        }
         for (int i = e; i < choices; i += experts) p.owner[i] = (uint8_t)owner;
     }
     __syncthreads();
-    if (job.layer.sum_order == EPIC_TREE)
+    const bool is_tree = job.layer.sum_order == EPIC_TREE;
+    if (is_tree && vacant_seats(op) && threadIdx.x == 0) p.bad_owner = 0;
+    if (is_tree)
         for (int e = threadIdx.x; e < experts; e += blockDim.x)
             if (p.owner[e] != p.owner[e / block * block]) atomicMin(&p.bad_owner, (uint32_t)e);
 }

@@ -17,8 +17,8 @@
  *   replicas        [num_experts]      experts, ordered by logical expert
  *   logical_load    [num_logical]      choices of each logical expert, on all ranks
  *
- * An expert may be a replica of no logical expert (EPIC_ABSENT in the caller's table). It gets
- * no choices. A logical expert without a replica is *absent*. With EPIC_DROP_ABSENT its choices
+ * An expert may be a replica of no logical expert, because of EPIC_ABSENT in the caller's table
+ * or because the expert is on a vacant seat. It gets no choices. A logical expert without a replica is *absent*. With EPIC_DROP_ABSENT its choices
  * are dropped. Without this flag it is an error in the data.
  *
  * With layout FLAT and with EPIC_BY_K, the planner must know the replica of each choice before
@@ -70,7 +70,7 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
  * uses 0 in place of invalid entries. If there is none and EPIC_DROP_ABSENT is not set,
  * p.bad_replica becomes num_experts plus the first absent logical expert. Called by all threads
  * of the CTA, after begin_planner(). */
-static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
+static __device__ void read_replicas(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;
     const bool drops_absent = (job.layer.flags & EPIC_DROP_ABSENT) != 0;
@@ -88,7 +88,7 @@ static __device__ void read_replicas(Planner &p, const p2p_plan_job &job)
             logical = 0;
             atomicMin(&p.bad_replica, (uint32_t)e);
         }
-        p.logical_of[e] = (uint16_t)logical;
+        p.logical_of[e] = is_vacant(op, p.owner[e]) ? NO_LOGICAL : (uint16_t)logical;
         p.logical_load[e] = 0;
         atomicAdd(&p.table_hash, ((uint32_t)e * 0x9e3779b1u ^ (uint32_t)logical) * 0x85ebca6bu);
     }
@@ -130,11 +130,13 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
                            (int64_t)epoch_parity(op) * self.num_ranks * DEVICE_MAX_TALLIES +
                            num_tallies(job, true);
     for (int q = 0; q < self.num_ranks && blockIdx.x == 0; q++) {
+        if (is_vacant(op, q)) continue;
         uint64_t *to = (uint64_t *)self.heap[q] + counts + self.rank * DEVICE_MAX_TALLIES;
         store_relaxed(to, stamp_word(op, own));
         post_put(op, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
+        if (is_vacant(op, q)) continue;
         const uint64_t *from =
             (const uint64_t *)inbox_base(op, q) + counts + q * DEVICE_MAX_TALLIES;
         uint64_t word = 0;
@@ -171,9 +173,12 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
  * choice, which may be invalid. */
 template <int FEATURES>
 __device__ __forceinline__ bool is_absent_choice(const Planner &p, const p2p_plan_job &job,
-                                                 int64_t id)
+                                                 const OpState &op, int64_t id)
 {
-    if (!(FEATURES & PLAN_DROPS_OR_REPLICAS) || !job.layer.num_logical) return false;
+    if (!(FEATURES & PLAN_DROPS_OR_REPLICAS)) return false;
+    if (!job.layer.num_logical)
+        return vacant_seats(op) && id >= 0 && id < job.layer.num_experts &&
+               is_vacant(op, p.owner[id]);
     if (job.resolves) return id == EPIC_FATE_ABSENT;
     return id >= 0 && id < job.layer.num_logical && num_replicas_of(p, (int)id) == 0;
 }

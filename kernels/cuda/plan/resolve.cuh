@@ -44,11 +44,13 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     uint32_t low = 0, all = 0;
     for (int i = 1; i <= self.num_ranks; i++) {
         const int q = wrap_rank(self.rank + i, self.num_ranks);
+        if (is_vacant(op, q)) continue;
         uint64_t *to = chosen_words(self, op, self.heap[q], self.rank) + logical;
         store_relaxed(to, stamp_word(op, own));
         post_put(op, q, to, 8);
     }
     for (int q = 0; q < self.num_ranks; q++) {
+        if (is_vacant(op, q)) continue;
         const uint64_t *from = chosen_words(self, op, inbox_base(op, q), q) + logical;
         uint64_t word = 0;
         if (!wait_thread(op, q, P2P_PHASE_COUNTS, [&] {

@@ -91,18 +91,28 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Returns whether the header's fields are in range and fit this rank. This must be checked
- * because a plan is in the caller's memory, which can contain any bytes. Called by one warp. */
-static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
-                                       int64_t plan_bytes)
+/* Returns the id that plans of this group have in the given generation. The generation is a
+ * part of it, because a CUDA graph that was captured in an earlier generation contains the
+ * group_id of epic_open. */
+__device__ __forceinline__ uint64_t plan_group_id(const p2p_self &self, uint32_t generation)
 {
-    bool fits =
-        h.magic == DEVICE_PLAN_MAGIC && h.group_id == self.group_id && h.layout <= EPIC_FLAT &&
-        h.bytes <= plan_bytes && h.rank == self.rank && h.num_ranks == self.num_ranks &&
-        h.max_tokens == self.max_tokens && h.top_k >= 1 && h.top_k <= DEVICE_MAX_TOP_K &&
-        float_stride((int)h.top_k) * self.max_tokens <= self.at.choices && h.num_experts >= 1 &&
-        h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 && h.owned >= 0 &&
-        h.owned <= (int32_t)h.num_experts && h.leaves >= 1 && h.num_logical <= h.num_experts;
+    return self.group_id + (WITH_VACANT_SEATS ? generation * 0x9e3779b97f4a7c15ull : 0);
+}
+
+/* Returns whether the header's fields are in range and fit this rank. This must be checked
+ * because a plan is in the caller's memory, which can contain any bytes. `generation`: number
+ * of this generation. Called by one warp. */
+static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
+                                       int64_t plan_bytes, uint32_t generation)
+{
+    bool fits = h.magic == DEVICE_PLAN_MAGIC && h.group_id == plan_group_id(self, generation) &&
+                h.layout <= EPIC_FLAT && h.bytes <= plan_bytes && h.rank == self.rank &&
+                h.num_ranks == self.num_ranks && h.max_tokens == self.max_tokens &&
+                h.top_k >= 1 && h.top_k <= DEVICE_MAX_TOP_K &&
+                float_stride((int)h.top_k) * self.max_tokens <= self.at.choices &&
+                h.num_experts >= 1 && h.num_experts <= DEVICE_MAX_EXPERTS && h.alignment >= 1 &&
+                h.owned >= 0 && h.owned <= (int32_t)h.num_experts && h.leaves >= 1 &&
+                h.num_logical <= h.num_experts;
     for_each_group(self, [&](int first) {
         const int q = first + lane_id();
         if (q < self.num_ranks)
@@ -148,10 +158,16 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
  * accept plans with any number of tokens. */
 #define ANY_TOKENS (-1)
 
-/* Loads the header of the plan at `plan`. Lane n loads the words n, n + 32, and so on. If the
- * plan's memory is smaller than a header, all words are 0. Called by one warp. */
-__device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS],
-                                            const uint8_t *plan, int64_t plan_bytes)
+/* The data that load_header() loads. */
+struct LoadedHeader {
+    uint32_t words[HEADER_LANE_WORDS]; /* words n, n + 32, and so on of the header in lane n */
+    uint32_t generation;               /* of the group (p2p_group_words) */
+};
+
+/* Loads the header of the plan at `plan`. If the plan's memory is smaller than a header, all
+ * words are 0. Called by one warp. */
+__device__ __forceinline__ void load_header(LoadedHeader &header, const uint8_t *plan,
+                                            int64_t plan_bytes, const p2p_self &self)
 {
     const int count = plan_bytes < (int64_t)sizeof(device_plan_header)
                           ? 0
@@ -159,25 +175,27 @@ __device__ __forceinline__ void load_header(uint32_t (&words)[HEADER_LANE_WORDS]
 #pragma unroll
     for (int n = 0; n < HEADER_LANE_WORDS; n++) {
         const int i = n * WARP + lane_id();
-        words[n] = i < count ? __ldcg((const uint32_t *)plan + i) : 0;
+        header.words[n] = i < count ? __ldcg((const uint32_t *)plan + i) : 0;
     }
+    header.generation = WITH_VACANT_SEATS ? load_relaxed(&group_words(self)->generation) : 0;
 }
 
 /* Copies a header that load_header() has loaded into the view, checks it, and sets the other
  * members. With `reports`, reports a bad plan to the host. Called by one warp; a barrier must
  * follow before other warps read the view. */
-static __device__ void view_plan(PlanView &view, const uint32_t (&words)[HEADER_LANE_WORDS],
+static __device__ void view_plan(PlanView &view, const LoadedHeader &header,
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens, bool reports = true)
 {
 #pragma unroll
     for (int n = 0; n < HEADER_LANE_WORDS; n++)
         if (n * WARP + lane_id() < (int)(sizeof(device_plan_header) / 4))
-            ((uint32_t *)&view.header)[n * WARP + lane_id()] = words[n];
-    const uint32_t sum = header_checksum(words);
+            ((uint32_t *)&view.header)[n * WARP + lane_id()] = header.words[n];
+    const uint32_t sum = header_checksum(header.words);
     __syncwarp();
     const device_plan_header &h = view.header;
-    const bool fits = is_header_valid(h, self, plan_bytes), is_intact = sum == h.sum && fits;
+    const bool fits = is_header_valid(h, self, plan_bytes, header.generation),
+               is_intact = sum == h.sum && fits;
     int32_t tokens = lane_id() < self.num_ranks ? h.tokens_of[lane_id()] : 0;
     for (int q = WARP + lane_id(); MANY_RANKS && q < self.num_ranks; q += WARP)
         tokens = max(tokens, h.tokens_of[q]);
@@ -203,9 +221,9 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
                                  const p2p_self &self, int32_t num_tokens, bool reports = true)
 {
     if (threadIdx.x < WARP) {
-        uint32_t words[HEADER_LANE_WORDS];
-        load_header(words, plan, plan_bytes);
-        view_plan(view, words, plan, plan_bytes, self, num_tokens, reports);
+        LoadedHeader header;
+        load_header(header, plan, plan_bytes, self);
+        view_plan(view, header, plan, plan_bytes, self, num_tokens, reports);
     }
     __syncthreads();
 }
@@ -219,6 +237,7 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
                                                bool reports)
 {
     for (int q = 0; q < self.num_ranks; q++) {
+        if (is_vacant(op, q)) continue;
         const int32_t needed = h->slots_of[q];
         const uint64_t *announced =
             announcement_words(op, inbox_base(op, q), q) + P2P_ANNOUNCED_ROWS;

@@ -109,6 +109,9 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
         else
             snprintf(to, size, SENTENCE_PLACEMENT, n->rank, a, b, g->num_ranks - 1);
         return;
+    case P2P_FAULT_VACANT:
+        snprintf(to, size, SENTENCE_VACANT, n->rank, a, b);
+        return;
     case P2P_FAULT_CAPACITY:
         snprintf(to, size, SENTENCE_CAPACITY, n->rank, a, b);
         return;
@@ -284,8 +287,10 @@ void p2p_abort(epic_group *group, uint64_t tag, const char *why)
     char sentence[256] = {0};
     snprintf(sentence, sizeof sentence, "%s", why ? why : "no reason given");
     const uint32_t me = (uint32_t)group->rank;
-    *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, p2p_culprit_word(group->rank));
+    *group->word = P2P_BROKEN(EPIC_EPEER, 0, me, 0, p2p_culprit_word(group->rank)) |
+                   P2P_BROKEN_IN(group->generation);
     for (int q = 0; q < group->num_ranks; q++) {
+        if (p2p_is_vacant(group, q)) continue;
         group->hooks->write(group, q, group->self.at.abort_text, sentence, sizeof sentence);
         group->hooks->write(group, q, group->self.at.broken, group->word, sizeof *group->word);
     }

@@ -166,9 +166,20 @@ epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *
     return map_remote_heap(g, peer, *handle);
 }
 
-void p2p_heap_disconnect(const epic_group *group)
+void p2p_heap_unmap(epic_group *group, int peer)
+{
+    if (group->mapped[peer]) (void)cudaIpcCloseMemHandle(group->self.heap[peer]);
+    group->mapped[peer] = false;
+}
+
+void p2p_heap_disconnect(epic_group *group)
 {
     withdraw_here(group);
-    for (int q = 0; q < group->num_ranks; q++)
-        if (group->mapped[q]) (void)cudaIpcCloseMemHandle(group->self.heap[q]);
+    for (int q = 0; q < group->num_ranks; q++) p2p_heap_unmap(group, q);
+}
+
+bool p2p_has_released(const epic_group *g, int peer)
+{
+    return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
+           p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
 }

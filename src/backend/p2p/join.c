@@ -140,30 +140,32 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Returns whether a peer in this process has freed its heap because its join failed. Such a
- * peer never announces that it closes. */
-static bool has_released(const epic_group *g, int peer)
+/* Returns whether a peer may still write into this rank's heap. A rank that has left the group
+ * may do so if the others have gone on without it. If it is in another process, it has its own
+ * reference to the memory, so this rank need not wait for it. */
+static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
 {
-    return p2p_same(g->peers[peer].process, g->peers[g->rank].process) &&
-           p2p_heap_find(g->self.group_id, peer) != g->self.heap[peer];
+    const bool is_here = p2p_same(g->peers[peer].process, g->peers[g->rank].process);
+    return peer != g->rank && !gone[peer] && !p2p_is_dead(g, peer) &&
+           !p2p_has_released(g, peer) && (is_here || !p2p_is_vacant(g, peer));
 }
 
-/* Returns whether every peer has closed, died, or failed to join. */
+/* Returns whether no peer can write into this rank's heap any more. */
 static bool all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);
     for (int q = 0; gone && q < g->num_ranks; q++)
-        if (q != g->rank && !gone[q] && !p2p_is_dead(g, q) && !has_released(g, q)) return false;
+        if (may_write(g, q, gone)) return false;
     return true;
 }
 
-/* Announces to every living peer that this rank has closed. Writes this rank's last epoch into
- * its element of the array `gone` in the peer's heap. */
+/* Announces to every living member that this rank has closed. Writes this rank's last epoch
+ * into its element of the array `gone` in the member's heap. */
 static void announce_close(epic_group *g)
 {
     *g->word = P2P_GONE((uint64_t)p2p_epoch(g));
     for (int q = 0; q < g->num_ranks; q++)
-        if (!p2p_is_dead(g, q) && !has_released(g, q))
+        if (!p2p_is_vacant(g, q) && !p2p_is_dead(g, q) && !p2p_has_released(g, q))
             write_to_peer(g, q, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
 }
 

@@ -65,6 +65,11 @@ epic_result p2p_read_layer(const epic_group *g, epic_layer *out, const epic_laye
                          "layer.top_k is %u, config.max_tokens %lld: their product must "
                          "be below %lld in CUDA contexts",
                          out->top_k, (long long)g->config.max_tokens, 1ll << P2P_COUNT_BITS);
+    if (g->vacant && out->sum_order == EPIC_TREE)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "layer.sum_order is EPIC_TREE: must be EPIC_BY_RANK in CUDA contexts whose group "
+            "has lost ranks; or open a new group");
     if (!out->alignment || out->layout == EPIC_FLAT) out->alignment = 1;
     if (!out->leaves) out->leaves = (uint32_t)g->num_ranks;
     if (out->sum_order != EPIC_TREE) out->leaves = (uint32_t)g->num_ranks;

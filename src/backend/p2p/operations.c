@@ -230,7 +230,7 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
 }
 
 /* Returns whether one kernel may make the plan and already send rows before the plan is
- * complete. This requires that no choice may be dropped, that the rank of a choice depends only
+ * complete. This requires that no choice may be dropped, also not as absent, that the rank of a choice depends only
  * on its expert id, and that all rows fit into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
@@ -240,6 +240,7 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
          * would not wait for every word that peers put into the inbox (net.cuh) */
         return false;
     return job->plan.layer.overflow == EPIC_OVERFLOW_ERROR && !job->plan.layer.num_logical &&
+           !(job->plan.layer.flags & EPIC_DROP_ABSENT) &&
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
@@ -344,6 +345,9 @@ const epic_ops p2p_ops = {
     .allreduce_sum = p2p_sum,
     .sum_replicas = p2p_sum_replicas,
     .add_window = p2p_add_window,
+#if WITH_VACANT_SEATS
+    .set_members = p2p_set_members,
+#endif
     .router_forward = p2p_router_forward,
     .router_backward = p2p_router_backward,
     .balance_loss_forward = p2p_balance_loss_forward,

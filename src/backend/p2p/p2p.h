@@ -41,7 +41,8 @@ typedef struct p2p_hooks {
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
 /* One rank's state in a group. Read-only after join, except `windows`, `waits` and the memory
- * of *status, *beats and *word. */
+ * of *status, *beats and *word, and except the members, which change while no other call
+ * runs. */
 struct epic_group {
     const p2p_hooks *hooks;
     /* copied into the arguments of every kernel; fill_self() completes the copy */
@@ -56,6 +57,8 @@ struct epic_group {
     int ranks_here; /* number of ranks of the group that use this GPU */
     /* [r]: true if the heap of rank r belongs to another process and is mapped here */
     bool mapped[DEVICE_MAX_RANKS];
+    uint32_t generation; /* p2p_group_words.generation */
+    uint32_t vacant;     /* p2p_group_words.vacant */
     p2p_watch *watch;
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
@@ -133,6 +136,19 @@ int p2p_budget_taken(int device);
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 void p2p_budget_give_back(epic_group *group);
 
+/* Returns whether a seat has no rank any more. */
+static inline bool p2p_is_vacant(const epic_group *group, int seat)
+{
+    return WITH_VACANT_SEATS && (group->vacant >> seat % 32 & 1);
+}
+
+/* Implements epic_ops.set_members (members.c). */
+void p2p_set_members(epic_group *group, const seat_set *members);
+
+/* Returns whether a peer in this process has freed its heap. Such a peer may not have announced
+ * that it closes, because its join failed. */
+bool p2p_has_released(const epic_group *group, int peer);
+
 /* Start and end the watcher thread (watch.c). */
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
@@ -174,8 +190,10 @@ static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
 /* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
+/* Unmaps the heap of a peer, if it is mapped. */
+void p2p_heap_unmap(epic_group *group, int peer);
 /* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
-void p2p_heap_disconnect(const epic_group *group);
+void p2p_heap_disconnect(epic_group *group);
 
 /* Windows, in windows.c. p2p_add_window() implements epic_window_alloc (args->data is NULL) and
  * epic_window_register. Collective: all ranks return the same error. EPIC_ENOMEM and

@@ -409,6 +409,9 @@ epic_result p2p_add_window(epic_group *g, const epic_window_args *args, epic_win
         return epic_fail(EPIC_ENOTSUP,
                          "num_ranks is %d: must be at most %d for windows of backend p2p",
                          g->num_ranks, DEVICE_FEW_RANKS);
+    if (g->vacant)
+        return epic_fail(EPIC_ENOTSUP, "ctx: a group on GPUs that has lost ranks cannot have "
+                                       "windows; open a new group");
     TRY(p2p_check_group(g));
     TRY(p2p_cuda(cudaGetDevice(&before), "the current device"));
     TRY(p2p_cuda(cudaSetDevice(g->device), "the device of the context"));
