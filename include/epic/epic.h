@@ -2000,17 +2000,24 @@ typedef struct epic_members_info {
  * num_ranks and all sizes stay as they are.  A rank that is not a member has no part in any
  * operation, and experts that are placed on it are absent (epic_layer).  The results are those of
  * a new group that has only the members.  Every tag starts again, and plans from before are
- * refused.  Members that have finished different steps can return to out->least_step.
+ * refused (class (b)).  Members that have finished different steps can return to out->least_step.
  *
  * A rank that has left gets EPIC_OK.  Its further calls return EPIC_EEVICTED, so it closes its
  * context.  After an error nothing has changed, and the rank may make the call again, except
  * after EPIC_EEVICTED.  A call ends after at most 4 patience_ms.  It needs the memory of both
  * generations for a moment.  `out` may be NULL.
  * Errors:  (a) EPIC_EINVAL (also while an operation of this rank is running); EPIC_ENOTSUP
- *          (another backend than "shm" and "threads", or a context with windows); EPIC_ENOMEM.  Also
+ *          (a backend other than "shm", "threads" and, with at most 32 ranks, "p2p", or a
+ *          context with windows); EPIC_ENOMEM; EPIC_EDEVICE.  Also
  *          EPIC_EPEER if too few members made the call; EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
  * Threads: collective over the members.  No other call may be running on ctx.
- * CUDA:    EPIC_ENOTSUP. */
+ * CUDA:    waits until all work of this process on the device has ended.  If other ranks of the
+ *          group are threads of this process on the same device, the caller must synchronize the
+ *          streams of the context instead.  Memory, addresses and sizes do not change, so CUDA
+ *          graphs that were captured in an earlier generation stay valid.  The new generation
+ *          does not support sum_order EPIC_TREE in layers (EPIC_ENOTSUP; in a graph a class (b)
+ *          error of the plan), and no windows.  If a member does not enter the generation in
+ *          time, the call returns EPIC_ETIMEOUT, and the new generation is broken. */
 static inline epic_result epic_regroup(epic_context *ctx, const epic_regroup_args *args,
                                        epic_members_info *out);
 
@@ -2018,7 +2025,7 @@ static inline epic_result epic_regroup(epic_context *ctx, const epic_regroup_arg
  * the last generation of which it was a member.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local; not while epic_regroup is running on ctx.
- * CUDA:    all ranks are members, in generation 0. */
+ * CUDA:    no difference. */
 static inline epic_result epic_members(const epic_context *ctx, epic_members_info *out);
 
 #ifdef __cplusplus

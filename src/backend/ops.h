@@ -100,6 +100,9 @@ typedef struct epic_ops {
      * must have ended. NULL: the backend has no vacant seats. */
     void (*set_members)(epic_group *, const seat_set *members);
 
+    /* Makes the next generation (backend/regroup.h). NULL: the members cannot change. */
+    const struct epic_regroup_transport *regroup;
+
     /* Router and losses. The caller has filled in the defaults of args->router. A loss is
      * `factor` times a sum over the tokens, so backward multiplies d_loss by it. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);

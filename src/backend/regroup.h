@@ -4,8 +4,9 @@
  *
  * The members exchange messages to decide which of them continue. A message waits in the
  * mailbox of a seat until the rank on that seat receives it. Each member prepares the memory of
- * the new generation, and enters the generation when the members are decided. Each generation
- * has memory of its own, so late stores of a rank that was left out have no effect. */
+ * the new generation, and enters the generation when the members are decided. On CPUs each
+ * generation has memory of its own, so late stores of a rank that was left out have no effect. On
+ * GPUs the memory stays, and late stores reach only the part of the vacant seat. */
 #ifndef EPIC_REGROUP_TRANSPORT_H
 #define EPIC_REGROUP_TRANSPORT_H
 
@@ -13,7 +14,13 @@
 
 #define REGROUP_MESSAGE_BYTES 480 /* maximum size of a message in bytes */
 
+/* All functions are called by the thread that has called epic_regroup, while no other call runs
+ * on the context. */
 typedef struct epic_regroup_transport {
+    /* Called first. Waits until the work of this rank on its device has ended, or returns an
+     * error if the members of the group cannot change. NULL: there is nothing to do. */
+    epic_result (*begin)(epic_group *group);
+
     /* Sends a message to a seat. The message may be lost if memory runs out. If group_id is
      * not 0, a handle to the memory of generation group_id is sent with the message, because the
      * receiver may have to prepare this generation. */
@@ -32,12 +39,12 @@ typedef struct epic_regroup_transport {
     epic_result (*create)(epic_group *group, uint64_t group_id);
 
     /* Prepares the memory of the generation group_id. Releases the memory of a generation that
-     * was prepared earlier and not entered. */
+     * was prepared earlier and not entered. NULL: there is nothing to prepare. */
     epic_result (*prepare)(epic_group *group, uint64_t group_id);
 
     /* Enters the prepared generation, and releases the memory of the current one. No operation
-     * of this rank may be in flight. */
-    void (*enter)(epic_group *group, const seat_set *members);
+     * of this rank may be in flight. An error breaks the new generation. */
+    epic_result (*enter)(epic_group *group, const seat_set *members);
 } epic_regroup_transport;
 
 #endif

@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "backend/ops.h"
 #include "backend/transport.h"
 #include "base/error.h"
 #include "base/hash.h"
@@ -36,8 +37,8 @@ struct context_decision {
 
 static const epic_regroup_transport *transport_of(const epic_context *ctx)
 {
-    const epic_transport *transport = ctx->backend->transport;
-    return transport ? transport->regroup : NULL;
+    const epic_backend *backend = ctx->backend;
+    return backend->ops ? backend->ops->regroup : backend->transport->regroup;
 }
 
 /* ------------------------------------------------------------------------ the arguments ---- */
@@ -88,9 +89,9 @@ static epic_result check_context(const epic_context *ctx)
     if (!transport_of(ctx))
         return epic_fail(
             EPIC_ENOTSUP,
-            "backend \"%s\" cannot change the members of a group: open a new group, "
-            "or use backend \"shm\" or \"threads\"",
-            ctx->backend_name);
+            "backend \"%s\" cannot change the members of a group of %d ranks: open a new "
+            "group, or use backend \"shm\", \"threads\" or, with at most 32 ranks, \"p2p\"",
+            ctx->backend_name, ctx->num_ranks);
     if (atomic_load(&ctx->windows))
         return epic_fail(
             EPIC_ENOTSUP,
@@ -144,8 +145,9 @@ static void prepare_generation(const epic_context *ctx)
 {
     struct context_decision *d = ctx->decision;
     const uint64_t group_id = d->machine.pending.group_id;
+    const epic_regroup_transport *t = transport_of(ctx);
     epic_result result = create_own(ctx, group_id);
-    if (result == EPIC_OK) result = transport_of(ctx)->prepare(ctx->group, group_id);
+    if (result == EPIC_OK && t->prepare) result = t->prepare(ctx->group, group_id);
     if (result != EPIC_OK) {
         d->refusal = result;
         snprintf(d->why, sizeof d->why, "%s", epic_sentence());
@@ -237,9 +239,10 @@ static void decide_members(epic_context *ctx)
 /* -------------------------------------------------------------------------- the outcome ---- */
 
 /* Breaks the old generation, so that a rank that still works in it does not wait for ranks that
- * have entered the new one. */
+ * have entered the new one. A device backend does this itself when it enters. */
 static void break_old(epic_context *ctx)
 {
+    if (!ctx->backend->transport) return;
     epic_failure_info failure = {.result = EPIC_EPEER, .rank = ctx->rank};
     snprintf(failure.sentence, sizeof failure.sentence,
              "rank %d and other members have made the next generation of the group: call "
@@ -248,20 +251,25 @@ static void break_old(epic_context *ctx)
     ctx->backend->transport->break_group(ctx->group, &failure);
 }
 
-/* Lets the context enter the decided generation. */
-static void enter_generation(epic_context *ctx)
+/* Lets the context enter the decided generation. On an error the new generation is broken. */
+static epic_result enter_generation(epic_context *ctx)
 {
     const members *m = &ctx->decision->machine;
     seat_set gone = ctx->members;
     seat_set_subtract(&gone, &m->current);
     ctx->decision->gone = gone;
     break_old(ctx);
-    transport_of(ctx)->enter(ctx->group, &m->current);
+    const epic_result entered = transport_of(ctx)->enter(ctx->group, &m->current);
+    epic_failure_info failure = {.result = entered, .rank = ctx->rank};
     ctx->members = m->current;
     ctx->num_members = seat_set_count(&m->current);
     ctx->group_id = m->last.group_id;
     tags_forget(&ctx->tags, m->generation << GENERATION_SHIFT);
     context_mend(ctx);
+    if (entered == EPIC_OK) return EPIC_OK;
+    backend_copy_error(ctx->backend, entered);
+    snprintf(failure.sentence, sizeof failure.sentence, "%s", epic_sentence());
+    return context_break(ctx, &failure);
 }
 
 /* Writes to `names` a list of the members that may live and did not come, or "no rank". */
@@ -309,10 +317,7 @@ static epic_result finish_call(epic_context *ctx, const epic_regroup_args *args)
     const struct context_decision *d = ctx->decision;
     const members *m = &d->machine;
     char names[256];
-    if (m->state == MEMBERS_ENTERED) {
-        enter_generation(ctx);
-        return EPIC_OK;
-    }
+    if (m->state == MEMBERS_ENTERED) return enter_generation(ctx);
     if (m->state == MEMBERS_OUT) return end_membership(ctx, args->leaving);
     if (d->refusal != EPIC_OK) return epic_fail(d->refusal, "%s", d->why);
     list_missing(ctx, names, sizeof names);
@@ -371,6 +376,17 @@ static void fill_info(const epic_context *ctx, epic_members_info *out)
     for (int w = 0; w < EPIC_RANK_WORDS; w++) out->gone[w] = d->gone.words[w];
 }
 
+/* Refuses new operations, and waits until earlier work on the device has ended. */
+static epic_result begin_call(epic_context *ctx)
+{
+    const epic_regroup_transport *t = transport_of(ctx);
+    TRY(tags_pause(&ctx->tags));
+    const epic_result result =
+        t->begin ? backend_copy_error(ctx->backend, t->begin(ctx->group)) : EPIC_OK;
+    if (result != EPIC_OK) tags_restart(&ctx->tags, ctx->config.max_in_flight);
+    return result;
+}
+
 epic_result epic_regroup_v1(epic_context *ctx, const epic_regroup_args *args, size_t size,
                             epic_members_info *out, size_t out_size)
 {
@@ -384,7 +400,7 @@ epic_result epic_regroup_v1(epic_context *ctx, const epic_regroup_args *args, si
     TRY(check_args(ctx, &a));
     TRY(get_decision(ctx));
     if (ctx->decision->machine.state == MEMBERS_OUT) return context_check(ctx);
-    TRY(tags_pause(&ctx->tags));
+    TRY(begin_call(ctx));
     TRY(run_call(ctx, &a));
     fill_info(ctx, &info);
     if (out) WRITE_SIZED(out, &info, out_size);

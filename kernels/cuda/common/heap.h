@@ -86,7 +86,7 @@ typedef struct p2p_heap {
     /* A struct p2p_group_words: the failure of the group and the members of this
      * generation. */
     int64_t broken;
-    /* For each rank: P2P_GONE() if it has closed its context, or 0. 64-bit words
+    /* For each rank: P2P_GONE() if it has closed its context, P2P_RELEASED, or 0. 64-bit words
      * [MAX_RANKS]. */
     int64_t gone;
     /* For each rank: the ranks for which it waits, in the format of p2p_status.culprits. A rank
@@ -181,6 +181,9 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
 
 /* The word `gone` of a rank that has closed its context after the operation `epoch`. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
+/* The word `gone` of a rank that has gone on without the owner of the heap, and does not access
+ * the heap any more */
+#define P2P_RELEASED (1ull << 63 | 1ull << 62)
 
 /* The control memory for the backend `hosts`. "The ring" is p2p_ring: host memory through which
  * kernels request puts from the proxy thread. */

@@ -71,6 +71,8 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
 typedef struct pinned_memory {
     p2p_status status;                     /* kernels report here */
     uint64_t words[16 + DEVICE_MAX_RANKS]; /* for small copies */
+    p2p_mail_words mail_words[DEVICE_MAX_RANKS];
+    uint64_t gone[DEVICE_MAX_RANKS];
 } pinned_memory;
 
 static epic_result make_status(epic_group *g)
@@ -82,6 +84,8 @@ static epic_result make_status(epic_group *g)
     memset(memory, 0, sizeof *memory);
     g->status = &memory->status;
     g->word = memory->words;
+    g->mail.words = memory->mail_words;
+    g->mail.gone = memory->gone;
     TRY(p2p_cuda(cudaHostGetDevicePointer(&device, g->status, 0), "host memory"));
     g->self.status = device;
     return EPIC_OK;
@@ -113,13 +117,33 @@ bool p2p_gpu_fits(const p2p_gpu *gpu)
     return gpu->taken_sms >= 0 && gpu->taken_sms <= MOST_SMS;
 }
 
+/* Enqueues a kernel that sets the bytes [begin, end) of a heap to `value`. */
+static epic_result fill_heap(epic_group *g, uint8_t *heap, int64_t begin, int64_t end,
+                             int value)
+{
+    return p2p_cuda(cudaMemsetAsync(heap + begin, value, (size_t)(end - begin), g->side),
+                    "clearing the heap");
+}
+
 epic_result p2p_heap_clear(epic_group *g, uint8_t *heap)
 {
     const p2p_heap *at = &g->self.at;
     const int64_t zeros = p2p_heap_poison(at);
-    TRY(p2p_cuda(cudaMemsetAsync(heap, 0, (size_t)zeros, g->side), "clearing the heap"));
-    TRY(p2p_cuda(cudaMemsetAsync(heap + zeros, 0xff, (size_t)(at->bytes - zeros), g->side),
-                 "clearing the heap"));
+    TRY(fill_heap(g, heap, 0, zeros, 0));
+    TRY(fill_heap(g, heap, zeros, at->bytes, 0xff));
+    return p2p_cuda(cudaStreamSynchronize(g->side), "clearing the heap");
+}
+
+epic_result p2p_heap_renew(epic_group *g)
+{
+    const p2p_heap *at = &g->self.at;
+    uint8_t *heap = g->self.heap[g->rank];
+    const int64_t zeros = p2p_heap_poison(at);
+    const int64_t times = at->control + (int64_t)offsetof(p2p_control, progress_ns);
+    TRY(fill_heap(g, heap, 0, at->gone, 0));
+    TRY(fill_heap(g, heap, at->waits, times, 0));
+    TRY(fill_heap(g, heap, at->faults, zeros, 0));
+    TRY(fill_heap(g, heap, zeros, at->bytes, 0xff));
     return p2p_cuda(cudaStreamSynchronize(g->side), "clearing the heap");
 }
 

@@ -1,19 +1,37 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The members of a group whose ranks can leave it. Kernels read the vacant seats from device
- * memory (p2p_group_words), so the arguments of captured CUDA graphs stay valid. */
+ * memory (p2p_group_words), so the arguments of captured CUDA graphs stay valid.
+ *
+ * All generations use the same heap. A member clears its heap when it enters a generation.
+ * Before it stores into the heaps of the others, it waits until they have cleared theirs
+ * (p2p_mail_meet()). A rank that was left out may still store into the heaps of the members, but
+ * only into the parts of its own seat, which no rank reads, and into `broken`, which contains the
+ * number of a generation. */
 #include <stddef.h>
 
-#include "backend/p2p/p2p.h"
+#include "backend/p2p/mail.h"
+#include "backend/regroup.h"
+#include "base/error.h"
 
 #if WITH_VACANT_SEATS
-/* Ends the use of the heap of a rank that has left. Tells the rank that it may free its heap,
+/* Ends the use of the heap of a rank that has left. Reports to the rank that it may free its heap,
  * because this rank does not access it any more. */
 static void release_seat(epic_group *g, int seat)
 {
-    *g->word = P2P_GONE(0);
+    *g->word = P2P_RELEASED;
     if (!p2p_is_dead(g, seat) && !p2p_has_released(g, seat))
         g->hooks->write(g, seat, g->self.at.gone + 8 * g->rank, g->word, sizeof *g->word);
     p2p_heap_unmap(g, seat);
+}
+
+/* Releases the seats that are not in `members`. */
+static void release_others(epic_group *g, const seat_set *members)
+{
+    for (int q = 0; q < g->num_ranks; q++) {
+        if (seat_set_has(members, q) || p2p_is_vacant(g, q)) continue;
+        release_seat(g, q);
+        g->vacant |= 1u << q;
+    }
 }
 
 /* Writes the generation and the vacant seats into this rank's heap. */
@@ -26,11 +44,80 @@ static void write_group_words(epic_group *g)
 
 void p2p_set_members(epic_group *g, const seat_set *members)
 {
-    for (int q = 0; q < g->num_ranks; q++) {
-        if (seat_set_has(members, q) || p2p_is_vacant(g, q)) continue;
-        release_seat(g, q);
-        g->vacant |= 1u << q;
-    }
+    release_others(g, members);
     write_group_words(g);
 }
+
+/* Returns whether other ranks of the group may use the same device in this process. */
+static bool shares_device(const epic_group *g)
+{
+    if (g->ranks_here == 1) return false;
+    for (int q = 0; q < g->num_ranks; q++)
+        if (q != g->rank && p2p_same(g->peers[q].process, g->peers[g->rank].process))
+            return true;
+    return false;
+}
+
+/* Implements epic_regroup_transport.begin. If other ranks of the group use the device in this
+ * process, cudaDeviceSynchronize() could wait for a kernel of theirs that waits for this rank. So
+ * the caller must then have synchronized its streams. */
+static epic_result begin_regroup(epic_group *g)
+{
+    int before = -1;
+    if (g->windows)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "ctx has windows: the members of such a group cannot change; open a new group");
+    if (shares_device(g)) return EPIC_OK;
+    TRY(p2p_cuda(cudaGetDevice(&before), "the current device"));
+    TRY(p2p_cuda(cudaSetDevice(g->device), "the device of the context"));
+    const cudaError_t error = cudaDeviceSynchronize();
+    (void)cudaSetDevice(before);
+    return p2p_cuda(error, "waiting for the work of this rank");
+}
+
+/* Forgets the failure and the data errors that kernels have reported in the old generation. */
+static void clear_status(p2p_status *status)
+{
+    for (int i = 0; i < P2P_NOTICES; i++)
+        __atomic_store_n(&status->notices[i].result, (uint32_t)EPIC_OK, __ATOMIC_RELAXED);
+    __atomic_store_n(&status->result, (uint32_t)EPIC_OK, __ATOMIC_RELEASE);
+}
+
+/* Implements epic_regroup_transport.enter. */
+static epic_result enter_generation(epic_group *g, const seat_set *members)
+{
+    int before = -1;
+    (void)cudaGetDevice(&before);
+    (void)cudaSetDevice(g->device);
+    g->generation++;
+    release_others(g, members);
+    epic_result result = p2p_heap_renew(g);
+    if (result == EPIC_OK) {
+        write_group_words(g);
+        clear_status(g->status);
+        result = p2p_mail_meet(g);
+    }
+    if (before >= 0) (void)cudaSetDevice(before);
+    return result;
+}
+
+static bool is_gone(epic_group *g, int seat)
+{
+    return p2p_mail_is_gone(g, seat);
+}
+
+/* Implements epic_regroup_transport.send. There is no memory to send with a message. */
+static void send_message(epic_group *g, int to, const void *message, size_t bytes,
+                         uint64_t group_id)
+{
+    (void)group_id;
+    p2p_mail_send(g, to, message, bytes);
+}
+
+const epic_regroup_transport p2p_regroup = {.begin = begin_regroup,
+                                            .send = send_message,
+                                            .receive = p2p_mail_receive,
+                                            .is_gone = is_gone,
+                                            .enter = enter_generation};
 #endif

@@ -347,6 +347,7 @@ const epic_ops p2p_ops = {
     .add_window = p2p_add_window,
 #if WITH_VACANT_SEATS
     .set_members = p2p_set_members,
+    .regroup = &p2p_regroup,
 #endif
     .router_forward = p2p_router_forward,
     .router_backward = p2p_router_backward,

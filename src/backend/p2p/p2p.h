@@ -40,6 +40,24 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
+/* The words of a rank in the heap of another rank (mail.h). */
+typedef struct p2p_mail_words {
+    uint64_t sent;    /* number of messages that it has sent to this rank */
+    uint64_t entered; /* number of the generation that it has entered */
+} p2p_mail_words;
+
+/* The state of the messages for epic_regroup (mail.h). */
+typedef struct p2p_mail {
+    /* [DEVICE_MAX_RANKS], pinned: copies of the words of all ranks, and of the words `gone` */
+    p2p_mail_words *words;
+    uint64_t *gone;
+    uint64_t
+        sent[DEVICE_MAX_RANKS]; /* number of messages that this rank has sent to each rank */
+    uint64_t read[DEVICE_MAX_RANKS];     /* number of messages read of each rank */
+    bool has_reported[DEVICE_MAX_RANKS]; /* ranks whose end has ended a wait for messages */
+    int last;                            /* sender of the last message */
+} p2p_mail;
+
 /* One rank's state in a group. Read-only after join, except `windows`, `waits` and the memory
  * of *status, *beats and *word, and except the members, which change while no other call
  * runs. */
@@ -59,6 +77,7 @@ struct epic_group {
     bool mapped[DEVICE_MAX_RANKS];
     uint32_t generation; /* p2p_group_words.generation */
     uint32_t vacant;     /* p2p_group_words.vacant */
+    p2p_mail mail;
     p2p_watch *watch;
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
@@ -107,11 +126,15 @@ int64_t p2p_heap_bytes(const p2p_heap *at);
 /* Clears a heap: sets stamped words (kernels/cuda/common/heap.h) to 0, and staging memory to poison
  * (the value of a word that has not arrived). Returns when the device has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
+/* Clears this rank's heap for a new generation, in which epochs begin at 1 again. Keeps the
+ * words `gone`, because a member may close its context early, and the times in the control
+ * memory. */
+epic_result p2p_heap_renew(epic_group *group);
 /* Returns the epoch (number) of the last operation that began on this rank's device. Copies the
  * epoch from the device and waits for this copy, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
-/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. A word is P2P_GONE() if its rank
- * has closed, and 0 if not. Returns pinned host memory that is valid until the next call, or
+/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. A word is 0 while its rank may
+ * access this rank's heap. Returns pinned host memory that is valid until the next call, or
  * NULL if the copy failed. */
 const uint64_t *p2p_gone(epic_group *group);
 
@@ -142,8 +165,9 @@ static inline bool p2p_is_vacant(const epic_group *group, int seat)
     return WITH_VACANT_SEATS && (group->vacant >> seat % 32 & 1);
 }
 
-/* Implements epic_ops.set_members (members.c). */
+/* Implement epic_ops.set_members and epic_ops.regroup (members.c). */
 void p2p_set_members(epic_group *group, const seat_set *members);
+extern const struct epic_regroup_transport p2p_regroup;
 
 /* Returns whether a peer in this process has freed its heap. Such a peer may not have announced
  * that it closes, because its join failed. */

@@ -142,7 +142,7 @@ static epic_result shm_prepare(epic_group *group, uint64_t group_id)
     return EPIC_OK;
 }
 
-static void shm_enter(epic_group *group, const seat_set *members)
+static epic_result shm_enter(epic_group *group, const seat_set *members)
 {
     shm_connections *c = group->backend_data;
     shm_generations *g = c->generations;
@@ -158,6 +158,7 @@ static void shm_enter(epic_group *group, const seat_set *members)
     g->prepared_id = 0;
     for (int i = 0; i < MAX_MEMORIES; i++)
         if (g->memories[i].group_id != g->current_id) drop_memory(&g->memories[i]);
+    return EPIC_OK;
 }
 
 void shm_generations_free(shm_generations *g, const shared_layout *layout)

@@ -254,13 +254,14 @@ static epic_result threads_prepare(epic_group *group, uint64_t group_id)
                              seat->current->mail);
 }
 
-static void threads_enter(epic_group *group, const seat_set *members)
+static epic_result threads_enter(epic_group *group, const seat_set *members)
 {
     thread_seat *seat = group->backend_data;
     shared_group_enter(group, seat->prepared->segment, members);
     leave_thread_group(seat->current);
     seat->current = seat->prepared;
     seat->prepared = NULL;
+    return EPIC_OK;
 }
 
 static const epic_regroup_transport regroup = {.send = threads_send,

@@ -560,7 +560,10 @@ class Group:
         only: Iterable[int] | None = None,
         authority: int = 0,
     ) -> Members:
-        """Continue without ranks that have died, hang or leave. Only with "shm" and "threads".
+        """Continue without ranks that have died, hang or leave, on one host.
+
+        Backends "shm", "threads" and, with at most 32 ranks, "p2p" support this. On GPUs, captured
+        CUDA graphs stay valid.
 
         Call it on all ranks that live, after an error that broke the group, or when a rank calls
         `leave`. The ranks agree on the members that continue. Then the group works again, with

@@ -1,0 +1,170 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "backend/p2p/mail.h"
+
+#include <stddef.h>
+#include <string.h>
+#include <time.h>
+
+#include "backend/regroup.h"
+#include "base/deadline.h"
+#include "base/error.h"
+
+#define SLOTS 8 /* messages of a box */
+#define POLL_NAP_NS 20000
+
+/* A message of a box. */
+typedef struct letter {
+    uint64_t number; /* 1 for the first message of the writer to this rank */
+    unsigned char bytes[REGROUP_MESSAGE_BYTES];
+} letter;
+
+/* The memory: first the words of all writers, then letters [num_ranks][SLOTS]. */
+static int64_t words_at(const epic_group *g, int writer)
+{
+    return device_round_up(g->self.at.bytes, 128) + writer * (int64_t)sizeof(p2p_mail_words);
+}
+
+static int64_t letter_at(const epic_group *g, int writer, uint64_t number)
+{
+    return words_at(g, DEVICE_MAX_RANKS) +
+           (writer * SLOTS + (int64_t)(number % SLOTS)) * (int64_t)sizeof(letter);
+}
+
+int64_t p2p_mail_bytes(int64_t num_ranks)
+{
+    if (!WITH_VACANT_SEATS) return 0;
+    return 128 + DEVICE_MAX_RANKS * (int64_t)sizeof(p2p_mail_words) +
+           num_ranks * SLOTS * (int64_t)sizeof(letter);
+}
+
+epic_result p2p_mail_clear(epic_group *g)
+{
+    const int64_t bytes = p2p_mail_bytes(g->num_ranks) - 128;
+    if (!WITH_VACANT_SEATS) return EPIC_OK;
+    return p2p_cuda(cudaMemsetAsync(g->self.heap[g->rank] + words_at(g, 0), 0, (size_t)bytes,
+                                    g->side),
+                    "clearing the memory for messages");
+}
+
+void p2p_mail_send(epic_group *g, int to, const void *message, size_t bytes)
+{
+    letter l = {.number = g->mail.sent[to] + 1};
+    if (p2p_is_vacant(g, to) || p2p_is_dead(g, to) || p2p_has_released(g, to)) return;
+    memcpy(l.bytes, message, bytes);
+    g->mail.sent[to]++;
+    g->hooks->write(g, to, letter_at(g, g->rank, l.number), &l, sizeof l);
+    g->hooks->write(g, to, words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, sent),
+                    &l.number, sizeof l.number);
+}
+
+/* Copies `bytes` bytes at offset `at` of this rank's heap to pinned memory. Returns false if CUDA
+ * reports an error. */
+static bool copy_here(epic_group *g, void *to, int64_t at, size_t bytes)
+{
+    return cudaMemcpyAsync(to, g->self.heap[g->rank] + at, bytes, cudaMemcpyDefault, g->side) ==
+           cudaSuccess;
+}
+
+/* Reads the words of all writers, and which ranks have closed. */
+static bool poll_words(epic_group *g)
+{
+    return copy_here(g, g->mail.words, words_at(g, 0),
+                     DEVICE_MAX_RANKS * sizeof *g->mail.words) &&
+           copy_here(g, g->mail.gone, g->self.at.gone,
+                     DEVICE_MAX_RANKS * sizeof *g->mail.gone) &&
+           cudaStreamSynchronize(g->side) == cudaSuccess;
+}
+
+/* Reads the oldest message of a writer that has not been overwritten. */
+static bool read_letter(epic_group *g, int from, void *message, size_t bytes)
+{
+    const uint64_t sent = g->mail.words[from].sent;
+    uint64_t *read = &g->mail.read[from];
+    letter l;
+    if (sent - *read > SLOTS) *read = sent - SLOTS;
+    while (*read != sent) {
+        const uint64_t number = ++*read;
+        if (!copy_here(g, &l, letter_at(g, from, number), sizeof l) ||
+            cudaStreamSynchronize(g->side) != cudaSuccess)
+            return false;
+        if (l.number != number) continue; /* the writer has overwritten it meanwhile */
+        memcpy(message, l.bytes, bytes);
+        return true;
+    }
+    return false;
+}
+
+/* Reads a message of any rank. Begins after the rank of the last message, so that no rank is
+ * left out. */
+static bool read_any(epic_group *g, int *from, void *message, size_t bytes)
+{
+    for (int i = 1; i <= g->num_ranks; i++) {
+        const int q = (g->mail.last + i) % g->num_ranks;
+        if (!read_letter(g, q, message, bytes)) continue;
+        *from = g->mail.last = q;
+        return true;
+    }
+    return false;
+}
+
+bool p2p_mail_receive(epic_group *g, int *from, void *message, size_t bytes, uint32_t ms)
+{
+    const int64_t end = clock_ns() + (int64_t)ms * 1000000;
+    for (;;) {
+        if (!poll_words(g)) break;
+        if (read_any(g, from, message, bytes)) return true;
+        if (clock_ns() >= end) return false;
+        for (int q = 0; q < g->num_ranks; q++)
+            if (p2p_mail_is_gone(g, q) && !g->mail.has_reported[q]) {
+                g->mail.has_reported[q] = true;
+                return false;
+            }
+        nanosleep(&(struct timespec){.tv_nsec = POLL_NAP_NS}, NULL);
+    }
+    (void)cudaGetLastError();
+    return false;
+}
+
+bool p2p_mail_is_gone(const epic_group *g, int seat)
+{
+    const uint64_t gone = g->mail.gone[seat];
+    return (gone && gone != P2P_RELEASED) || p2p_is_dead(g, seat) || p2p_has_released(g, seat);
+}
+
+/* Returns the lowest member that has not entered this generation yet, or -1. *is_gone becomes
+ * whether some member is gone. */
+static int find_missing(const epic_group *g, bool *is_gone)
+{
+    int missing = -1;
+    *is_gone = false;
+    for (int q = g->num_ranks - 1; q >= 0; q--) {
+        if (q == g->rank || p2p_is_vacant(g, q)) continue;
+        *is_gone |= p2p_mail_is_gone(g, q);
+        if (g->mail.words[q].entered < g->generation) missing = q;
+    }
+    return missing;
+}
+
+epic_result p2p_mail_meet(epic_group *g)
+{
+    const uint64_t entered = g->generation;
+    deadline end = deadline_begin_ms(g->config.timeout_ms);
+    bool is_gone;
+    for (int q = 0; q < g->num_ranks; q++)
+        if (q != g->rank && !p2p_is_vacant(g, q) && !p2p_is_dead(g, q) &&
+            !p2p_has_released(g, q))
+            g->hooks->write(
+                g, q, words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, entered),
+                &entered, sizeof entered);
+    for (;;) {
+        if (!poll_words(g)) return p2p_cuda(cudaGetLastError(), "meeting the members");
+        const int missing = find_missing(g, &is_gone);
+        if (missing < 0 || is_gone) return EPIC_OK;
+        if (deadline_before_nap(&end, POLL_NAP_NS))
+            return epic_fail(EPIC_ETIMEOUT,
+                             "rank %d did not enter the new generation of the group within %u "
+                             "ms: call epic_regroup again",
+                             missing, g->config.timeout_ms);
+        nanosleep(&(struct timespec){.tv_nsec = POLL_NAP_NS}, NULL);
+    }
+}

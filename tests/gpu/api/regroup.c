@@ -1,0 +1,392 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Tests groups of processes that lose ranks and go on (epic_regroup). A rank is killed, ends, is
+ * stopped, or leaves as planned, while all ranks replay a CUDA graph of a layer and a sum. The
+ * others make the next generation and replay the same graph, whose results must be those of the
+ * members. Then a second rank leaves. Prints the time from the end of a rank to the first
+ * correct replay without it, and the time of a planned leave.
+ *
+ *   api_regroup RANKS GPUS FAULTS [FIRST] */
+#include <cuda_runtime_api.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "copies.h"
+#include "epic/epic.h"
+#include "slack.h"
+
+enum { MAX_RANKS = 16, LOCAL = 3, TOP_K = 2, TOKENS = 20, HIDDEN = 64 };
+enum { ROW = 4 * HIDDEN, COUNT = 5, MOST_REPLAYS = 1000000 };
+enum fault { KILLED, EXITED, STOPPED, LEFT, NUM_FAULTS };
+static const char *const fault_names[] = {"SIGKILL", "exit", "SIGSTOP", "leave"};
+#define TIMEOUT_MS 30000u
+#define STOP_TIMEOUT_MS 1500u /* of a group with a rank that stops */
+
+static int num_ranks, num_gpus, victim, second;
+static enum fault fault;
+static unsigned delay_us, port;
+
+static struct shared {
+    double fault_ms;
+    int began, passed[MAX_RANKS], recovered;
+    double recovery_ms[MAX_RANKS], leave_ms[MAX_RANKS];
+} *shared;
+
+/* The memory of a rank, which the graph reads and writes. */
+typedef struct rank_state {
+    int rank;
+    epic_context *ctx;
+    cudaStream_t stream;
+    cudaGraphExec_t graph;
+    epic_layer layer;
+    int64_t slots, plan_bytes;
+    uint64_t members;
+    int32_t ids[TOKENS * TOP_K];
+    void *plan, *d_ids, *d_logical, *tokens, *recv, *out, *sum;
+} rank_state;
+
+static double now_ms(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
+}
+
+static void must(int good, const char *what, const rank_state *s)
+{
+    if (good) return;
+    fprintf(stderr, "%s of rank %d, rank %d: %s: %s\n", fault_names[fault], victim, s->rank, what,
+            epic_error(s->ctx));
+    _exit(1);
+}
+
+static void must_run(cudaError_t error, const char *what, const rank_state *s)
+{
+    if (error != cudaSuccess) fprintf(stderr, "%s\n", cudaGetErrorString(error));
+    must(error == cudaSuccess, what, s);
+}
+
+/* ----------------------------------------------------------------------------- the step ---- */
+
+static int num_logical(void)
+{
+    return num_ranks * LOCAL / 2;
+}
+
+/* Expert e is a replica of logical expert e % num_logical(). */
+static int is_present(uint64_t members, int logical)
+{
+    for (int e = logical; e < num_ranks * LOCAL; e += num_logical())
+        if (members >> e / LOCAL & 1) return 1;
+    return 0;
+}
+
+static float value_of(int rank, int token, int i)
+{
+    return (float)(1 + rank * 64 + token * 3 + i % 5);
+}
+
+/* Copies on the stream of the rank, which must be idle. */
+static void copy(void *to, const void *from, size_t bytes, const rank_state *s)
+{
+    must_run(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, s->stream), "a copy", s);
+    must_run(cudaStreamSynchronize(s->stream), "a copy", s);
+}
+
+static void *upload(const void *from, size_t bytes, const rank_state *s)
+{
+    void *to = NULL;
+    must_run(cudaMalloc(&to, bytes), "memory", s);
+    must_run(from ? copy_in(to, from, bytes) : fill_in(to, 0, bytes), "a copy", s);
+    return to;
+}
+
+static void set_up(rank_state *s, const epic_config *config)
+{
+    int32_t logical[MAX_RANKS * LOCAL];
+    float tokens[TOKENS * HIDDEN];
+    s->layer = (epic_layer){.num_experts = (uint32_t)(num_ranks * LOCAL),
+                            .num_logical = (uint32_t)num_logical(),
+                            .top_k = TOP_K,
+                            .flags = EPIC_DROP_ABSENT};
+    must(!epic_capacity_bound(config, &s->layer, &s->slots) &&
+             !epic_plan_bytes(config, &s->layer, &s->plan_bytes),
+         "sizes", s);
+    for (int e = 0; e < num_ranks * LOCAL; e++) logical[e] = e % num_logical();
+    for (int i = 0; i < TOKENS * TOP_K; i++) s->ids[i] = (i * 5 + s->rank) % num_logical();
+    for (int i = 0; i < TOKENS * HIDDEN; i++)
+        tokens[i] = value_of(s->rank, i / HIDDEN, i % HIDDEN);
+    must_run(cudaStreamCreateWithFlags(&s->stream, cudaStreamNonBlocking), "a stream", s);
+    s->plan = upload(NULL, (size_t)s->plan_bytes, s);
+    s->d_ids = upload(s->ids, sizeof s->ids, s);
+    s->d_logical = upload(logical, (size_t)(num_ranks * LOCAL) * 4, s);
+    s->tokens = upload(tokens, sizeof tokens, s);
+    s->recv = upload(NULL, (size_t)s->slots * ROW, s);
+    s->out = upload(NULL, sizeof tokens, s);
+    s->sum = upload(NULL, COUNT * 4, s);
+}
+
+static epic_result combine(rank_state *s)
+{
+    const epic_combine_args args = {.call.stream = s->stream,
+                                    .layer = &s->layer,
+                                    .plan = s->plan,
+                                    .plan_bytes = s->plan_bytes,
+                                    .rows = {s->recv, s->slots, ROW},
+                                    .out = {s->out, TOKENS, ROW},
+                                    .type = EPIC_F32};
+    return epic_combine(s->ctx, &args);
+}
+
+static epic_result launch_step(rank_state *s)
+{
+    const epic_plan_args plan = {.call.stream = s->stream,
+                                 .layer = &s->layer,
+                                 .plan = s->plan,
+                                 .plan_bytes = s->plan_bytes,
+                                 .topk_idx = s->d_ids,
+                                 .logical_of_expert = s->d_logical,
+                                 .num_tokens = TOKENS,
+                                 .capacity = s->slots};
+    const epic_dispatch_args dispatch = {.tokens = {s->tokens, TOKENS, ROW},
+                                         .recv = {s->recv, s->slots, ROW}};
+    const epic_allreduce_sum_args sum = {.call.stream = s->stream, .data = s->sum, .count = COUNT};
+    epic_result result = epic_plan_dispatch(s->ctx, &plan, &dispatch);
+    if (result == EPIC_OK) result = combine(s);
+    return result == EPIC_OK ? epic_allreduce_sum(s->ctx, &sum) : result;
+}
+
+static void capture_step(rank_state *s)
+{
+    cudaGraph_t graph;
+    must_run(cudaStreamBeginCapture(s->stream, cudaStreamCaptureModeThreadLocal), "capture", s);
+    must(launch_step(s) == EPIC_OK, "captured calls", s);
+    must_run(cudaStreamEndCapture(s->stream, &graph), "capture", s);
+    must_run(cudaGraphInstantiate(&s->graph, graph, 0), "a graph", s);
+    must_run(cudaGraphDestroy(graph), "a graph", s);
+}
+
+/* Runs a step: by the graph, or by calls. */
+static epic_result run_step(rank_state *s, int by_graph)
+{
+    float numbers[COUNT];
+    epic_result result = EPIC_OK;
+    for (int i = 0; i < COUNT; i++) numbers[i] = (float)(1 << s->rank);
+    copy(s->sum, numbers, sizeof numbers, s);
+    if (by_graph)
+        must_run(cudaGraphLaunch(s->graph, s->stream), "a replay", s);
+    else
+        result = launch_step(s);
+    must_run(cudaStreamSynchronize(s->stream), "a step", s);
+    return result == EPIC_OK ? epic_check(s->ctx) : result;
+}
+
+/* Checks the results of a step. A token gets its row once for each choice that is present. */
+static void check_step(const rank_state *s)
+{
+    static float out[TOKENS * HIDDEN];
+    float numbers[COUNT];
+    copy(out, s->out, sizeof out, s);
+    copy(numbers, s->sum, sizeof numbers, s);
+    for (int i = 0; i < TOKENS * HIDDEN; i++) {
+        const int token = i / HIDDEN;
+        float times = 0;
+        for (int k = 0; k < TOP_K; k++)
+            times += (float)is_present(s->members, s->ids[token * TOP_K + k]);
+        must(out[i] == times * value_of(s->rank, token, i % HIDDEN), "a wrong row", s);
+    }
+    for (int i = 0; i < COUNT; i++) must(numbers[i] == (float)s->members, "a wrong sum", s);
+}
+
+static void must_step(rank_state *s, int by_graph)
+{
+    must(run_step(s, by_graph) == EPIC_OK, "a step", s);
+    check_step(s);
+}
+
+/* ---------------------------------------------------------------------------- the ranks ---- */
+
+static void open_rank(rank_state *s)
+{
+    const epic_tcp tcp = {
+        .rank = s->rank, .num_ranks = num_ranks, .port = port, .timeout_ms = TIMEOUT_MS};
+    const epic_config config = {.max_tokens = TOKENS,
+                                .max_row_bytes = ROW,
+                                .num_ranks = (uint32_t)num_ranks,
+                                .timeout_ms = fault == STOPPED ? STOP_TIMEOUT_MS : TIMEOUT_MS,
+                                .backend = "p2p"};
+    epic_bootstrap bootstrap;
+    must(!epic_bootstrap_tcp(&bootstrap, &tcp), "bootstrap", s);
+    must(!epic_open(&s->ctx, &bootstrap, &config), "open", s);
+    epic_bootstrap_close(&bootstrap);
+    s->members = (1u << num_ranks) - 1;
+    set_up(s, &config);
+}
+
+/* Makes the next generation, which must not contain rank `gone`. */
+static void go_on(rank_state *s, int gone)
+{
+    const epic_regroup_args args = {.patience_ms = 1000 + (uint32_t)slack_ms()};
+    epic_members_info info;
+    s->members &= ~(UINT64_C(1) << gone);
+    must(epic_regroup(s->ctx, &args, &info) == EPIC_OK, "regroup", s);
+    must(info.members[0] == s->members && info.gone[0] == UINT64_C(1) << gone, "members", s);
+}
+
+/* The plan of the generation before is refused on all ranks, and the group stays usable. */
+static void check_old_plan(rank_state *s)
+{
+    must(combine(s) == EPIC_OK, "combine", s);
+    must_run(cudaStreamSynchronize(s->stream), "combine", s);
+    must(epic_check(s->ctx) == EPIC_EINVAL, "an old plan", s);
+}
+
+static void leave(rank_state *s)
+{
+    const epic_regroup_args args = {.leaving = 1};
+    must(epic_regroup(s->ctx, &args, NULL) == EPIC_OK, "leave", s);
+    must(epic_check(s->ctx) == EPIC_EEVICTED, "a call after leave", s);
+    epic_close(s->ctx);
+}
+
+static void *end_process(void *unused)
+{
+    (void)unused;
+    usleep(delay_us);
+    shared->fault_ms = now_ms();
+    if (fault == KILLED) raise(SIGKILL);
+    if (fault == EXITED) _exit(0);
+    kill(getpid(), SIGSTOP);
+    return NULL;
+}
+
+/* The victim works until its end. If it was stopped, it continues when the others have gone on
+ * without it, and finds that it was evicted. */
+static void run_victim(rank_state *s)
+{
+    const epic_regroup_args args = {.patience_ms = 1000};
+    pthread_t thread;
+    epic_result result = EPIC_OK;
+    while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
+    pthread_create(&thread, NULL, end_process, NULL);
+    for (int i = 0; i < MOST_REPLAYS && result == EPIC_OK; i++) result = run_step(s, 1);
+    if (fault != STOPPED) for (;;) pause();
+    must(result == EPIC_EPEER || result == EPIC_ETIMEOUT, "a call of an evicted rank", s);
+    result = epic_regroup(s->ctx, &args, NULL);
+    must(result == EPIC_EEVICTED, "regroup of an evicted rank", s);
+    epic_close(s->ctx);
+    shared->passed[s->rank] = 1;
+}
+
+/* Works until an error, goes on without the victim, and then without the second rank. */
+static void run_survivor(rank_state *s)
+{
+    epic_result result = EPIC_OK;
+    if (fault != LEFT) {
+        for (int i = 0; i < MOST_REPLAYS && result == EPIC_OK; i++) result = run_step(s, 1);
+        must(result == (fault == STOPPED ? EPIC_ETIMEOUT : EPIC_EPEER), "another error", s);
+    }
+    const double begin = now_ms();
+    go_on(s, victim);
+    shared->leave_ms[s->rank] = now_ms() - begin;
+    must_step(s, 1);
+    shared->recovery_ms[s->rank] = now_ms() - (fault == LEFT ? begin : shared->fault_ms);
+    __atomic_add_fetch(&shared->recovered, 1, __ATOMIC_RELAXED);
+    for (int i = 0; i < 5; i++) must_step(s, i % 2);
+    if (s->rank == second) {
+        leave(s);
+    } else if (second >= 0) {
+        go_on(s, second);
+        check_old_plan(s);
+        for (int i = 0; i < 5; i++) must_step(s, 1 - i % 2);
+    }
+    if (s->rank != second) epic_close(s->ctx);
+    shared->passed[s->rank] = 1;
+}
+
+static void run_rank(int rank)
+{
+    rank_state s = {.rank = rank};
+    must_run(cudaSetDevice(rank % num_gpus), "cudaSetDevice", &s);
+    open_rank(&s);
+    must_step(&s, 0);
+    capture_step(&s);
+    must_step(&s, 1);
+    __atomic_add_fetch(&shared->began, 1, __ATOMIC_RELAXED);
+    if (rank != victim) {
+        run_survivor(&s);
+    } else if (fault == LEFT) {
+        leave(&s);
+        shared->passed[rank] = 1;
+    } else {
+        run_victim(&s);
+    }
+    fflush(NULL);
+    _exit(0);
+}
+
+/* ----------------------------------------------------------------------------- the test ---- */
+
+static int inject_fault(int i)
+{
+    pid_t pids[MAX_RANKS];
+    int passed = 1, status;
+    double recovery = 0, leaving = 0;
+    unsigned seed = 99 + (unsigned)i;
+    fault = (enum fault)(i % NUM_FAULTS);
+    victim = rand_r(&seed) % num_ranks;
+    /* a stopped rank still counts as a member that may vote, so only the others may leave */
+    second = num_ranks > 2 ? (victim + 1 + rand_r(&seed) % (num_ranks - 1)) % num_ranks : -1;
+    delay_us = (unsigned)rand_r(&seed) % 20000;
+    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
+    memset(shared, 0, sizeof *shared);
+    fflush(NULL);
+    for (int r = 0; r < num_ranks; r++)
+        if (!(pids[r] = fork())) run_rank(r);
+    while (fault == STOPPED && __atomic_load_n(&shared->recovered, __ATOMIC_RELAXED) <
+                                   num_ranks - 1) {
+        int alive = 0;
+        for (int r = 0; r < num_ranks; r++) alive += kill(pids[r], 0) == 0;
+        for (int r = 0; r < num_ranks; r++)
+            if (r != victim && waitpid(pids[r], &status, WNOHANG) > 0 && status) alive = 0;
+        if (alive < num_ranks) break;
+        usleep(1000);
+    }
+    if (fault == STOPPED) kill(pids[victim], SIGCONT);
+    for (int r = 0; r < num_ranks; r++)
+        if (r != victim) waitpid(pids[r], &status, 0);
+    if (fault == KILLED || fault == EXITED) shared->passed[victim] = 1;
+    if (!passed) kill(pids[victim], SIGKILL);
+    waitpid(pids[victim], &status, 0);
+    for (int r = 0; r < num_ranks; r++) {
+        passed &= shared->passed[r];
+        if (r == victim) continue;
+        if (shared->recovery_ms[r] > recovery) recovery = shared->recovery_ms[r];
+        if (shared->leave_ms[r] > leaving) leaving = shared->leave_ms[r];
+    }
+    printf("  %s of rank %d: regroup %.2f ms; first correct step after %.2f ms%s\n",
+           fault_names[fault], victim, leaving, recovery, passed ? "" : ": FAILED");
+    return passed;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc < 4) return 2;
+    num_ranks = atoi(argv[1]);
+    num_gpus = atoi(argv[2]);
+    const int faults = atoi(argv[3]), first = argc > 4 ? atoi(argv[4]) : 0;
+    int passed = 0;
+    shared =
+        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (num_ranks < 2 || num_ranks > MAX_RANKS || shared == MAP_FAILED) return 2;
+    for (int i = first; i < first + faults; i++) passed += inject_fault(i);
+    printf("api_regroup %d processes, %d GPUs: %d of %d faults handled correctly\n", num_ranks,
+           num_gpus, passed, faults);
+    return passed != faults;
+}
