@@ -341,6 +341,38 @@ def case_replicas(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     assert same(*results)
 
 
+def run_placed(layer: epic.torch.MoE) -> list[torch.Tensor]:
+    """Return the output and gradients of a layer that has a placement."""
+    x = numbers(60 + layer.group.rank, 6, 16).requires_grad_()
+    layer.zero_grad()
+    out, loss = layer(x)
+    (out.square().sum() + loss).backward()
+    assert x.grad is not None and layer.w_down.grad is not None
+    return [out, loss, x.grad, layer.w_down.grad]
+
+
+def case_members(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check that rank 0 goes on alone after rank 1 has left, first without absent experts."""
+    options = epic.torch.Moe.of(**{**WISH, "num_experts": 12}, num_logical=5, drop_absent=True)
+    table = [0, 1, 2, -1, 1, -1, 3, 0, 3, 4, 2, -1]  # 3 and 4 are on rank 1 only
+    results: list[list[torch.Tensor]] = []
+    for group in (on_gpu, on_host):
+        placement = epic.torch.Placement(group, options.layer, table)
+        layer = epic.torch.MoE(group, options, logical_of_expert=placement)
+        found = run_placed(layer)
+        if group.rank == 1:
+            group.leave()
+            continue
+        assert group.shrink(step=4).gone == (1,) and placement.absent == (3, 4)
+        found += run_placed(layer)
+        loaded: list[tuple[int, int]] = []
+        placement.restore(lambda *moved, to=loaded: to.append(moved))
+        assert sorted(logical for logical, _ in loaded) == [3, 4] and placement.absent == ()
+        results.append(found + run_placed(layer))
+    if results:
+        agree(results[0], results[1], 2e-5)
+
+
 def case_distinct(on_gpu: epic.torch.Group, _: epic.torch.Group) -> None:
     """Check that a token that names an expert twice is reported by check() of every rank."""
     layer = epic.torch.Layer(8, 3, distinct=True)
