@@ -41,9 +41,9 @@ epic_result p2p_mail_clear(epic_group *g)
 {
     const int64_t bytes = p2p_mail_bytes(g->num_ranks) - 128;
     if (!WITH_VACANT_SEATS) return EPIC_OK;
-    return p2p_cuda(cudaMemsetAsync(g->self.heap[g->rank] + words_at(g, 0), 0, (size_t)bytes,
-                                    g->side),
-                    "clearing the memory for messages");
+    return p2p_cuda(
+        cudaMemsetAsync(g->self.heap[g->rank] + words_at(g, 0), 0, (size_t)bytes, g->side),
+        "clearing the memory for messages");
 }
 
 void p2p_mail_send(epic_group *g, int to, const void *message, size_t bytes)
@@ -153,9 +153,9 @@ epic_result p2p_mail_meet(epic_group *g)
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && !p2p_is_vacant(g, q) && !p2p_is_dead(g, q) &&
             !p2p_has_released(g, q))
-            g->hooks->write(
-                g, q, words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, entered),
-                &entered, sizeof entered);
+            g->hooks->write(g, q,
+                            words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, entered),
+                            &entered, sizeof entered);
     for (;;) {
         if (!poll_words(g)) return p2p_cuda(cudaGetLastError(), "meeting the members");
         const int missing = find_missing(g, &is_gone);

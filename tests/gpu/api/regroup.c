@@ -2,8 +2,9 @@
 /* Tests groups of processes that lose ranks and go on (epic_regroup). A rank is killed, ends, is
  * stopped, or leaves as planned, while all ranks replay a CUDA graph of a layer and a sum. The
  * others make the next generation and replay the same graph, whose results must be those of the
- * members. Then a second rank leaves. Prints the time from the end of a rank to the first
- * correct replay without it, and the time of a planned leave.
+ * members. Then a second rank leaves, or ends. In another case, it is killed soon after the first one,
+ * often during epic_regroup. Prints the time from the end of a rank to the first correct replay
+ * without it, and the time of epic_regroup.
  *
  *   api_regroup RANKS GPUS FAULTS [FIRST] */
 #include <cuda_runtime_api.h>
@@ -23,20 +24,21 @@
 
 enum { MAX_RANKS = 16, LOCAL = 3, TOP_K = 2, TOKENS = 20, HIDDEN = 64 };
 enum { ROW = 4 * HIDDEN, COUNT = 5, MOST_REPLAYS = 1000000 };
-enum fault { KILLED, EXITED, STOPPED, LEFT, NUM_FAULTS };
-static const char *const fault_names[] = {"SIGKILL", "exit", "SIGSTOP", "leave"};
+enum fault { KILLED, EXITED, STOPPED, LEFT, TWO_KILLED, NUM_FAULTS };
+static const char *const fault_names[] = {"SIGKILL", "exit", "SIGSTOP", "leave", "two SIGKILL"};
 #define TIMEOUT_MS 30000u
+#define MOST_SECONDS 240u     /* of a rank; a hung one must not stay behind */
 #define STOP_TIMEOUT_MS 1500u /* of a group with a rank that stops */
 
 static int num_ranks, num_gpus, victim, second;
 static enum fault fault;
-static unsigned delay_us, port;
+static unsigned delay_us, second_delay_us, port;
 
 static struct shared {
     double fault_ms;
-    int began, passed[MAX_RANKS], recovered;
+    int began, left, recovered, passed[MAX_RANKS];
     double recovery_ms[MAX_RANKS], leave_ms[MAX_RANKS];
-} *shared;
+} * shared;
 
 /* The memory of a rank, which the graph reads and writes. */
 typedef struct rank_state {
@@ -61,8 +63,8 @@ static double now_ms(void)
 static void must(int good, const char *what, const rank_state *s)
 {
     if (good) return;
-    fprintf(stderr, "%s of rank %d, rank %d: %s: %s\n", fault_names[fault], victim, s->rank, what,
-            epic_error(s->ctx));
+    fprintf(stderr, "%s of rank %d, rank %d: %s: %s\n", fault_names[fault], victim, s->rank,
+            what, epic_error(s->ctx));
     _exit(1);
 }
 
@@ -156,7 +158,8 @@ static epic_result launch_step(rank_state *s)
                                  .capacity = s->slots};
     const epic_dispatch_args dispatch = {.tokens = {s->tokens, TOKENS, ROW},
                                          .recv = {s->recv, s->slots, ROW}};
-    const epic_allreduce_sum_args sum = {.call.stream = s->stream, .data = s->sum, .count = COUNT};
+    const epic_allreduce_sum_args sum = {
+        .call.stream = s->stream, .data = s->sum, .count = COUNT};
     epic_result result = epic_plan_dispatch(s->ctx, &plan, &dispatch);
     if (result == EPIC_OK) result = combine(s);
     return result == EPIC_OK ? epic_allreduce_sum(s->ctx, &sum) : result;
@@ -252,7 +255,17 @@ static void leave(rank_state *s)
     const epic_regroup_args args = {.leaving = 1};
     must(epic_regroup(s->ctx, &args, NULL) == EPIC_OK, "leave", s);
     must(epic_check(s->ctx) == EPIC_EEVICTED, "a call after leave", s);
+    const double begin = now_ms();
     epic_close(s->ctx);
+    must(now_ms() - begin < TIMEOUT_MS / 2, "a close that waits for the others", s);
+    __atomic_add_fetch(&shared->left, 1, __ATOMIC_RELAXED);
+}
+
+/* Waits until all ranks that leave have closed their contexts. */
+static void await_left(void)
+{
+    const int leaves = (fault == LEFT) + (second >= 0 && fault != EXITED);
+    while (__atomic_load_n(&shared->left, __ATOMIC_RELAXED) < leaves) usleep(100);
 }
 
 static void *end_process(void *unused)
@@ -260,7 +273,7 @@ static void *end_process(void *unused)
     (void)unused;
     usleep(delay_us);
     shared->fault_ms = now_ms();
-    if (fault == KILLED) raise(SIGKILL);
+    if (fault == KILLED || fault == TWO_KILLED) raise(SIGKILL);
     if (fault == EXITED) _exit(0);
     kill(getpid(), SIGSTOP);
     return NULL;
@@ -276,7 +289,8 @@ static void run_victim(rank_state *s)
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
     pthread_create(&thread, NULL, end_process, NULL);
     for (int i = 0; i < MOST_REPLAYS && result == EPIC_OK; i++) result = run_step(s, 1);
-    if (fault != STOPPED) for (;;) pause();
+    if (fault != STOPPED)
+        for (;;) pause();
     must(result == EPIC_EPEER || result == EPIC_ETIMEOUT, "a call of an evicted rank", s);
     result = epic_regroup(s->ctx, &args, NULL);
     must(result == EPIC_EEVICTED, "regroup of an evicted rank", s);
@@ -284,10 +298,54 @@ static void run_victim(rank_state *s)
     shared->passed[s->rank] = 1;
 }
 
+static void *end_second(void *unused)
+{
+    (void)unused;
+    while (shared->fault_ms == 0) usleep(100);
+    usleep(second_delay_us);
+    raise(SIGKILL);
+    return NULL;
+}
+
+/* Makes generations until a step succeeds in one that has neither the victim nor the second
+ * rank. */
+static void lose_two(rank_state *s)
+{
+    const uint64_t left = s->members & ~(UINT64_C(1) << victim) & ~(UINT64_C(1) << second);
+    const epic_regroup_args args = {.patience_ms = 1000 + (uint32_t)slack_ms()};
+    epic_result result = EPIC_OK;
+    pthread_t thread;
+    if (s->rank == second) pthread_create(&thread, NULL, end_second, NULL);
+    do {
+        epic_members_info info;
+        while (result == EPIC_OK) result = run_step(s, 1);
+        must(result == EPIC_EPEER, "another error", s);
+        must(epic_regroup(s->ctx, &args, &info) == EPIC_OK, "regroup", s);
+        s->members = info.members[0];
+        result = run_step(s, 1);
+    } while (result != EPIC_OK || s->members != left);
+}
+
+/* The process ends while the others work. */
+static void end_second_rank(rank_state *s)
+{
+    for (int i = 0; i < 3; i++) must(run_step(s, 1) == EPIC_OK, "a step", s);
+    shared->passed[s->rank] = 1;
+    raise(SIGKILL);
+}
+
 /* Works until an error, goes on without the victim, and then without the second rank. */
 static void run_survivor(rank_state *s)
 {
     epic_result result = EPIC_OK;
+    if (fault == TWO_KILLED) {
+        lose_two(s);
+        shared->recovery_ms[s->rank] = now_ms() - shared->fault_ms;
+        for (int i = 0; i < 5; i++) must_step(s, i % 2);
+        epic_close(s->ctx);
+        shared->passed[s->rank] = 1;
+        return;
+    }
     if (fault != LEFT) {
         for (int i = 0; i < MOST_REPLAYS && result == EPIC_OK; i++) result = run_step(s, 1);
         must(result == (fault == STOPPED ? EPIC_ETIMEOUT : EPIC_EPEER), "another error", s);
@@ -299,20 +357,28 @@ static void run_survivor(rank_state *s)
     shared->recovery_ms[s->rank] = now_ms() - (fault == LEFT ? begin : shared->fault_ms);
     __atomic_add_fetch(&shared->recovered, 1, __ATOMIC_RELAXED);
     for (int i = 0; i < 5; i++) must_step(s, i % 2);
-    if (s->rank == second) {
+    if (s->rank == second && fault == EXITED) {
+        end_second_rank(s);
+    } else if (s->rank == second) {
         leave(s);
     } else if (second >= 0) {
+        result = EPIC_OK;
+        while (fault == EXITED && result == EPIC_OK) result = run_step(s, 1);
         go_on(s, second);
         check_old_plan(s);
         for (int i = 0; i < 5; i++) must_step(s, 1 - i % 2);
     }
-    if (s->rank != second) epic_close(s->ctx);
+    if (s->rank != second) {
+        await_left();
+        epic_close(s->ctx);
+    }
     shared->passed[s->rank] = 1;
 }
 
 static void run_rank(int rank)
 {
     rank_state s = {.rank = rank};
+    alarm(MOST_SECONDS);
     must_run(cudaSetDevice(rank % num_gpus), "cudaSetDevice", &s);
     open_rank(&s);
     must_step(&s, 0);
@@ -340,8 +406,9 @@ static int inject_fault(int i)
     double recovery = 0, leaving = 0;
     unsigned seed = 99 + (unsigned)i;
     fault = (enum fault)(i % NUM_FAULTS);
+    if (fault == TWO_KILLED && num_ranks < 3) fault = KILLED;
     victim = rand_r(&seed) % num_ranks;
-    /* a stopped rank still counts as a member that may vote, so only the others may leave */
+    second_delay_us = (unsigned)rand_r(&seed) % 8000;
     second = num_ranks > 2 ? (victim + 1 + rand_r(&seed) % (num_ranks - 1)) % num_ranks : -1;
     delay_us = (unsigned)rand_r(&seed) % 20000;
     port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
@@ -349,8 +416,8 @@ static int inject_fault(int i)
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
         if (!(pids[r] = fork())) run_rank(r);
-    while (fault == STOPPED && __atomic_load_n(&shared->recovered, __ATOMIC_RELAXED) <
-                                   num_ranks - 1) {
+    while (fault == STOPPED &&
+           __atomic_load_n(&shared->recovered, __ATOMIC_RELAXED) < num_ranks - 1) {
         int alive = 0;
         for (int r = 0; r < num_ranks; r++) alive += kill(pids[r], 0) == 0;
         for (int r = 0; r < num_ranks; r++)
@@ -361,7 +428,8 @@ static int inject_fault(int i)
     if (fault == STOPPED) kill(pids[victim], SIGCONT);
     for (int r = 0; r < num_ranks; r++)
         if (r != victim) waitpid(pids[r], &status, 0);
-    if (fault == KILLED || fault == EXITED) shared->passed[victim] = 1;
+    if (fault != STOPPED && fault != LEFT) shared->passed[victim] = 1;
+    if (fault == TWO_KILLED) shared->passed[second] = 1;
     if (!passed) kill(pids[victim], SIGKILL);
     waitpid(pids[victim], &status, 0);
     for (int r = 0; r < num_ranks; r++) {
