@@ -8,6 +8,7 @@
  *
  *   api_regroup RANKS GPUS FAULTS [FIRST] */
 #include <cuda_runtime_api.h>
+#include <math.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
@@ -180,7 +181,7 @@ static epic_result run_step(rank_state *s, int by_graph)
 {
     float numbers[COUNT];
     epic_result result = EPIC_OK;
-    for (int i = 0; i < COUNT; i++) numbers[i] = (float)(1 << s->rank);
+    for (int i = 0; i < COUNT; i++) numbers[i] = i ? (float)(1 << s->rank) : -0.0f;
     copy(s->sum, numbers, sizeof numbers, s);
     if (by_graph)
         must_run(cudaGraphLaunch(s->graph, s->stream), "a replay", s);
@@ -204,7 +205,9 @@ static void check_step(const rank_state *s)
             times += (float)is_present(s->members, s->ids[token * TOP_K + k]);
         must(out[i] == times * value_of(s->rank, token, i % HIDDEN), "a wrong row", s);
     }
-    for (int i = 0; i < COUNT; i++) must(numbers[i] == (float)s->members, "a wrong sum", s);
+    /* a vacant seat must not add +0 */
+    must(numbers[0] == 0 && signbit(numbers[0]), "a wrong sum of -0", s);
+    for (int i = 1; i < COUNT; i++) must(numbers[i] == (float)s->members, "a wrong sum", s);
 }
 
 static void must_step(rank_state *s, int by_graph)
