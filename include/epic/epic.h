@@ -2007,8 +2007,8 @@ typedef struct epic_members_info {
  * after EPIC_EEVICTED.  A call ends after at most 4 patience_ms.  It needs the memory of both
  * generations for a moment.  `out` may be NULL.
  * Errors:  (a) EPIC_EINVAL (also while an operation of this rank is running); EPIC_ENOTSUP
- *          (a backend other than "shm", "threads" and, with at most 32 ranks, "p2p", or a
- *          context with windows); EPIC_ENOMEM; EPIC_EDEVICE.  Also
+ *          (a backend other than "shm" and "threads", except "p2p" with at most 32 ranks in a
+ *          build with the CMake option EPIC_GPU_REGROUP; or a context with windows); EPIC_ENOMEM; EPIC_EDEVICE.  Also
  *          EPIC_EPEER if too few members made the call; EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
  * Threads: collective over the members.  No other call may be running on ctx.
  * CUDA:    waits until all work of this process on the device has ended.  If other ranks of the

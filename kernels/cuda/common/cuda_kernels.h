@@ -268,8 +268,7 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
            masks <= (alone ? P2P_LOWLAT_ALONE_MASKS : P2P_LOWLAT_MASKS) && layer->top_k <= 32 &&
            layer->num_experts <= P2P_LOWLAT_EXPERTS && layer->alignment <= 1 << 16 &&
            layer->num_logical == 0 && !(layer->flags & EPIC_DROP_ABSENT) &&
-           layer->overflow == EPIC_OVERFLOW_ERROR &&
-           layer->layout == EPIC_EXPERT_MAJOR;
+           layer->overflow == EPIC_OVERFLOW_ERROR && layer->layout == EPIC_EXPERT_MAJOR;
 }
 
 /* Returns the maximum number of tokens per rank for which lowlat/plan.cuh makes plans of this

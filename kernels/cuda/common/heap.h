@@ -29,8 +29,13 @@
 #include "rules/device_layout.h"
 
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
-/* 1: seats of a group can become vacant (docs/internals/members.md) */
+/* 1: seats of a group can become vacant (docs/internals/members.md). The build defines
+ * EPIC_GPU_REGROUP with the option of this name. */
+#ifdef EPIC_GPU_REGROUP
 #define WITH_VACANT_SEATS (!HOSTS && !MANY_RANKS)
+#else
+#define WITH_VACANT_SEATS 0
+#endif
 
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16

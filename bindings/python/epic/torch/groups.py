@@ -562,8 +562,8 @@ class Group:
     ) -> Members:
         """Continue without ranks that have died, hang or leave, on one host.
 
-        Backends "shm", "threads" and, with at most 32 ranks, "p2p" support this. On GPUs, captured
-        CUDA graphs stay valid.
+        Backends "shm" and "threads" support this. Backend "p2p" supports it with at most 32 ranks,
+        if EPIC was built with the CMake option EPIC_GPU_REGROUP. Captured CUDA graphs stay valid.
 
         Call it on all ranks that live, after an error that broke the group, or when a rank calls
         `leave`. The ranks agree on the members that continue. Then the group works again, with
