@@ -33,7 +33,8 @@ cd "$away"
 grep -q "^backend mpi *$away/.*/epic/bin/../lib/libepic_mpi.so loads" info ||
     grep -q '^backend mpi *not built' info || { cat info; exit 1; }
 "$away/venv/bin/python" ep_moe.py --check
-"$away/venv/bin/python" -m pytest -q -p no:cacheprovider test_steps.py -k "every_slot or sum"
+"$away/venv/bin/python" -m pytest -q -p no:cacheprovider test_steps.py --each-value \
+    -k "every_slot or sum"
 
 # An editable install uses the sources of the checkout, and libraries in its own folder.
 "$away/venv/bin/pip" install --quiet --disable-pip-version-check --no-build-isolation --no-deps \
