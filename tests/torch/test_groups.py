@@ -2,8 +2,6 @@
 """Tests how groups find their ranks, open, close and open again."""
 
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,7 +24,7 @@ from forked import finish, start_ranks
 from parts import SIZES, UNEVEN, Data, check_round, through
 from ports import free_port
 from test_errors import expect_error
-from world import World, torch_server
+from world import World, run_torchrun, torch_server
 
 SHORT = {**SIZES, "timeout_ms": 1500}
 
@@ -263,8 +261,7 @@ def test_torchrun(tmp_path: Path) -> None:
     """Check torchrun's variables without a process group, over the store of torchrun's agent."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(paths=PATHS, tcp=False))
-    words = ["--nproc-per-node", "2", "--master-port", str(free_port()), str(script)]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", *words], check=True, timeout=200)
+    run_torchrun("--nproc-per-node", "2", str(script))
 
 
 def test_tcp(tmp_path: Path) -> None:

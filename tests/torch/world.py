@@ -27,6 +27,12 @@ def torch_server(*more: str) -> Server:
     return server("epic.torch", "torch._dynamo", *more)
 
 
+def run_torchrun(*words: str) -> str:
+    """Run torchrun, which must end with 0; return its output."""
+    program = "import sys\nfrom torch.distributed.run import main\nmain(sys.argv[1:])\n"
+    return torch_server().run(program, "--master-port", str(free_port()), *words, timeout=200)
+
+
 def serve(rank: int, size: int, port: int, pipe: Any) -> None:
     """Run the functions that the parent sends, until it closes the pipe."""
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "jax")]
