@@ -63,7 +63,7 @@ checks() {
 }
 
 steps=200
-[ -z "${EPIC_JAX_QUICK-}" ] || steps=20
+[ -z "${EPIC_JAX_QUICK-}" ] || steps=10
 examples() { # usage: examples PYTHON; the text for the check is one that never changes
     "$1" examples/jax/ep_moe.py --check --devices 4 &&
         "$1" examples/jax/ep_moe.py --check --processes 4 &&

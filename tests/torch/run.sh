@@ -19,9 +19,11 @@ part() { # usage: part PART (of the test files, see tests/jax/selection.py), the
     "$folder/bin/python" -m pytest -q tests/torch $which --part "$files" "$@"
 }
 
+steps=30
+[ -z "${EPIC_TORCH_QUICK-}" ] || steps=12
 examples() {
     "$folder/bin/python" examples/torch/ep_moe.py --check --processes 4 &&
-        "$folder/bin/python" examples/torch/train_text.py --check --steps 30 LICENSE
+        "$folder/bin/python" examples/torch/train_text.py --check --steps $steps LICENSE
 }
 
 failed=
