@@ -105,7 +105,8 @@ check_missing
 [ -n "$first" ] || exit 0
 failed=
 
-# The quick run has two halves at the same time, because one suite uses only one core.
+# The quick run has two halves at the same time, because one suite uses only one core. The half with
+# fewer tests also runs the checks and the examples.
 part() { # usage: part NUMBER (of the test files, see selection.py), then pytest arguments
     which=$1
     shift
@@ -119,6 +120,7 @@ in_parallel() {
     wrong=0
     part 3/3 "$@" || wrong=1
     checks "build/venv-py$first/bin" || wrong=1
+    examples "build/venv-py$first/bin/python" || wrong=1
     return $wrong
 }
 
@@ -128,7 +130,6 @@ if [ -n "${EPIC_JAX_QUICK-}" ]; then
     other=$!
     trap 'kill $other 2>/dev/null || :' EXIT
     part 1,2/3 "$@" || failed=1
-    examples "build/venv-py$first/bin/python" || failed=1
     wait $other || failed=1
     cat "$build/jax-parallel.log"
 else
