@@ -235,10 +235,12 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
     return cudaSuccess;
 }
 
+/* Finds only memory of the current device, as a GPU does. */
 CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *bytes, CUdeviceptr at)
 {
     pthread_mutex_lock(&mutex);
     const block *b = *find_block((const void *)(uintptr_t)at);
+    if (b && b->device != current_device()) b = NULL;
     if (b) {
         *base = (CUdeviceptr)(uintptr_t)b->begin;
         *bytes = b->bytes;

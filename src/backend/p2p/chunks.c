@@ -87,8 +87,11 @@ epic_result p2p_find_range(const void *at, uint8_t **base, int64_t *size)
     TRY(need_driver());
     const CUresult error = driver.get_address_range(&begin, &bytes, (CUdeviceptr)(uintptr_t)at);
     if (error != CUDA_SUCCESS)
-        return epic_fail(EPIC_ENOTSUP, "CUDA finds no allocation at %p (%s)", at,
-                         text_of(error));
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "data is %p: must be memory of cudaMalloc, or memory of cuMemCreate that "
+            "the GPU can access (cuMemSetAccess); CUDA finds no allocation (%s)",
+            at, text_of(error));
     *base = (uint8_t *)(uintptr_t)begin;
     *size = (int64_t)bytes;
     return EPIC_OK;

@@ -47,15 +47,15 @@ typedef struct p2p_mapping {
     size_t bytes; /* size of the mapped chunks; 0: a result of cudaIpcOpenMemHandle() */
 } p2p_mapping;
 
-/* Sets *base and *size to the allocation or chunk that contains `at`. Returns EPIC_ENOTSUP if
- * CUDA has no memory there. */
+/* Sets *base and *size to the allocation or chunk of the current device that contains `at`. CUDA
+ * does not find memory of another device. Returns EPIC_ENOTSUP if there is no memory. */
 epic_result p2p_find_range(const void *at, uint8_t **base, int64_t *size);
 /* Returns whether the memory at this address belongs to a memory pool (cudaMallocAsync). */
 bool p2p_is_of_pool(const void *at);
 
-/* Finds the chunks that contain the range [data, data + bytes), and sets *offset to the offset
- * of `data` in the first one. If `data` is not memory of the virtual memory API, sets num to 0.
- * The caller releases the result with p2p_chunks_release(). */
+/* Finds the chunks of the current device that contain the range [data, data + bytes), and sets
+ * *offset to the offset of `data` in the first one. If `data` is not memory of the virtual memory
+ * API, sets num to 0. The caller releases the result with p2p_chunks_release(). */
 epic_result p2p_chunks_find(const uint8_t *data, int64_t bytes, p2p_chunks *out,
                             int64_t *offset);
 void p2p_chunks_release(p2p_chunks *chunks);

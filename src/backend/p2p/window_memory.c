@@ -23,11 +23,14 @@ epic_result p2p_memory_allocate(epic_group *g, int64_t bytes, uint8_t **data)
 static epic_result check_device(const epic_group *g, const void *data)
 {
     struct cudaPointerAttributes where;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&where, data), "data"));
-    if (where.type != cudaMemoryTypeDevice)
-        return epic_fail(EPIC_ENOTSUP,
-                         "data is %p: must be memory of a GPU, of cudaMalloc or cuMemCreate",
-                         data);
+    const cudaError_t error = cudaPointerGetAttributes(&where, data);
+    (void)cudaGetLastError();
+    if (error != cudaSuccess || where.type != cudaMemoryTypeDevice)
+        return epic_fail(
+            EPIC_ENOTSUP,
+            "data is %p: must be memory of cudaMalloc, or memory of cuMemCreate that "
+            "the GPU can access (cuMemSetAccess)",
+            data);
     if (where.device == g->device) return EPIC_OK;
     return epic_fail(EPIC_ENOTSUP,
                      "data is on device %d: must be on device %d, which the context uses",
@@ -41,10 +44,25 @@ static bool has_other_processes(const epic_group *g)
     return false;
 }
 
-/* Writes the IPC handle of the allocation that contains `data`. */
-static epic_result export_handle(const void *data, p2p_window_message *message)
+/* Other processes cannot map memory of a pool, and other devices cannot access it. */
+static epic_result check_pool(const epic_group *g, const void *data)
+{
+    if (g->ranks_here == g->num_ranks && !has_other_processes(g)) return EPIC_OK;
+    if (!p2p_is_of_pool(data)) return EPIC_OK;
+    return epic_fail(EPIC_ENOTSUP,
+                     "data is %p: must be memory of cudaMalloc or cuMemCreate, so that other "
+                     "GPUs and processes can access it; it is memory of a pool "
+                     "(cudaMallocAsync)",
+                     data);
+}
+
+/* Writes the IPC handle of an allocation of cudaMalloc, if there are other processes. In one
+ * process, other devices can access such memory (p2p_heap_connect). */
+static epic_result export_allocation(const epic_group *g, const void *data,
+                                     p2p_window_message *message)
 {
     cudaIpcMemHandle_t handle;
+    if (!has_other_processes(g)) return EPIC_OK;
     const cudaError_t error =
         cudaIpcGetMemHandle(&handle, (uint8_t *)(uintptr_t)data - message->offset);
     if (error != cudaSuccess) {
@@ -57,19 +75,6 @@ static epic_result export_handle(const void *data, p2p_window_message *message)
     }
     memcpy(message->handle, &handle, sizeof handle);
     return EPIC_OK;
-}
-
-/* Checks memory of cudaMalloc, and exports it if there are other processes. In one process, other
- * devices can access the memory of cudaMalloc, but not memory of a pool. */
-static epic_result export_allocation(const epic_group *g, const void *data,
-                                     p2p_window_message *message)
-{
-    if (has_other_processes(g)) return export_handle(data, message);
-    if (g->ranks_here == g->num_ranks || !p2p_is_of_pool(data)) return EPIC_OK;
-    return epic_fail(EPIC_ENOTSUP,
-                     "data is %p: must be memory of cudaMalloc or cuMemCreate, so that other "
-                     "GPUs can access it; it is memory of a pool (cudaMallocAsync)",
-                     data);
 }
 
 static epic_result export_chunks(const epic_group *g, const uint8_t *data,
@@ -87,6 +92,7 @@ epic_result p2p_memory_export(const epic_group *g, const uint8_t *data, int64_t 
     p2p_chunks chunks;
     message->at = (uint64_t)(uintptr_t)data;
     TRY(check_device(g, data));
+    TRY(check_pool(g, data));
     epic_result result = p2p_chunks_find(data, bytes, &chunks, &message->offset);
     if (result == EPIC_OK)
         result = chunks.num ? export_chunks(g, data, &chunks, message, out)
@@ -112,6 +118,19 @@ epic_result p2p_memory_map_chunks(const epic_group *g, const p2p_window_message 
     return result;
 }
 
+/* Finds the chunks of a window of another device. cuMemGetAddressRange() finds only memory of the
+ * current device, so the owner's device is current meanwhile. */
+static epic_result find_chunks_on(const epic_group *g, int device,
+                                  const p2p_window_message *its, p2p_chunks *chunks,
+                                  int64_t *offset)
+{
+    TRY(p2p_cuda(cudaSetDevice(device), "the device of a peer's window"));
+    const epic_result found =
+        p2p_chunks_find((uint8_t *)(uintptr_t)its->at, its->bytes, chunks, offset);
+    const cudaError_t error = cudaSetDevice(g->device);
+    return found != EPIC_OK ? found : p2p_cuda(error, "the device of the context");
+}
+
 /* Makes memory of another rank of this process accessible. p2p_heap_connect() has enabled access to
  * all memory of cudaMalloc of its device. Memory of cuMemCreate on another device must be mapped
  * again, because its owner decides which devices can access its addresses. */
@@ -119,14 +138,13 @@ static epic_result map_local(const epic_group *g, const p2p_window_message *its,
                              p2p_mapping *mapping, uint8_t **at)
 {
     struct cudaPointerAttributes where;
-    p2p_chunks chunks;
+    p2p_chunks chunks = {0};
     int64_t offset;
-    uint8_t *data = (uint8_t *)(uintptr_t)its->at;
-    *at = data;
+    *at = (uint8_t *)(uintptr_t)its->at;
     if (!its->num_chunks) return EPIC_OK;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&where, data), "a peer's window"));
+    TRY(p2p_cuda(cudaPointerGetAttributes(&where, *at), "a peer's window"));
     if (where.device == g->device) return EPIC_OK;
-    epic_result result = p2p_chunks_find(data, its->bytes, &chunks, &offset);
+    epic_result result = find_chunks_on(g, where.device, its, &chunks, &offset);
     if (result == EPIC_OK) result = p2p_chunks_map(&chunks, g->device, mapping);
     p2p_chunks_release(&chunks);
     if (result == EPIC_OK) *at = (uint8_t *)mapping->at + offset;

@@ -68,7 +68,12 @@ FATAL = ("CUDA error", "CUDA failure", "EPIC_EDEVICE")
 
 
 def what_went_wrong(error: BaseException) -> str:
-    """Return the exception and the source line that raised it, in one short line."""
+    """Return the exception and the source line that raised it, in one short line.
+
+    If an exception ends a capture, torch raises another one. So return the first of both.
+    """
+    if "during capture" in str(error) and error.__context__ is not None:
+        error = error.__context__
     frames = traceback.extract_tb(error.__traceback__)
     path = " > ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in frames[-4:])
     lines = [f.line for f in frames if f.filename == gpu_cases.__file__ and f.line] or [""]
