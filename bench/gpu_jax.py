@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time epic.jax on all GPUs of this process: gpu_jax.py steps | host | soak | layer | gemm.
+"""Time epic.jax on all GPUs of this process: gpu_jax.py steps | overlap | host | soak | layer |
+gemm.
 
-steps: plan_dispatch and combine in a compiled step, device time.  host: time of XLA's host side for
-an EPIC call, compared with a call that does nothing.  soak: training steps with XLA's command
-buffers on and off, losses compared.  layer: the models of bench/gpu/moe.c, by the core's layer in
-one call and composed with products of this JAX, compared with the same in C (--c: the program,
-which runs first).  gemm: those products.
+steps: plan_dispatch and combine in a compiled step, device time.  overlap: the same together with
+an independent all-gather and matrix product of XLA, on XLA's stream and on a stream of their own.
+host: time of XLA's host side for an EPIC call, compared with a call that does nothing.  soak:
+training steps with XLA's command buffers on and off, losses compared.  layer: the models of
+bench/gpu/moe.c, by the core's layer in one call and composed with products of this JAX, compared
+with the same in C (--c: the program, which runs first).  gemm: those products.
 """
 
 import argparse
 import ctypes
+import inspect
 import re
 import statistics
 import subprocess
@@ -24,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compute_on import compute_on
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -128,6 +132,84 @@ def steps(args: argparse.Namespace) -> None:
                 print(
                     f"{name:14} {ranks} GPUs, T={args.tokens}, hidden {args.hidden}, "
                     f"command buffers {'on' if graphs else 'off'}: {each * 1e6:.1f} us",
+                    flush=True,
+                )
+
+
+# ---------------------------------------------------------------------------- overlap ----
+
+
+def on_own_stream(function: Callable[..., Any]) -> Any:
+    """Return the function for a GPU stream of its own."""
+    stream: Any = compute_on  # its arguments depend on the version of JAX
+    if "out_memory_spaces" in inspect.signature(compute_on).parameters:
+        more = {"compute_type": "gpu_stream:1", "out_memory_spaces": jax.memory.Space.Device}
+        return stream(function, **more)
+    return stream("gpu_stream:1")(jax.jit(function))
+
+
+def overlap(args: argparse.Namespace) -> None:
+    """Print the time of a round of independent parts: each part alone, and several together.
+
+    The parts are plan_dispatch and combine (EPIC), an all-gather of XLA as FSDP makes it, and a
+    matrix product. Without any overlap the parts together take the sum of their times, and with
+    full overlap the longest of them. In the lines "own stream" EPIC's calls run on a stream of
+    their own. XLA moves its collectives away from the calls that need them only with
+    XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true.
+    """
+    mesh, few, many = mesh_of_all(), 2, 6
+    rows, hidden = mesh.size * args.tokens, args.hidden
+    layer = epic.jax.Layer(args.experts, args.top_k, alignment=128)
+    x = put(mesh, jax.random.normal(jax.random.key(0), (rows, hidden), jnp.bfloat16))
+    w = put(mesh, np.full((rows, args.top_k), 1 / args.top_k, np.float32))
+    ids = put(mesh, routing(rows, args.experts, args.top_k))
+    gathered = put(mesh, jnp.ones((rows, hidden), jnp.bfloat16))
+    square = put(mesh, jnp.full((mesh.size * hidden, hidden), 1 / hidden, jnp.bfloat16))
+    inputs = (x, w, ids, gathered, square)
+    with epic.jax.open(mesh, "ep", max_tokens=args.tokens, max_row_bytes=2 * hidden) as group:
+        counts = mapped(mesh, lambda ids: epic.jax.plan(group, layer, ids).demand, 1)
+        capacity = int(jnp.max(counts(ids)))
+
+        def exchange(x: Any, w: Any, ids: Any) -> Any:
+            plan, recv, slot = epic.jax.plan_dispatch(group, layer, ids, x, w, capacity=capacity)
+            return epic.jax.combine(plan, recv, slot)
+
+        def gather(part: Any) -> Any:
+            whole = jax.lax.all_gather(part, "ep", tiled=True)
+            return whole[:: mesh.size]  # rows of all devices
+
+        def time_of(parts: str, call: Any = exchange) -> float:
+            def program(x: Any, w: Any, ids: Any, g: Any, m: Any, n: int) -> Any:
+                for _ in range(n):
+                    x = call(x, w, ids) if "E" in parts else x
+                    g = gather(g) if "G" in parts else g
+                    m = m @ m if "M" in parts else m
+                return x, g, m
+
+            times = []
+            for n in (few, many):
+                run = jax.jit(
+                    jax.shard_map(
+                        partial(program, n=n), mesh=mesh, in_specs=(ALL,) * 5, out_specs=ALL
+                    )
+                )
+                times.append(seconds(partial(run, *inputs), calls=4))
+            return (times[1] - times[0]) / (many - few)
+
+        own = on_own_stream(exchange)
+        results = [np.asarray(mapped(mesh, call, 3)(x, w, ids)) for call in (exchange, own)]
+        np.testing.assert_array_equal(results[0], results[1])
+        alone = {part: time_of(part) for part in "EGM"}
+        names = {"E": "EPIC", "G": "all-gather", "M": "matrix product"}
+        for part, time_alone in alone.items():
+            print(f"{names[part]:32} alone        {time_alone * 1e6:9.1f} us", flush=True)
+        for parts in ("EG", "EM", "EGM"):
+            times = [alone[part] * 1e6 for part in parts]
+            names_of_parts = " + ".join(names[part] for part in parts)
+            for where, call in (("XLA's stream", exchange), ("own stream", own)):
+                print(
+                    f"{names_of_parts:32} {where:12} {time_of(parts, call) * 1e6:9.1f} us (sum "
+                    f"{sum(times):.1f}, longest {max(times):.1f})",
                     flush=True,
                 )
 
@@ -454,7 +536,7 @@ def gemm(args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the benchmark of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["steps", "host", "soak", "layer", "gemm"])
+    parser.add_argument("what", choices=["steps", "overlap", "host", "soak", "layer", "gemm"])
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=7168)
     parser.add_argument("--experts", type=int, default=256)
