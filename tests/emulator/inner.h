@@ -40,6 +40,10 @@ bool is_of_pool(const void *p);
 void add_mapping(void *memory, size_t bytes, int device);
 void remove_mapping(void *memory);
 
+/* virtual.c: whether the device of this thread can read and write memory of cuMemCreate at this
+ * address; true for other memory. */
+bool can_access(const void *p);
+
 /* virtual.c: ends the program if the device of this thread cannot access the address. */
 void check_access(const void *p);
 

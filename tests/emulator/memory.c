@@ -225,10 +225,12 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
     return cudaSuccess;
 }
 
+/* CUDA does not document what it reports about memory that the current device cannot access. So the
+ * emulator reports the less useful answer. */
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *p)
 {
     pthread_mutex_lock(&mutex);
-    const block *b = *find_block(p);
+    const block *b = can_access(p) ? *find_block(p) : NULL;
     attributes->type = b ? b->type : cudaMemoryTypeUnregistered;
     attributes->device = b ? b->device : -2;
     pthread_mutex_unlock(&mutex);

@@ -315,10 +315,15 @@ static mapping *mapping_of(const void *p)
     return NULL;
 }
 
-void check_access(const void *p)
+bool can_access(const void *p)
 {
     const mapping *m = num_mappings ? mapping_of(p) : NULL;
-    if (m && !(m->devices >> current_device() & 1))
+    return !m || m->devices >> current_device() & 1;
+}
+
+void check_access(const void *p)
+{
+    if (!can_access(p))
         emulator_die("a store to %p, which device %d cannot access", p, current_device());
 }
 

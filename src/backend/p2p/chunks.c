@@ -163,6 +163,21 @@ static epic_result get_properties(CUmemGenericAllocationHandle handle,
     return epic_fail(EPIC_EDEVICE, "the properties of an allocation: %s", text_of(error));
 }
 
+epic_result p2p_chunk_device(const void *at, int *device)
+{
+    CUmemGenericAllocationHandle handle;
+    CUmemAllocationProp properties;
+    TRY(need_driver());
+    const CUresult error = driver.retain(&handle, (void *)(uintptr_t)at);
+    if (error != CUDA_SUCCESS)
+        return epic_fail(EPIC_EDEVICE, "CUDA finds no memory of cuMemCreate at %p (%s)", at,
+                         text_of(error));
+    const epic_result result = get_properties(handle, &properties);
+    (void)driver.release(handle);
+    if (result == EPIC_OK) *device = properties.location.id;
+    return result;
+}
+
 epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int64_t offset,
                              int device)
 {

@@ -59,6 +59,9 @@ bool p2p_is_of_pool(const void *at);
 epic_result p2p_chunks_find(const uint8_t *data, int64_t bytes, p2p_chunks *out,
                             int64_t *offset);
 void p2p_chunks_release(p2p_chunks *chunks);
+/* Sets *device to the device of the chunk that contains `at`. Also finds memory that the current
+ * device cannot access. Errors: EPIC_EDEVICE. */
+epic_result p2p_chunk_device(const void *at, int *device);
 /* Checks that the memory is on this device, which can read and write it. `data` is the address
  * of the window in the chunks, at this offset. Errors: EPIC_ENOTSUP. */
 epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int64_t offset,

@@ -137,14 +137,14 @@ static epic_result find_chunks_on(const epic_group *g, int device,
 static epic_result map_local(const epic_group *g, const p2p_window_message *its,
                              p2p_mapping *mapping, uint8_t **at)
 {
-    struct cudaPointerAttributes where;
     p2p_chunks chunks = {0};
     int64_t offset;
+    int device;
     *at = (uint8_t *)(uintptr_t)its->at;
     if (!its->num_chunks) return EPIC_OK;
-    TRY(p2p_cuda(cudaPointerGetAttributes(&where, *at), "a peer's window"));
-    if (where.device == g->device) return EPIC_OK;
-    epic_result result = find_chunks_on(g, where.device, its, &chunks, &offset);
+    TRY(p2p_chunk_device(*at, &device));
+    if (device == g->device) return EPIC_OK;
+    epic_result result = find_chunks_on(g, device, its, &chunks, &offset);
     if (result == EPIC_OK) result = p2p_chunks_map(&chunks, g->device, mapping);
     p2p_chunks_release(&chunks);
     if (result == EPIC_OK) *at = (uint8_t *)mapping->at + offset;
