@@ -12,7 +12,8 @@
  *   3. store `broken` into the heap of every rank. Waits on all ranks check it.
  *
  * From then on the group is *broken*: functions return false, every later operation finds
- * `broken` and returns at once, and the host reports the error. A group never recovers.
+ * `broken` and returns at once, and the host reports the error. This ends with the next
+ * generation of the group (docs/internals/members.md).
  *
  * Every SPINS_PER_COUNT polls, a waiting warp also adds the time for which it has waited to
  * counters (count_wait()), so that the host can find a slow rank. A shorter wait costs
