@@ -4,9 +4,9 @@
  *
  * A process can be suspended, for example by SIGSTOP, but the clock of its device continues. If
  * all processes were suspended for a long time, a waiting kernel would find that its deadline
- * has passed and would report its peers. So a kernel ends a wait only if the counter was
- * incremented after its deadline. If the counters show that the process was suspended, the
- * kernel restarts its time limit (kernels/cuda/common/wait.cuh). */
+ * has passed and would report that its peers have not answered. So a kernel ends a wait only if
+ * the counter was incremented after its deadline. If the counters show that the process was
+ * suspended, the kernel restarts its time limit (kernels/cuda/common/wait.cuh). */
 #ifndef EPIC_P2P_BEATS_H
 #define EPIC_P2P_BEATS_H
 
@@ -19,12 +19,13 @@ typedef struct p2p_beats {
     /* number of beats that were so late that the process must have been suspended */
     uint32_t stops;
     int64_t next_ns; /* time at which the next beat is due; 0: no beat yet */
-    /* page of the flight recorder to which each beat copies the waiting times, or NULL. */
+    /* page of the flight recorder to which each beat copies the waiting times; NULL: no
+     * recorder */
     struct recorder_page *page;
 } p2p_beats;
 
-/* Makes the beats frequent enough for calls with the time limit timeout_ms. Any thread may call
- * it. b->timeout_ms becomes the minimum of all time limits so far. */
+/* Makes the beats frequent enough for calls with the time limit timeout_ms: b->timeout_ms
+ * becomes the minimum of all time limits so far. Any thread may call this function. */
 static inline void p2p_beats_expect(p2p_beats *b, uint32_t timeout_ms)
 {
     uint32_t current = __atomic_load_n(&b->timeout_ms, __ATOMIC_RELAXED);
@@ -42,8 +43,8 @@ static inline int p2p_beats_ms(const p2p_beats *b)
     return ms < 10 ? 10 : ms > 100 ? 100 : (int)ms;
 }
 
-/* Copies the waiting times in *status to a page of the flight recorder, which may be NULL
- * (group.c). */
+/* Copies the waiting times in *status to `page`, a page of the flight recorder. Does nothing if
+ * `page` is NULL. Defined in group.c. */
 void p2p_copy_waits(struct recorder_page *page, const p2p_status *status);
 
 /* If the next beat is due, increments the counter `beats` and copies the waiting times. One

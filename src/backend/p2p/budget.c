@@ -10,7 +10,7 @@
 
 #define MAX_DEVICES 64
 #define SMALL_TOKENS 32
-/* P2P_SMALL_SMS is used only if all ranks send at most this many bytes to one rank. */
+/* P2P_SMALL_SMS is used only if all ranks together send at most this many bytes to one rank. */
 #define SMALL_BYTES (512 << 10)
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
@@ -25,8 +25,9 @@ int p2p_budget_taken(int device)
     return sms;
 }
 
-/* Reserves `sms` SMs of a device and returns true. If this would exceed `most` SMs in use,
- * reserves none and returns false. Sets *others to the number of SMs in use before the call. */
+/* Reserves `sms` SMs of a device and returns true. If more than `most` SMs of the device would
+ * then be in use, reserves none and returns false. Sets *others to the number of SMs in use
+ * before the call. */
 static bool budget_add(int device, int sms, int most, int *others)
 {
     pthread_mutex_lock(&mutex);

@@ -3,7 +3,7 @@
 #include "backend/p2p/ranges.h"
 #include "base/error.h"
 
-/* how many tokens combine sends before it receives the first one (measured in
+/* number of tokens that combine sends before it begins to receive (measured in
  * docs/lab/cuda.md) */
 #define COMBINE_LAG 48
 
@@ -15,9 +15,9 @@ static epic_result check_type(uint32_t type)
                      type);
 }
 
-/* Returns memory that replaces a caller's array without rows. For a row that does not exist,
- * kernels read row 0 of the array (kernels/cuda/combine/slots.cuh), so the array must have at
- * least one row. */
+/* Returns the memory that kernels get instead of a caller's array that has no rows. For a row
+ * that does not exist, kernels read row 0 of the array (kernels/cuda/combine/slots.cuh), so the
+ * array must have at least one row. */
 static void *scratch_of(const epic_group *g)
 {
     return g->self.heap[g->rank] + g->self.at.scratch;
@@ -29,8 +29,9 @@ typedef struct plan_argument {
     int64_t plan_bytes;
 } plan_argument;
 
-/* If each rank has several leaves of the sum tree, and the fast kernel for several leaves
- * supports the layer, returns the number of leaves per rank. If not, returns 0. */
+/* A leaf of the sum tree is a block of consecutive experts, whose rows are summed first. If
+ * each rank has several leaves, and the fast kernel for several leaves supports the layer,
+ * returns the number of leaves per rank. If not, returns 0. */
 static int32_t leaves_to_stream(const epic_group *g, const epic_layer *layer)
 {
     const uint32_t leaves = layer->leaves / (uint32_t)g->num_ranks;
@@ -95,7 +96,8 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     return p2p_cuda(launch(job, p2p_sms_of(g, call), p2p_stream_of(call)), "launching combine");
 }
 
-/* Implements epic_ops.combine: returns rows to their tokens' ranks, and sums them per token. */
+/* Implements epic_ops.combine: sends the rows of each token back to the token's rank, which
+ * sums them. */
 epic_result p2p_combine(epic_group *g, const epic_combine_args *args)
 {
     P2P_RANGE("epic_combine");
@@ -170,7 +172,8 @@ static void fill_quantized(p2p_combine_backward_job *job,
     job->scales_in_words = ((uintptr_t)scales->data | (uint64_t)scales->row_bytes) % 4 == 0;
 }
 
-/* Implements epic_ops.combine_backward: sends each token's gradient to its experts' ranks. */
+/* Implements epic_ops.combine_backward: sends the gradient of each token to the ranks of the
+ * token's experts. */
 epic_result p2p_combine_backward(epic_group *g, const epic_combine_backward_args *args)
 {
     P2P_RANGE("epic_combine_backward");

@@ -4,8 +4,8 @@
  *
  * x [slots, hidden] are the input rows of the experts, and y [slots, hidden] their output rows.
  * W_gate_up [hidden, width] and W_down [inner, hidden] are the weights of the expert that owns
- * the slot, and f is the activation function. width is 2 inner, or inner without a gate. The
- * gradient of an array A is called d_A. Forward computes:
+ * the slot, and f is the activation function. width is 2 * inner if the experts have a gate,
+ * and inner if not. The gradient of an array A is called d_A. Forward computes:
  *
  *    saved       = x W_gate_up
  *    activations = f(saved)
@@ -19,7 +19,7 @@
  *    d_w_gate_up = x^T d_gate_up
  *    d_x         = d_gate_up W_gate_up^T
  *
- * No kernel reads rows that have no token. So the products need not write such rows of saved,
+ * No kernel reads rows that have no token. So the GEMMs need not write such rows of saved,
  * activations and d and, with EPIC_LEAVE_PADDING, of y and d_x.
  *
  * If the weights are e4m3, forward also quantizes the activations to e4m3, and backward
@@ -94,7 +94,8 @@ static void *d_gate_up_of(const experts_call *c)
     return c->work + c->at.d_gate_up;
 }
 
-/* Adds g->bias to g->out, because the caller's own gemm (experts.gemm) does not. */
+/* Adds g->bias to g->out, because the caller's own GEMM function (experts.gemm) does not add
+ * it. */
 static epic_result add_bias(const experts_call *c, const p2p_gemm *g)
 {
     const p2p_scale_job job = {.slabs = c->slabs,
@@ -134,7 +135,8 @@ static epic_result launch_caller_product(const experts_call *c, const p2p_gemm *
     return g->bias ? add_bias(c, g) : EPIC_OK;
 }
 
-/* Launches one GEMM: the caller's own (experts.gemm) or EPIC's kernels. */
+/* Launches one GEMM: with the caller's own function (experts.gemm) if it is set, or with EPIC's
+ * kernels. */
 static epic_result launch_product(const experts_call *c, p2p_gemm g)
 {
     const bool scaled = c->scaled && g.pass != EPIC_GEMM_WEIGHT;
@@ -152,7 +154,7 @@ static bool is_16_byte_aligned(const void *p)
     return (uintptr_t)p % 16 == 0;
 }
 
-/* Returns the arguments of the activation kernel that forward and backward share. */
+/* Returns the arguments of the activation kernel that are equal in forward and backward. */
 static p2p_activation_job activation_of(const experts_call *c)
 {
     const int64_t vector = c->experts.row_type == EPIC_F32 ? 4 : 8;

@@ -8,7 +8,8 @@
 #include "base/error.h"
 #include "rules/sentences.h"
 
-/* Returns the name of an epic_operation. A peer's value may be invalid. */
+/* Returns the name of an epic_operation. The value may be invalid, because a peer may have sent
+ * it. */
 static const char *operation_name(uint32_t operation)
 {
     static const char *const names[] = {
@@ -53,8 +54,8 @@ static int name_ranks(char *to, size_t size, uint32_t ranks)
     return n;
 }
 
-/* Copies the error text of the peer that aborted from this rank's heap to `why`. Writes "" if
- * no peer wrote a text. */
+/* Copies the error text that an aborting peer has stored in this rank's heap to `why`. If no
+ * peer has stored a text, sets `why` to "". */
 static void read_why(const epic_group *group, char *why, size_t size)
 {
     why[0] = 0;
@@ -64,8 +65,8 @@ static void read_why(const epic_group *group, char *why, size_t size)
     why[size - 1] = 0;
 }
 
-/* Names for error texts of two arrays of an operation: the array with a row per token, and the
- * array with a row per slot. */
+/* How error texts name the two arrays of an operation: `tokens` has one row per token, `slots`
+ * one row per slot. */
 typedef struct names {
     const char *tokens, *slots;
 } names;
@@ -137,7 +138,8 @@ static void write_notice(const epic_group *g, const p2p_notice *n, char *to, siz
     }
 }
 
-/* Writes the error text of a timeout: which rank waited, for which ranks, in which phase. */
+/* Writes the error text of a timeout: the rank that waited, the ranks for which it waited, and
+ * the phase. */
 static void write_timeout(const p2p_status *s, char *to, size_t size)
 {
     char culprits[RANK_NAMES_BYTES];
@@ -202,7 +204,8 @@ static void write_mismatch(const epic_group *g, char *to, size_t size)
     add_cause(g, to, size);
 }
 
-/* Writes the error text for a peer that aborted, died or closed its context. */
+/* Writes the error text of a failure whose cause is that a peer aborted, died or closed its
+ * context. */
 static void write_peer_failure(const epic_group *group, const p2p_status *s, char *to,
                                size_t size)
 {
@@ -242,8 +245,9 @@ epic_result p2p_check(epic_group *group, epic_failure_info *out)
     return (epic_result)result;
 }
 
-/* Returns the index of the oldest notice that no call has returned, or -1. Compares epochs
- * (counters of operations) by their signed difference, because they wrap around. */
+/* Returns the index of the oldest notice that no call has returned, or -1 if there is none.
+ * Compares epochs (counters of operations) by their signed difference, because they wrap
+ * around. */
 static int oldest_notice(const p2p_status *s)
 {
     int oldest = -1;
@@ -256,7 +260,7 @@ static int oldest_notice(const p2p_status *s)
 }
 
 /* Returns the oldest data error (p2p.h). If several threads call this function, a
- * compare-and-swap lets only one of them return a notice. */
+ * compare-and-swap ensures that only one of them returns a notice. */
 epic_result p2p_next_data_error(epic_group *group)
 {
     char sentence[256];

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The gate of a layer on CUDA, logits = x w_gate + b_gate, and small sums. The gate uses the
- * GEMM kernels of the experts, as one expert whose slab (rows) holds all tokens.
+/* The gate of a layer on CUDA, logits = x w_gate + b_gate, and operations on small arrays such
+ * as losses and counts. The gate uses the GEMM kernels of the experts: it passes its tokens as
+ * the rows of a single expert. The rows of one expert are called a *slab*.
  *
  * *Components*: for tensor cores, a float32 value is split into three bfloat16 values whose sum
  * is the float32 value. A GEMM that is computed from components is nearly as accurate as a
@@ -13,8 +14,8 @@
 #include "cuda/experts/grouped.h"
 #include "rules/gate_layout.h"
 
-/* Returns the gate's only slab, which holds all tokens, and the list of the slab's tiles. Both
- * are in the workspace. */
+/* Returns the gate's only slab, which contains all tokens, and the list of the tiles into which
+ * the slab is divided. The slab and the list are in the workspace. */
 static p2p_slabs slabs_of(const epic_gate_args *gate)
 {
     experts_layout at;
@@ -28,9 +29,9 @@ static p2p_slabs slabs_of(const epic_gate_args *gate)
                        .most_tiles = at.most_tiles};
 }
 
-/* Returns a GEMM of the gate, as a grouped GEMM with one group. It has three arrays: x [tokens,
- * hidden], w_gate [hidden, columns] and logits [tokens, columns], or their gradients. `pass`
- * selects which of them is the result. The other two are the factors. */
+/* Returns a GEMM of the gate, as a grouped GEMM with one group. The GEMM has three arrays: x
+ * [tokens, hidden], w_gate [hidden, columns] and logits [tokens, columns], or their gradients.
+ * `pass` selects which of these arrays is the result. The other two are the factors. */
 static p2p_gemm product_of(const epic_group *g, const epic_gate_args *gate, uint32_t pass)
 {
     return (p2p_gemm){.slabs = slabs_of(gate),
@@ -54,9 +55,9 @@ static epic_result launch_product(const p2p_gemm *product, epic_stream stream)
                     "launching a product of the gate");
 }
 
-/* Returns a GEMM of the gate in which three bfloat16 components replace each value of one
- * float32 factor: of w_gate in the forward pass, of the gradient of the logits in the backward
- * pass. */
+/* Returns a copy of the GEMM `product` in which three bfloat16 components replace each value of
+ * one float32 factor. In the forward pass this factor is w_gate, in the backward pass the
+ * gradient of the logits. */
 static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const bool forward = product->pass == EPIC_GEMM_FORWARD;
@@ -139,8 +140,8 @@ static epic_result multiply_components(const p2p_gemm *product, const p2p_gemm *
                     "launching the sum of the gate's components");
 }
 
-/* Returns the number of tokens by which the gate chooses float32 values or bfloat16 components
- * (epic_gate_args.deciding_tokens). */
+/* The gate uses float32 values or bfloat16 components, depending on a number of tokens. Returns
+ * this number (epic_gate_args.deciding_tokens). */
 static int64_t deciding_tokens(const epic_gate_args *gate)
 {
     return gate->deciding_tokens ? gate->deciding_tokens : gate->block;
@@ -148,8 +149,9 @@ static int64_t deciding_tokens(const epic_gate_args *gate)
 
 /* Returns whether the GEMM of pass EPIC_GEMM_FORWARD or EPIC_GEMM_WEIGHT uses bfloat16
  * components, which are faster if the GEMM is large. The choice does not depend on the number
- * of ranks, so the bits do not either. With is_invariant, the forward pass always uses
- * components. `components` is the GEMM that would be launched. */
+ * of ranks, so the bits of the result do not depend on it either. With is_invariant, the
+ * forward pass uses components for every size. `components` is the GEMM that would be
+ * launched. */
 static bool has_components(const p2p_gemm *components, const epic_gate_args *gate)
 {
     const int64_t tokens = deciding_tokens(gate), hidden = gate->hidden;
@@ -201,8 +203,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* Launches the GEMM of pass EPIC_GEMM_INPUT. Splits float32 values into bfloat16 components if
- * is_invariant is set, or if that is faster. deciding_tokens() decides what is faster, so the
- * choice does not depend on the number of ranks. */
+ * is_invariant is set, or if components are faster. The size that deciding_tokens() returns
+ * decides this, so the choice does not depend on the number of ranks. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);
@@ -228,7 +230,8 @@ static epic_result launch_gate_slab(epic_group *g, const epic_gate_args *gate)
                     "launching the gate's slab");
 }
 
-/* Returns whether the forward GEMM reads the list of tiles (with few rows it does not). */
+/* Returns whether the forward GEMM reads the list of tiles. A GEMM with few rows does not read
+ * it. */
 static bool reads_tiles(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const p2p_gemm components = product_of_components(product, gate);
@@ -275,8 +278,9 @@ static float *floats_at(const epic_gate_args *gate, int64_t at)
     return (float *)(void *)((uint8_t *)gate->workspace + at);
 }
 
-/* Returns a grouped GEMM that computes `count` gradients of w_gate. Each group (slab) is a
- * block of tokens, or a split-K slice of a block. */
+/* Returns a grouped GEMM that computes `count` gradients of w_gate: one for each of the `count`
+ * elements of `slabs`. Each slab is a block of tokens, or a split-K slice of a block. `sums`:
+ * offset of the results in the workspace. */
 static p2p_gemm product_of_slabs(const p2p_gemm *product, const epic_gate_args *gate,
                                  slab_range *slabs, int64_t count, int64_t sums)
 {
@@ -449,8 +453,8 @@ epic_result p2p_read_counts(epic_group *group, epic_stream stream, const int32_t
     const size_t bytes = (size_t)count * sizeof *to;
     /* Waits before the copy. A copy to pageable memory holds a lock of the CUDA context until
      * the stream reaches the copy. A peer in another thread of this process needs this lock to
-     * launch the kernel for which the stream waits, so without this wait both would
-     * deadlock. */
+     * launch the kernel for which the stream waits. So without this wait, this thread and the
+     * peer would deadlock. */
     cudaError_t error = cudaStreamSynchronize(s);
     if (error == cudaSuccess)
         error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, s);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions that backends `p2p` and `hosts` share: the part of a group that needs no peer, and
- * memory of the device. */
+/* Functions that the backends `p2p` and `hosts` share: creating the part of a group that needs
+ * no peer, reading the waiting times, and allocating device memory. */
 #include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -69,8 +69,9 @@ epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks)
 }
 
 typedef struct pinned_memory {
-    p2p_status status;                     /* kernels report here */
-    uint64_t words[16 + DEVICE_MAX_RANKS]; /* for small copies */
+    p2p_status status; /* kernels report failures and data errors here */
+    /* buffers for small copies between host and device */
+    uint64_t words[16 + DEVICE_MAX_RANKS];
     p2p_mail_words mail_words[DEVICE_MAX_RANKS];
     uint64_t gone[DEVICE_MAX_RANKS];
 } pinned_memory;
@@ -192,8 +193,8 @@ static epic_result copy_waits(epic_group *g)
     return p2p_cuda(error, "copying the waiting times");
 }
 
-/* kernels may add to the times during the copy, so the copied `alone` can be larger than the
- * copied `wait`: limit it */
+/* Kernels may add to the times during the copy, so the copied `alone` can be larger than the
+ * copied `wait`. So this function limits `alone` to `wait`. */
 epic_result p2p_read_waits(epic_group *g, uint32_t first, uint32_t last, epic_wait_info *out)
 {
     pthread_mutex_lock(&g->waits_lock);

@@ -2,7 +2,7 @@
 /* Makes the heap of each rank accessible to the other ranks of its host. Ranks of different
  * processes send CUDA IPC handles through the bootstrap. Ranks of one process look up each
  * other's addresses in a global list. They do not send addresses through the bootstrap, because
- * another program that can connect to it could send a false address. */
+ * another program that can connect to the bootstrap could send a false address. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -99,8 +99,8 @@ uint8_t *p2p_heap_find(uint64_t group_id, int rank)
     return heap;
 }
 
-/* Sets heap[peer] to the heap of a rank of this process. If that heap is on another device,
- * enables access to it from this device. */
+/* Sets g->self.heap[peer] to the heap of a rank of this process. If that heap is on another
+ * device, enables access to that device from this rank's device. */
 static epic_result connect_local_heap(epic_group *g, int peer)
 {
     struct cudaPointerAttributes attributes;
@@ -156,8 +156,8 @@ static epic_result map_remote_heap(epic_group *g, int peer, cudaIpcMemHandle_t h
     return EPIC_OK;
 }
 
-/* Sets heap[peer] to the heap of a peer. If two processes share a GPU, the GPU runs their
- * kernels in time slices, which is slow but works. */
+/* Sets g->self.heap[peer] to the heap of a peer. If two processes share a GPU, the GPU runs
+ * their kernels in time slices, which is slow but works. */
 epic_result p2p_heap_connect(epic_group *g, int peer, const cudaIpcMemHandle_t *handle)
 {
     if (peer == g->rank) return EPIC_OK;

@@ -105,7 +105,7 @@ static void skip_wake(const epic_group *g)
 
 static const p2p_hooks hooks = {.write = write_to_peer, .wake = skip_wake};
 
-/* Frees a group, also one whose join failed. */
+/* Frees a group. Also called if joining the group has failed. */
 static void release_group(epic_group *g)
 {
     p2p_watch_close(g);
@@ -142,9 +142,10 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Returns whether a peer may still write into this rank's heap. A rank that has left the group
- * may do so if the others have gone on without it. If it is in another process, it has its own
- * reference to the memory, so this rank need not wait for it. */
+/* Returns whether a peer may still write into this rank's heap. `gone` is the result of
+ * p2p_gone(). A peer that has left the group may still write if the other ranks have gone on
+ * without it. If such a peer is in another process, this rank need not wait for it, because its
+ * mapping keeps the memory alive. */
 static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
 {
     const bool is_here = p2p_same(g->peers[peer].process, g->peers[g->rank].process);
@@ -152,7 +153,8 @@ static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
            !p2p_has_released(g, peer) && (is_here || !p2p_is_vacant(g, peer));
 }
 
-/* Returns whether no peer can write into this rank's heap any more. */
+/* Returns whether no peer for which this rank must wait can write into this rank's heap any
+ * more. */
 static bool all_gone(epic_group *g)
 {
     const uint64_t *gone = p2p_gone(g);

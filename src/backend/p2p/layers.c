@@ -14,7 +14,8 @@ void p2p_sign_layer(signature *a, const epic_layer *layer)
     if (layer->priority != EPIC_BY_TOKEN) signature_mix(a, ~(uint64_t)layer->priority);
 }
 
-/* Returns a hash of a layer with all defaults filled in. Never 0, which means "any layer". */
+/* Returns a hash of a layer with all defaults filled in. The hash is never 0, because 0 means
+ * "any layer". */
 static uint32_t hash_layer(const epic_layer *layer)
 {
     signature a = {0};
@@ -22,10 +23,10 @@ static uint32_t hash_layer(const epic_layer *layer)
     return (uint32_t)(a.hash >> 32) | 1;
 }
 
-/* Sets the two hashes of which a plan must have one (layers.h). The two differ only with
- * EPIC_BY_HOSTS. Such a plan has the sum order EPIC_BY_RANK or EPIC_TREE, depending on whether
- * it was made with rank_of_expert. Only the plan in device memory shows which order it has, so
- * there is one hash per order, and the kernels accept either. */
+/* Sets self->layer_hashes to two hashes. A plan must have one of them. The two hashes differ
+ * only with EPIC_BY_HOSTS: a plan then has the sum order EPIC_BY_RANK or EPIC_TREE, depending
+ * on whether it was made with rank_of_expert. Only the plan in device memory shows which order
+ * it has, so there is one hash per order, and the kernels accept either. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer)
 {
     epic_layer order = *layer;

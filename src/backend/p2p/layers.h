@@ -20,16 +20,16 @@ static inline void signature_mix(signature *a, uint64_t value)
     a->hash ^= a->hash >> 29;
 }
 
-/* Mixes every field of a layer into the hash. The layer's defaults are filled in. */
+/* Mixes every field of a layer into the hash. The caller has filled in the layer's defaults. */
 void p2p_sign_layer(signature *a, const epic_layer *layer);
 
-/* Copies the layer to *out, with its defaults. Errors: EPIC_ENOTSUP if kernels do not support
- * it. */
+/* Copies the layer to *out and fills in its defaults. Errors: EPIC_ENOTSUP if kernels do not
+ * support the layer. */
 epic_result p2p_read_layer(const epic_group *group, epic_layer *out, const epic_layer *layer);
 
-/* Reads the layer of an existing plan. Errors: those of p2p_read_layer(), and EPIC_EINVAL if
- * plan_bytes is less than the layer needs. This check is necessary because kernels read parts
- * of the plan before they check its header. */
+/* Like p2p_read_layer(), but for a call that reads an existing plan. Returns also EPIC_EINVAL
+ * if plan_bytes is less than the layer needs. This check is necessary because kernels read
+ * parts of the plan before they check its header. */
 epic_result p2p_read_plan_layer(const epic_group *group, epic_layer *out,
                                 const epic_layer *layer, int64_t plan_bytes);
 
@@ -40,13 +40,13 @@ device_plan_layout p2p_plan_layout(const epic_group *group, const epic_layer *la
  * compare them with the hash in a plan, to check that the plan was made for this layer. */
 void p2p_expect_layer(p2p_self *self, const epic_layer *layer);
 
-/* Returns whether EPIC_BY_K can make a difference, that is, keep other choices than the default
- * priority. This needs a layer that can drop choices, and a top_k above 1. */
+/* Returns whether EPIC_BY_K can make a difference, that is, can keep other choices than the
+ * default priority keeps. This requires a layer that can drop choices, and a top_k above 1. */
 bool p2p_keeps_by_k(const epic_layer *layer);
 
 /* Returns whether combine needs an option that the low-latency kernels do not support: several
- * leaves of the sum tree per rank, a partial_type other than the default, or tree order with
- * more than 8 ranks. */
+ * leaves of the sum tree (blocks of experts) per rank, a partial_type other than the default,
+ * or tree order with more than 8 ranks. */
 bool p2p_needs_general_combine(const epic_group *group, const epic_layer *layer);
 
 #endif

@@ -66,8 +66,8 @@ static epic_result load_code(void)
  * together load every kernel. */
 static const int64_t row_bytes[] = {16, 2048, 3584, 4096};
 
-/* Launches combine with one and with several leaves of the sum tree per rank, and the
- * low-latency combine with EPIC_BY_RANK and with EPIC_TREE. */
+/* Launches combine with one leaf and with several leaves of the sum tree (blocks of experts)
+ * per rank, and the low-latency combine with EPIC_BY_RANK and with EPIC_TREE. */
 static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 {
     cudaError_t error = p2p_launch_combine(&job, 1, stream);
@@ -81,7 +81,8 @@ static cudaError_t launch_sums(p2p_combine_job job, cudaStream_t stream)
 
 typedef cudaError_t launcher(const p2p_dispatch_job *job, int num_sms, cudaStream_t stream);
 
-/* Launches a dispatch for both layouts, each with an existing plan and with a new plan. */
+/* Launches a dispatch for EPIC_FLAT and for EPIC_EXPERT_MAJOR, each with an existing plan and
+ * with a new plan. */
 static cudaError_t launch_layouts(const p2p_dispatch_job *like, launcher *launch,
                                   cudaStream_t stream)
 {
@@ -137,9 +138,9 @@ static cudaError_t launch_rows(const p2p_self *self, int64_t bytes, int aligned,
     return error;
 }
 
-/* Launches the kernels for packed rows (rows with scales). The scales come from the caller, or
- * the kernel computes them (quantize). Each case is launched with an existing plan and with a
- * new plan. */
+/* Launches the kernels for packed rows (rows with scales), once for scales that the caller
+ * passes, and once for scales that the kernel computes (quantize). Each case is launched with
+ * an existing plan and with a new plan. */
 static cudaError_t launch_packed(const p2p_self *self, int aligned, cudaStream_t stream)
 {
     cudaError_t error = cudaSuccess;
@@ -191,8 +192,8 @@ static cudaError_t launch_all(const p2p_self *self, cudaStream_t stream)
 epic_result p2p_load(epic_group *g)
 {
     p2p_self self = g->self;
-    /* the shared memory of some kernels grows with max_tokens, and could exceed the limit of
-     * this launch with the group's value */
+    /* The shared memory of some kernels grows with max_tokens. With the max_tokens of the group
+     * it could exceed the limit that this launch has. */
     self.max_tokens = 1;
     TRY(load_code());
     return p2p_cuda(launch_all(&self, g->side), "loading the kernels");

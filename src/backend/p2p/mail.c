@@ -9,16 +9,17 @@
 #include "base/deadline.h"
 #include "base/error.h"
 
-#define SLOTS 8 /* messages of a box */
+#define SLOTS 8 /* number of messages that a box has room for */
 #define POLL_NAP_NS 20000
 
-/* A message of a box. */
+/* An entry of a box: one message. */
 typedef struct letter {
-    uint64_t number; /* 1 for the first message of the writer to this rank */
+    uint64_t number; /* The first message from the sender to this rank has number 1. */
     unsigned char bytes[REGROUP_MESSAGE_BYTES];
 } letter;
 
-/* The memory: first the words of all writers, then letters [num_ranks][SLOTS]. */
+/* Offsets in a rank's memory for messages. The memory begins with the words of all senders
+ * (p2p_mail_words). The boxes follow: letters [num_ranks][SLOTS]. */
 static int64_t words_at(const epic_group *g, int writer)
 {
     return device_round_up(g->self.at.bytes, 128) + writer * (int64_t)sizeof(p2p_mail_words);
@@ -57,15 +58,16 @@ void p2p_mail_send(epic_group *g, int to, const void *message, size_t bytes)
                     &l.number, sizeof l.number);
 }
 
-/* Copies `bytes` bytes at offset `at` of this rank's heap to pinned memory. Returns false if CUDA
- * reports an error. */
+/* Enqueues a copy of `bytes` bytes at offset `at` of this rank's heap to `to`. Returns false if
+ * CUDA reports an error. */
 static bool copy_here(epic_group *g, void *to, int64_t at, size_t bytes)
 {
     return cudaMemcpyAsync(to, g->self.heap[g->rank] + at, bytes, cudaMemcpyDefault, g->side) ==
            cudaSuccess;
 }
 
-/* Reads the words of all writers, and which ranks have closed. */
+/* Copies the words of all senders and the words `gone` (which ranks have closed) from this
+ * rank's heap. */
 static bool poll_words(epic_group *g)
 {
     return copy_here(g, g->mail.words, words_at(g, 0),
@@ -75,7 +77,8 @@ static bool poll_words(epic_group *g)
            cudaStreamSynchronize(g->side) == cudaSuccess;
 }
 
-/* Reads the oldest message of a writer that has not been overwritten. */
+/* Reads the oldest unread message from rank `from` that no later message has overwritten.
+ * Returns false if there is none. */
 static bool read_letter(epic_group *g, int from, void *message, size_t bytes)
 {
     const uint64_t sent = g->mail.words[from].sent;
@@ -87,15 +90,15 @@ static bool read_letter(epic_group *g, int from, void *message, size_t bytes)
         if (!copy_here(g, &l, letter_at(g, from, number), sizeof l) ||
             cudaStreamSynchronize(g->side) != cudaSuccess)
             return false;
-        if (l.number != number) continue; /* the writer has overwritten it meanwhile */
+        if (l.number != number) continue; /* the sender has overwritten the message meanwhile */
         memcpy(message, l.bytes, bytes);
         return true;
     }
     return false;
 }
 
-/* Reads a message of any rank. Begins after the rank of the last message, so that no rank is
- * left out. */
+/* Reads a message from any rank. Begins after the sender of the last message, so that the
+ * messages of every rank are read. */
 static bool read_any(epic_group *g, int *from, void *message, size_t bytes)
 {
     for (int i = 1; i <= g->num_ranks; i++) {
@@ -131,8 +134,8 @@ bool p2p_mail_is_gone(const epic_group *g, int seat)
     return (gone && gone != P2P_RELEASED) || p2p_is_dead(g, seat) || p2p_has_released(g, seat);
 }
 
-/* Returns the lowest member that has not entered this generation yet, or -1. *is_gone becomes
- * whether some member is gone. */
+/* Returns the lowest member that has not entered this rank's generation yet, or -1 if all have.
+ * Sets *is_gone to whether a member has closed its context or died. */
 static int find_missing(const epic_group *g, bool *is_gone)
 {
     int missing = -1;

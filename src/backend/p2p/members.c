@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The members of a group whose ranks can leave it. Kernels read the vacant seats from device
- * memory (p2p_group_words), so the arguments of captured CUDA graphs stay valid.
+/* Changes the members of a group on GPUs. A *seat* is a rank number; it is *vacant* if its rank
+ * has left the group. Kernels read the vacant seats from device memory (p2p_group_words), so
+ * the arguments of captured CUDA graphs stay valid.
  *
- * All generations use the same heap. A member clears its heap when it enters a generation.
- * Before it stores into the heaps of the others, it waits until they have cleared theirs
- * (p2p_mail_meet()). A rank that was left out may still store into the heaps of the members, but
- * only into the parts of its own seat, which no rank reads, and into `broken`, which contains the
- * number of a generation. */
+ * A *generation* is the group between two changes of its members. All generations use the same
+ * heap. A member clears its heap when it enters a generation. Before it stores into the heaps
+ * of the other members, it waits until they have cleared their heaps (p2p_mail_meet()). A rank
+ * that was left out may still store into the heaps of the members, but only into two parts: the
+ * part of its own seat, which no rank reads, and the word `broken`, which members ignore
+ * because it contains the number of an old generation. */
 #include <stddef.h>
 
 #include "backend/p2p/mail.h"
@@ -14,8 +16,8 @@
 #include "base/error.h"
 
 #if WITH_VACANT_SEATS
-/* Ends the use of the heap of a rank that has left. Reports to the rank that it may free its heap,
- * because this rank does not access it any more. */
+/* Stops using the heap of a rank that has left. Reports to that rank that it may free its heap,
+ * because this rank does not access the heap any more. */
 static void release_seat(epic_group *g, int seat)
 {
     *g->word = P2P_RELEASED;
@@ -58,9 +60,10 @@ static bool shares_device(const epic_group *g)
     return false;
 }
 
-/* Implements epic_regroup_transport.begin. If other ranks of the group use the device in this
- * process, cudaDeviceSynchronize() could wait for a kernel of theirs that waits for this rank. So
- * the caller must then have synchronized its streams. */
+/* Implements epic_regroup_transport.begin: waits for the work of this rank on the device. If
+ * other ranks of the group use the device in this process, cudaDeviceSynchronize() could wait
+ * for a kernel of another rank that waits for this rank. So in this case the function does not
+ * wait, and requires that the caller has synchronized its streams. */
 static epic_result begin_regroup(epic_group *g)
 {
     int before = -1;
@@ -76,7 +79,7 @@ static epic_result begin_regroup(epic_group *g)
     return p2p_cuda(error, "waiting for the work of this rank");
 }
 
-/* Forgets the failure and the data errors that kernels have reported in the old generation. */
+/* Removes the failure and the data errors that kernels have reported in the old generation. */
 static void clear_status(p2p_status *status)
 {
     for (int i = 0; i < P2P_NOTICES; i++)
@@ -84,7 +87,8 @@ static void clear_status(p2p_status *status)
     __atomic_store_n(&status->result, (uint32_t)EPIC_OK, __ATOMIC_RELEASE);
 }
 
-/* Implements epic_regroup_transport.enter. */
+/* Implements epic_regroup_transport.enter: makes `members` the members of the next
+ * generation. */
 static epic_result enter_generation(epic_group *g, const seat_set *members)
 {
     int before = -1;
@@ -107,7 +111,8 @@ static bool is_gone(epic_group *g, int seat)
     return p2p_mail_is_gone(g, seat);
 }
 
-/* Implements epic_regroup_transport.send. There is no memory to send with a message. */
+/* Implements epic_regroup_transport.send. Ignores group_id: all generations use the same heap,
+ * so no handle to memory is sent. */
 static void send_message(epic_group *g, int to, const void *message, size_t bytes,
                          uint64_t group_id)
 {

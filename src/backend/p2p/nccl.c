@@ -17,7 +17,8 @@ typedef struct loaded_files {
     char paths[2][256]; /* paths of the first two such files */
 } loaded_files;
 
-/* Callback of dl_iterate_phdr(), which calls it for each loaded file. */
+/* Callback of dl_iterate_phdr(), which calls it for each loaded file. Adds the file to the list
+ * if it is NCCL. */
 static int note_file(struct dl_phdr_info *file, size_t size, void *arguments)
 {
     (void)size;
@@ -31,7 +32,8 @@ static int note_file(struct dl_phdr_info *file, size_t size, void *arguments)
     return 0;
 }
 
-/* Finds NCCL among the loaded libraries. Sets *handle, and `name` (256 bytes) for errors. */
+/* Finds NCCL among the libraries that this process has loaded. Sets *handle to the library, and
+ * writes the library's path for error texts to `name` (256 bytes). */
 static epic_result find_library(void **handle, char *name)
 {
     loaded_files files = {0};

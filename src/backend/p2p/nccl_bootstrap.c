@@ -52,7 +52,7 @@ typedef struct nccl_bootstrap {
 
     pthread_mutex_t mutex; /* guards everything below */
     pthread_cond_t changed;
-    bool is_running; /* true while the thread sends a chunk */
+    bool is_running; /* true while the thread that calls NCCL sends a chunk */
     bool is_closed; /* true: the caller has closed the bootstrap, and the thread must free it */
     epic_result failed;
     const char *phase; /* name of the NCCL or CUDA function that the thread is calling */
@@ -81,7 +81,7 @@ static epic_result fail_nccl(const nccl_bootstrap *b, int result, const char *ca
 }
 
 /* Returns EPIC_ETIMEOUT. NCCL does not report which ranks are missing, so the error text
- * contains the number of finished gathers and the call that waits. */
+ * contains the number of finished gathers and the NCCL or CUDA call that waits (`phase`). */
 static epic_result fail_late(const nccl_bootstrap *b, const char *phase)
 {
     return epic_fail(EPIC_ETIMEOUT,
@@ -166,8 +166,8 @@ static epic_result start_thread(nccl_bootstrap *b)
     return epic_fail(EPIC_ENOMEM, "bootstrap over NCCL: no memory for a thread");
 }
 
-/* Waits until the thread has finished. Returns its error, an error of the communicator, or
- * EPIC_ETIMEOUT. Polls the communicator without the mutex. */
+/* Waits until the thread that calls NCCL has finished. Returns the thread's error, an error of
+ * the communicator, or EPIC_ETIMEOUT. Polls the communicator without holding the mutex. */
 static epic_result wait_for_thread(nccl_bootstrap *b, time_limit *limit)
 {
     epic_result result = EPIC_OK;
@@ -221,7 +221,8 @@ static epic_result check_chunks(const nccl_bootstrap *b)
     return EPIC_OK;
 }
 
-/* Runs one gather. Sends at least one chunk, so that also a gather of 0 bytes waits. */
+/* Runs one gather: sends `mine` [bytes], and receives `all` [num_ranks, bytes]. Sends at least
+ * one chunk, so that a gather of 0 bytes waits for all ranks, too. */
 static epic_result run_gather(nccl_bootstrap *b, const uint8_t *mine, uint8_t *all,
                               int64_t bytes)
 {

@@ -18,10 +18,10 @@ static int planners_of(int64_t num_tokens, int num_sms)
     return planners > num_sms ? num_sms : planners;
 }
 
-/* Returns the number of tokens per rank for which the tables of a low-latency planner have
- * room. `most` is the maximum that the kernel supports. Larger tables make calls with few
- * tokens up to 3 % slower, so contexts with more than P2P_LOWLAT_TOKENS tokens use smaller
- * tables. */
+/* Returns the number of tokens per rank for which the tables of a low-latency plan kernel have
+ * room. `most` is the maximum that the kernel supports. `alone`: see fill_plan(). Larger tables
+ * make calls with few tokens up to 3 % slower, so contexts with more than P2P_LOWLAT_TOKENS
+ * tokens use smaller tables. */
 static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most)
 {
     const int64_t max_tokens = g->config.max_tokens;
@@ -32,8 +32,8 @@ static int32_t most_planned_tokens(const epic_group *g, bool alone, int32_t most
 
 /* Fills in *job, the arguments of the plan kernel. Mixes the arguments that must be equal on
  * all ranks into the signature *a. If `alone` is true, the kernel only makes the plan. If it is
- * false, the kernel also sends rows: those of at most max_lowlat_tokens tokens if it is the
- * low-latency kernel. */
+ * false, the kernel also sends rows. In this case a low-latency kernel is used only for at most
+ * max_lowlat_tokens tokens. */
 static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_plan_args *args,
                              bool alone, int32_t max_lowlat_tokens, signature *a)
 {
@@ -57,7 +57,8 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->by_k = p2p_keeps_by_k(&job->layer);
     job->resolves = job->layer.num_logical && (flat || job->by_k);
     const bool searches = flat && job->layer.overflow == EPIC_OVERFLOW_DROP;
-    /* a single CTA makes these two kinds of plans (plan/flat_drop.cuh, plan/resolve.cuh) */
+    /* a single CTA makes these two kinds of plans (kernels/cuda/plan/flat_drop.cuh,
+     * resolve.cuh) */
     if (searches || job->resolves) job->planners = 1;
     job->at = p2p_plan_layout(g, &job->layer);
     job->max_lowlat_tokens =
@@ -89,8 +90,8 @@ static epic_result p2p_plan(epic_group *g, const epic_plan_args *args)
                     "launching plan");
 }
 
-/* Fills in the arguments for scales. The caller passes the scales, or dispatch computes them
- * (quantize). Does nothing if the rows have no scales. */
+/* Fills in those arguments of a dispatch kernel that concern scales. The caller passes the
+ * scales, or dispatch computes them (quantize). Does nothing if the rows have no scales. */
 static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
                                const epic_dispatch_args *args, signature *a)
 {
@@ -114,10 +115,10 @@ static epic_result fill_scales(const epic_group *g, p2p_dispatch_job *job,
     return EPIC_OK;
 }
 
-/* Returns whether dispatch stores rows into windows if all ranks have windows. It does so only if
- * a token has at most one slot on each rank, as in top-1 and EPIC_FLAT layers. With top-1,
- * windows are faster than staging. With a larger top_k and EPIC_FLAT they are slower, so dispatch
- * uses them only if staging would need several rounds (docs/lab/cuda.md). */
+/* Returns whether dispatch stores rows into windows if all ranks have windows. It does so only
+ * if a token has at most one slot on each rank, as in top-1 and EPIC_FLAT layers. With top-1,
+ * windows are faster than staging. With EPIC_FLAT and a larger top_k windows are slower, so
+ * dispatch uses them only if staging would need several rounds (docs/lab/cuda.md). */
 static bool uses_windows(const epic_group *g, const p2p_dispatch_job *job)
 {
     const epic_layer *layer = &job->plan.layer;
@@ -172,9 +173,10 @@ static launcher *launcher_of(const p2p_dispatch_job *job, bool is_lowlat)
     return WITH_WINDOWS && job->windows ? p2p_launch_dispatch_windows : p2p_launch_dispatch;
 }
 
-/* Returns whether a dispatch with the arguments *job needs the kernel for EPIC_FLAT. Returns
- * false for some existing EPIC_FLAT plans, which the usual kernel can send: where other plans
- * store the slot of a choice, an EPIC_FLAT plan stores the slot of the token's row. */
+/* Returns whether a dispatch with the arguments *job needs the kernel for EPIC_FLAT. Some
+ * dispatches with an existing EPIC_FLAT plan do not need it. The usual kernel can send them,
+ * because an EPIC_FLAT plan stores the slot of the token's row where other plans store the slot
+ * of a choice (a token and one of its experts). */
 static bool is_flat(const p2p_dispatch_job *job)
 {
     return job->plan.layer.layout == EPIC_FLAT &&
@@ -182,14 +184,16 @@ static bool is_flat(const p2p_dispatch_job *job)
 }
 
 /* Returns whether the low-latency dispatch was measured to be faster with up to
- * P2P_LOWLAT_TOKENS tokens than the general kernel (docs/lab/cuda.md). Equal on all ranks. */
+ * P2P_LOWLAT_TOKENS tokens than the general kernel (docs/lab/cuda.md). The result is equal on
+ * all ranks. */
 static bool is_measured_lowlat(const epic_group *g, const p2p_dispatch_job *job)
 {
     return !job->scale_bytes && job->row_bytes <= 16384 && g->num_ranks <= 4;
 }
 
 /* Returns the maximum number of tokens per rank for which a low-latency dispatch kernel may be
- * used, or -1 if no such kernel supports the arguments *job. Equal on all ranks. */
+ * used, or -1 if no such kernel supports the arguments *job. The result is equal on all
+ * ranks. */
 static int32_t max_lowlat_rows(const epic_group *g, const p2p_dispatch_job *job)
 {
     /* the backend `hosts` has no low-latency kernel for rows with scales */
@@ -230,8 +234,9 @@ static epic_result p2p_dispatch(epic_group *g, const epic_dispatch_args *args)
 }
 
 /* Returns whether one kernel may make the plan and already send rows before the plan is
- * complete. This requires that no choice may be dropped, also not as absent, that the rank of a choice depends only
- * on its expert id, and that all rows fit into the staging memory. */
+ * complete. This requires three things. No choice (a token and one of its experts) can be
+ * dropped, neither for lack of capacity nor by EPIC_DROP_ABSENT. The rank of a choice depends
+ * only on its expert id. All rows fit into the staging memory. */
 static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t row = p2p_packed_bytes(job->row_bytes, job->scale_bytes);
@@ -244,10 +249,10 @@ static bool can_overlap(const epic_group *g, const p2p_dispatch_job *job)
            g->config.max_tokens * row <= g->self.at.source_bytes;
 }
 
-/* Returns the number of early tokens: tokens that are sent while the plan is made. With uniform
- * routing, NVLink can send their rows (EARLY_BYTES) in that time. At most a fifth of the tokens
- * are sent early, because receiving starts only when the plan is complete, and then must catch
- * up with sending. */
+/* Returns the number of early tokens: tokens whose rows are sent while the plan is made. With
+ * uniform routing, NVLink can send EARLY_BYTES bytes of rows in that time. At most a fifth of
+ * the tokens are sent early. Receiving starts only when the plan is complete, and with more
+ * early tokens it would not catch up with sending. */
 static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
 {
     const int64_t ranks = g->num_ranks, top_k = job->plan.layer.top_k;
@@ -257,8 +262,8 @@ static int32_t early_tokens_of(const epic_group *g, const p2p_dispatch_job *job)
     return (int32_t)(by_time < most ? by_time : most);
 }
 
-/* Implements epic_ops.plan_dispatch. Launches one kernel if can_overlap() allows it, and a plan
- * kernel and a dispatch kernel if not. */
+/* Implements epic_ops.plan_dispatch. Launches one kernel if can_overlap() returns true. If not,
+ * launches a plan kernel and then a dispatch kernel. */
 static epic_result p2p_plan_dispatch(epic_group *g, const epic_plan_args *plan_args,
                                      const epic_dispatch_args *args)
 {

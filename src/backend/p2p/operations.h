@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The common parts of all operations (jobs.c), and the operations of combine.c for the table in
- * operations.c. A job is the struct of arguments of a kernel. */
+/* Functions that all operations use (jobs.c), and the operations in combine.c, which the table
+ * in operations.c contains. A *job* is the struct of arguments of a kernel. */
 #ifndef EPIC_P2P_OPERATIONS_H
 #define EPIC_P2P_OPERATIONS_H
 
 #include "backend/p2p/layers.h"
 
-#define P2P_MOST_ROWS 0x7ffffff0 /* maximum number of rows: slots are int32 */
+#define P2P_MOST_ROWS 0x7ffffff0 /* maximum number of rows; slots (row indices) are int32 */
 
 /* Fills in `self`, the first member of every job: the operation, its signature and its time
  * limit. In the backend `hosts`, also wakes the proxy thread. */
@@ -43,14 +43,15 @@ epic_result p2p_check_row(const epic_group *group, const char *name, int64_t row
  * operation that uses staging sends them in several rounds. */
 bool p2p_fits_staging(const epic_group *group, int64_t row_bytes);
 
-/* Returns whether this group may use low-latency kernels. The libraries for many ranks have
- * none. In the backend `hosts`, max_tokens must be small, because these kernels send the expert
- * ids to every rank, and relays must be off. */
+/* Returns whether this group may use low-latency kernels. The libraries for many ranks have no
+ * such kernels. In the backend `hosts`, max_tokens must be small, because these kernels send
+ * the expert ids to every rank, and relays (ranks that forward rows to other ranks of their
+ * host) must be off. */
 bool p2p_can_use_lowlat(const epic_group *group);
 
 /* Returns whether an operation of this rank, with num_tokens tokens, uses a low-latency kernel,
- * which supports at most `most` tokens. Some ranks may use it and others not, because all
- * kernels send and receive rows in the same format. */
+ * which supports at most `most` tokens. Some ranks may use such a kernel and others not,
+ * because all kernels send and receive rows in the same format. */
 bool p2p_fits_lowlat(const epic_group *group, const epic_layer *layer, int32_t num_tokens,
                      int32_t most, int64_t row_bytes);
 

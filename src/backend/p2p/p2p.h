@@ -40,30 +40,35 @@ typedef struct p2p_hooks {
 
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
-/* The words of a rank in the heap of another rank (mail.h). */
+/* Two words that each rank (the sender) writes into the memory for messages of every other rank
+ * (the receiver) (mail.h). */
 typedef struct p2p_mail_words {
-    uint64_t sent;    /* number of messages that it has sent to this rank */
-    uint64_t entered; /* number of the generation that it has entered */
+    uint64_t sent;    /* number of messages that the sender has sent to the receiver */
+    uint64_t entered; /* number of the last generation that the sender has entered */
 } p2p_mail_words;
 
-/* The state of the messages for epic_regroup (mail.h). */
+/* This rank's state of the messages that epic_regroup exchanges (mail.h). */
 typedef struct p2p_mail {
-    /* [DEVICE_MAX_RANKS], pinned: copies of the words of all ranks, and of the words `gone` */
+    /* [DEVICE_MAX_RANKS], in pinned memory: copies of the words of all senders (`words`), and
+     * of the words that show which ranks have closed (`gone`) */
     p2p_mail_words *words;
     uint64_t *gone;
     uint64_t
         sent[DEVICE_MAX_RANKS]; /* number of messages that this rank has sent to each rank */
-    uint64_t read[DEVICE_MAX_RANKS];     /* number of messages read of each rank */
-    bool has_reported[DEVICE_MAX_RANKS]; /* ranks whose end has ended a wait for messages */
-    int last;                            /* sender of the last message */
+    /* number of messages that this rank has read from each rank */
+    uint64_t read[DEVICE_MAX_RANKS];
+    /* true for a rank whose exit has already ended a wait for messages; each exit ends only one
+     * wait */
+    bool has_reported[DEVICE_MAX_RANKS];
+    int last; /* sender of the last message */
 } p2p_mail;
 
-/* One rank's state in a group. Read-only after join, except `windows`, `waits` and the memory
- * of *status, *beats and *word, and except the members, which change while no other call
- * runs. */
+/* One rank's state in a group. Read-only after join, with two exceptions. `windows`, `waits`
+ * and the memory of *status, *beats and *word change at any time. The fields about the members
+ * (`generation`, `vacant`, `mail`) change only while no other call runs. */
 struct epic_group {
     const p2p_hooks *hooks;
-    /* copied into the arguments of every kernel; fill_self() completes the copy */
+    /* copied into the arguments of every kernel; p2p_fill_self() completes the copy */
     p2p_self self;
     p2p_status *status; /* host memory that kernels write */
     epic_config config;
@@ -75,15 +80,17 @@ struct epic_group {
     int ranks_here; /* number of ranks of the group that use this GPU */
     /* [r]: true if the heap of rank r belongs to another process and is mapped here */
     bool mapped[DEVICE_MAX_RANKS];
-    uint32_t generation; /* p2p_group_words.generation */
-    uint32_t vacant;     /* p2p_group_words.vacant */
+    /* number of the generation (the group between two changes of its members) */
+    uint32_t generation;
+    /* bit mask of the seats (rank numbers) whose ranks have left the group */
+    uint32_t vacant;
     p2p_mail mail;
     p2p_watch *watch;
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */
     cudaStream_t side; /* stream for copies that must work while a kernel runs */
     uint64_t *word;    /* pinned host memory for small copies on the stream `side` */
-    bool bulk;         /* the GPU has bulk stores (compute capability 9.0) */
+    bool bulk;         /* true: the GPU has bulk stores (compute capability 9.0) */
     /* maximum number of tokens per rank for which low-latency kernels run */
     int32_t lowlat_tokens;
     /* windows of the group; NULL until one is added; read and set atomically */
@@ -96,7 +103,8 @@ struct epic_group {
  * clears the CUDA error, and returns EPIC_ENOMEM or EPIC_EDEVICE. */
 epic_result p2p_cuda(cudaError_t error, const char *what);
 
-/* Launches every kernel once, so that no operation loads one (load.c). */
+/* Launches every kernel once, so that no later operation waits until CUDA has loaded a kernel
+ * (load.c). */
 epic_result p2p_load(epic_group *group);
 
 /* Returns whether this process can use a CUDA device. If not, writes the reason to why[256]. */
@@ -109,8 +117,8 @@ static inline bool p2p_same(const uint64_t a[2], const uint64_t b[2])
 }
 
 /* p2p_group_new() creates a group and computes its heap layout. It returns NULL if out of
- * memory. p2p_group_device() then sets the group's device, creates its stream and allocates its
- * status. p2p_group_free() frees all of these. */
+ * memory. p2p_group_device() then sets the group's device, creates the stream `side` and
+ * allocates *status. p2p_group_free() frees all of these. */
 epic_group *p2p_group_new(const epic_join *join, const p2p_hooks *hooks);
 epic_result p2p_group_device(epic_group *group, p2p_gpu *gpu);
 void p2p_group_free(epic_group *group);
@@ -123,17 +131,18 @@ p2p_heap p2p_heap_for(const epic_config *config);
 int64_t p2p_staging_bytes(const p2p_heap *at, int64_t num_ranks);
 /* Returns the allocation size of a heap in bytes. */
 int64_t p2p_heap_bytes(const p2p_heap *at);
-/* Clears a heap: sets stamped words (kernels/cuda/common/heap.h) to 0, and staging memory to poison
- * (the value of a word that has not arrived). Returns when the device has finished. */
+/* Clears a heap. Sets stamped words (words with the number of the operation that wrote them,
+ * kernels/cuda/common/heap.h) to 0, and staging memory to poison (the value of a word that has
+ * not arrived). Returns when the device has finished. */
 epic_result p2p_heap_clear(epic_group *group, uint8_t *heap);
 /* Clears this rank's heap for a new generation, in which epochs begin at 1 again. Keeps the
- * words `gone`, because a member may close its context early, and the times in the control
- * memory. */
+ * words `gone`, because a member may close its context early, and the device times and waiting
+ * times in the control memory. */
 epic_result p2p_heap_renew(epic_group *group);
 /* Returns the epoch (number) of the last operation that began on this rank's device. Copies the
  * epoch from the device and waits for this copy, but not for kernels. */
 uint32_t p2p_epoch(epic_group *group);
-/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. A word is 0 while its rank may
+/* Copies the words `gone` [DEVICE_MAX_RANKS] from the device. gone[r] is 0 while rank r may
  * access this rank's heap. Returns pinned host memory that is valid until the next call, or
  * NULL if the copy failed. */
 const uint64_t *p2p_gone(epic_group *group);
@@ -159,7 +168,7 @@ int p2p_budget_taken(int device);
 epic_result p2p_budget_share(epic_group *group, const p2p_gpu *gpus);
 void p2p_budget_give_back(epic_group *group);
 
-/* Returns whether a seat has no rank any more. */
+/* Returns whether the rank of this seat (rank number) has left the group. */
 static inline bool p2p_is_vacant(const epic_group *group, int seat)
 {
     return WITH_VACANT_SEATS && (group->vacant >> seat % 32 & 1);
@@ -177,8 +186,8 @@ bool p2p_has_released(const epic_group *group, int peer);
 epic_result p2p_watch_open(epic_group *group);
 void p2p_watch_close(epic_group *group);
 
-/* Returns whether the process of this peer has died. The watcher thread sets the bit in backend
- * p2p, the proxy thread in the backend `hosts`. */
+/* Returns whether the process of this peer has died. In backend p2p the watcher thread sets the
+ * peer's bit, in backend `hosts` the proxy thread. */
 static inline bool p2p_is_dead(const epic_group *group, int peer)
 {
     return __atomic_load_n(&group->status->dead[peer / 32], __ATOMIC_ACQUIRE) >> peer % 32 & 1;
@@ -190,8 +199,8 @@ static inline void p2p_mark_dead(p2p_status *status, int peer)
     __atomic_fetch_or(&status->dead[peer / 32], 1u << peer % 32, __ATOMIC_RELEASE);
 }
 
-/* Returns a word with one culprit, in the format of p2p_status.culprits. Kernels create such
- * words with pack_ranks() (ranks.cuh). */
+/* Returns a word with one culprit (a rank that caused a failure), in the format of
+ * p2p_status.culprits. Kernels create such words with pack_ranks() (ranks.cuh). */
 static inline uint32_t p2p_culprit_word(int rank)
 {
     return MANY_RANKS ? 1u << 30 | (uint32_t)rank : 1u << rank % 32;
@@ -212,21 +221,23 @@ static inline bool p2p_is_culprit(uint32_t culprits, int rank)
 /* Makes this rank's heap accessible to the other ranks of this host. Adds the heap to the list
  * of this process, and writes its IPC handle to *handle for ranks of other processes. */
 epic_result p2p_heap_export(const epic_group *group, uint8_t *heap, cudaIpcMemHandle_t *handle);
-/* Sets heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be mapped. */
+/* Sets group->self.heap[peer] to the heap of a peer. Errors: EPIC_ENOTSUP if it cannot be
+ * mapped. */
 epic_result p2p_heap_connect(epic_group *group, int peer, const cudaIpcMemHandle_t *handle);
 /* Unmaps the heap of a peer, if it is mapped. */
 void p2p_heap_unmap(epic_group *group, int peer);
 /* Unmaps the heaps of all peers, and removes this rank's heap from the list of this process. */
 void p2p_heap_disconnect(epic_group *group);
 
-/* Windows, in windows.c. p2p_add_window() implements epic_window_alloc (args->data is NULL) and
- * epic_window_register. Collective: all ranks return the same error. EPIC_ENOMEM and
- * EPIC_ENOTSUP do not break the group. p2p_free_windows() waits until no peer stores into the
- * windows, and frees them. */
+/* Windows (device memory into which peers store rows), in windows.c. p2p_add_window()
+ * implements epic_window_alloc (args->data is NULL) and epic_window_register. Collective: all
+ * ranks return the same error. EPIC_ENOMEM and EPIC_ENOTSUP do not break the group.
+ * p2p_free_windows() waits until no kernel of this device runs, and frees the windows. */
 epic_result p2p_add_window(epic_group *group, const epic_window_args *args,
                            epic_window_info *out);
 void p2p_free_windows(epic_group *group);
-/* Returns the table of all windows in device memory, or NULL if there is none. */
+/* Returns the table of all windows in device memory, or NULL if the group has one rank or no
+ * window. */
 const p2p_mapped_window *p2p_window_table(const epic_group *group);
 /* Returns 0 if the output is not in a window. If it is, returns one word with the index of the
  * window plus one and the offset in the window (p2p_window_words). */
@@ -279,8 +290,8 @@ epic_result p2p_z_loss_forward(epic_group *group, const epic_loss_args *args, do
 epic_result p2p_z_loss_backward(epic_group *group, const epic_loss_args *args, double factor);
 epic_result p2p_bias_update(epic_group *group, const epic_bias_update_args *args);
 
-/* Experts, in experts.c. Both functions launch the GEMMs and the activation function on the
- * stream of the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and those of the caller's gemm. */
+/* Experts, in experts.c. The functions launch the GEMMs and the activation function on the
+ * stream of the call. Errors: EPIC_ENOTSUP, EPIC_EDEVICE, and errors of the caller's gemm. */
 epic_result p2p_experts_forward(epic_group *group, const epic_experts_args *args);
 epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_args *args);
 
@@ -289,7 +300,7 @@ epic_result p2p_experts_backward(epic_group *group, const epic_experts_backward_
 
 /* Computes logits [tokens, columns] = x w_gate + b_gate in float32. */
 epic_result p2p_gate(epic_group *group, const epic_gate_args *gate);
-/* Computes the gradients of w_gate, b_gate and x. The gradient of x is added to d_x. */
+/* Computes the gradients of w_gate, b_gate and x. Adds the gradient of x to d_x. */
 epic_result p2p_gate_backward(epic_group *group, const epic_gate_args *gate);
 epic_result p2p_add(epic_group *group, epic_stream stream, void *to, const void *from,
                     int64_t count, uint32_t type, bool replace);

@@ -51,7 +51,7 @@ static epic_result check_weights(const epic_router *router)
     return EPIC_OK;
 }
 
-/* Returns the type of the gradients: by default that of the logits. */
+/* Returns the type of the gradients. The default (grad_type 0) is the type of the logits. */
 static uint32_t grad_type_of(const p2p_router_rows *rows, uint32_t grad_type)
 {
     return grad_type ? grad_type : rows->type;

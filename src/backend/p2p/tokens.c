@@ -27,8 +27,8 @@ epic_result p2p_shared_gate(epic_group *group, epic_stream stream, const layer_t
 
 /* Implements the backward pass of the shared expert's gate (p2p.h). The gradient of
  * w_shared_gate is the sum of the rows of x, each multiplied by its element of
- * d_shared_weights. The gradient of a bias is such a weighted sum too, so the kernel for biases
- * computes both. */
+ * d_shared_weights. The gradient of a bias is such a weighted sum too, so the kernel for the
+ * gradients of biases computes it. */
 epic_result p2p_shared_gate_backward(epic_group *group, epic_stream stream,
                                      const layer_tokens *tokens, float *gradient,
                                      bool accumulate, void *workspace)

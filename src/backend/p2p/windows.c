@@ -64,7 +64,8 @@ static int64_t message_at(const epic_group *g, uint64_t sequence, int rank)
                (int64_t)sizeof(p2p_window_message);
 }
 
-/* Copies the messages of all ranks from this rank's heap to `all`. */
+/* Copies the messages that ranks have sent in exchange `sequence` from this rank's heap to
+ * `all` [num_ranks]. */
 static epic_result read_messages(const epic_group *g, uint64_t sequence,
                                  p2p_window_message *all)
 {
@@ -75,7 +76,7 @@ static epic_result read_messages(const epic_group *g, uint64_t sequence,
     return p2p_cuda(cudaStreamSynchronize(g->side), "messages of the ranks");
 }
 
-/* Returns a bit mask of the ranks whose messages have not arrived. */
+/* Returns a bit mask of the ranks whose messages of exchange `sequence` are not in `all`. */
 static uint32_t find_missing(const epic_group *g, uint64_t sequence,
                              const p2p_window_message *all)
 {
@@ -86,8 +87,8 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
 }
 
 /* Breaks the group, because messages of the ranks in `missing` (bit mask) have not arrived.
- * Returns the error. If these ranks have closed or died (are_gone), does not report to the
- * other ranks, which notice this themselves. */
+ * Returns the error. are_gone: the missing ranks have closed or died. In this case sends no
+ * report to the other ranks, because each of them notices it itself. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
 {
@@ -186,7 +187,7 @@ static void close_socket(chunk_exchange *x)
     if (x->socket >= 0) close(x->socket);
 }
 
-/* Adds a peer to the error text. Returns `result`. */
+/* Adds the number of the peer to the error text. Returns `result`. */
 static epic_result fail_with_peer(epic_result result, int peer)
 {
     char why[400];
@@ -194,8 +195,9 @@ static epic_result fail_with_peer(epic_result result, int peer)
     return epic_fail(result, "the window of rank %d cannot be mapped here: %s", peer, why);
 }
 
-/* Sends the chunks of this rank, as far as the queues of its peers have room. Leaves out a peer
- * without a socket, which reports this. */
+/* Sends the chunks of this rank to the ranks in x->unsent, as far as the queues of their
+ * sockets have room. Skips a peer that could not open a socket, because that peer itself
+ * reports the error. */
 static epic_result send_chunks(const epic_group *g, uint64_t sequence,
                                const p2p_window_message *all, chunk_exchange *x)
 {
@@ -211,8 +213,8 @@ static epic_result send_chunks(const epic_group *g, uint64_t sequence,
     return EPIC_OK;
 }
 
-/* Receives and maps all chunks that have arrived. Ignores messages that no rank has sent in this
- * exchange. */
+/* Receives and maps all chunks that have arrived. Ignores a message if its header does not show
+ * that a peer has sent it in this exchange. */
 static epic_result receive_chunks(const epic_group *g, p2p_window *window, uint64_t sequence,
                                   const p2p_window_message *all, chunk_exchange *x)
 {
@@ -234,8 +236,8 @@ static epic_result receive_chunks(const epic_group *g, p2p_window *window, uint6
     }
 }
 
-/* Returns whether a rank has reported an error in the exchange with this number. Such a rank may
- * not send its chunks. */
+/* Returns whether a rank has already reported an error in exchange `sequence`. Such a rank
+ * might never send its chunks. */
 static bool has_error(const epic_group *g, uint64_t sequence)
 {
     p2p_window_message all[DEVICE_MAX_RANKS];
@@ -245,8 +247,8 @@ static bool has_error(const epic_group *g, uint64_t sequence)
     return false;
 }
 
-/* Sends the chunks of this rank to all ranks of other processes, and maps theirs. Sets *is_complete
- * to false if a peer has reported an error, which then all ranks return. */
+/* Sends the chunks of this rank to all ranks of other processes, and maps their chunks. Sets
+ * *is_complete to false if a peer has reported an error. All ranks then return that error. */
 static epic_result exchange_chunks(epic_group *g, struct p2p_windows *w, p2p_window *window,
                                    const p2p_window_message *all, chunk_exchange *x,
                                    uint64_t timeout_ms, bool *is_complete)
@@ -293,8 +295,8 @@ static epic_result fill_table(epic_group *g, struct p2p_windows *w, int number,
     return p2p_cuda(cudaStreamSynchronize(g->side), "the table of windows");
 }
 
-/* Sets this rank's memory of the window, which is allocated here or passed by the caller, and
- * describes it in the message. */
+/* Sets this rank's memory of the window: memory that this function allocates, or memory that
+ * the caller passes. Describes it in the message *mine. */
 static epic_result get_memory(epic_group *g, p2p_window *window, const epic_window_args *args,
                               p2p_window_message *mine, p2p_exported_chunks *chunks)
 {
@@ -374,7 +376,7 @@ static epic_result connect_window(epic_group *g, struct p2p_windows *w, int numb
     return first_error(g, all);
 }
 
-/* Adds the window with index `number`. */
+/* Adds the window with index `number`. The caller holds w->mutex. */
 static epic_result add_locked(epic_group *g, struct p2p_windows *w, int number,
                               const epic_window_args *args)
 {
