@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The contract of a device backend: one function per operation, which launches kernels. */
+/* The contract of a device backend: the table of its functions, one per operation. A function
+ * launches the kernels of its operation. */
 #ifndef EPIC_OPS_H
 #define EPIC_OPS_H
 
@@ -47,10 +48,11 @@ typedef struct epic_gate_args {
     int64_t tokens, hidden, columns;
     /* Maximum number of tokens in a block. A layer in tree order divides its tokens into
      * blocks, whose size does not depend on the number of ranks. The gate chooses the number of
-     * split-K slices by `block` and not by `tokens`, so the bits do not either. */
+     * split-K slices by `block` and not by `tokens`, so the bits of the result do not depend on
+     * the number of ranks. */
     int64_t block;
-    /* Number of tokens by which the gate chooses its arithmetic: float32 values or their
-     * bfloat16 components (p2p/gate.c). Equal for all numbers of ranks. 0: use `block`. */
+    /* The gate uses float32 values or bfloat16 components (p2p/gate.c), depending on this
+     * number of tokens. Equal for all numbers of ranks. 0: use `block`. */
     int64_t deciding_tokens;
     /* Backward: how the tokens form blocks. With count 0 or 1, all tokens are one block. */
     gate_blocks blocks;
@@ -67,15 +69,15 @@ typedef struct epic_gate_args {
     float *d_w_gate, *d_b_gate; /* backward outputs; may be NULL */
     uint32_t row_type;
     uint32_t accumulate; /* 1: add the gradients to d_w_gate and d_b_gate; 0: overwrite them */
-    /* for tests. 1: always split float32 values into bfloat16 components (p2p/gate.c), whatever
-     * the size of the GEMM */
+    /* For tests. 1: split float32 values into bfloat16 components (p2p/gate.c) for every size
+     * of the GEMM. */
     uint32_t always_split;
-    /* 1: how the GEMM is computed does not depend on `tokens` or `block` */
+    /* 1: the way in which the GEMM is computed does not depend on `tokens` or `block` */
     uint32_t is_invariant;
 } epic_gate_args;
 
-/* The operations of a device backend. Every member is set, except those whose comment says
- * so.
+/* The operations of a device backend. Every member is set, except those whose comment says what
+ * NULL means.
  *
  * Each function launches kernels on the stream of its arguments and returns without waiting for
  * them. The caller in libepic.so has checked the arguments. A function that has the name of a
@@ -96,15 +98,18 @@ typedef struct epic_ops {
      * other functions, it waits for the other ranks. */
     epic_result (*add_window)(epic_group *, const epic_window_args *, epic_window_info *out);
 
-    /* Does what epic_transport.set_members does. All earlier work of this rank on the device
-     * must have ended. NULL: the backend has no vacant seats. */
+    /* Makes the seats (rank numbers) in `members` the members of the group and all other seats
+     * vacant, like epic_transport.set_members. All earlier work of this rank on the device must
+     * have ended. NULL: the backend has no vacant seats. */
     void (*set_members)(epic_group *, const seat_set *members);
 
-    /* Makes the next generation (backend/regroup.h). NULL: the members cannot change. */
+    /* Functions that change the members of the group (backend/regroup.h). NULL: the members
+     * cannot change. */
     const struct epic_regroup_transport *regroup;
 
     /* Router and losses. The caller has filled in the defaults of args->router. A loss is
-     * `factor` times a sum over the tokens, so backward multiplies d_loss by it. */
+     * `factor` times a sum over the tokens, so the backward pass multiplies d_loss by
+     * `factor`. */
     epic_result (*router_forward)(epic_group *, const epic_router_args *);
     epic_result (*router_backward)(epic_group *, const epic_router_backward_args *);
     epic_result (*balance_loss_forward)(epic_group *, const epic_loss_args *, double factor);
@@ -138,7 +143,8 @@ typedef struct epic_ops {
                                         float *gradient, bool accumulate, void *workspace);
 
     /* Writes layer_tokens.d_weights for choices that are zero-experts (experts whose output is
-     * their input). Their rows are not sent, so no other operation computes these gradients. */
+     * their input). The rows of such choices are not sent, so no other operation computes these
+     * gradients. */
     epic_result (*zero_experts_backward)(epic_group *, epic_stream, const layer_tokens *);
 
     /* Adds to the output the rows that never leave this rank: the outputs of the shared expert
@@ -165,18 +171,19 @@ typedef struct epic_ops {
      * power of two. Writes the two sums to values[0] and values[1]. */
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
-    /* Writes losses [2] (balance loss, z-loss) and their sum to those loss outputs of the layer
-     * that are not NULL. If `losses` is NULL, both losses are zero. */
+    /* Writes losses [2] (balance loss, z-loss) and their sum to the loss outputs in the
+     * arguments of the layer. Skips outputs that are NULL. If `losses` is NULL, both losses are
+     * zero. */
     epic_result (*write_losses)(epic_group *, epic_stream, const float *losses,
                                 const epic_moe_args *);
 
-    /* Computes d_losses [2], the gradients of balance loss and z-loss, from the caller's
-     * arguments. */
+    /* Computes d_losses [2], the gradients of the balance loss and of the z-loss, from the
+     * gradients that the caller passes to the layer. */
     epic_result (*read_d_losses)(epic_group *, epic_stream, float *d_losses,
                                  const epic_moe_backward_args *);
 
-    /* Returns the failure of the group, which it also writes to *out, or EPIC_OK if there is
-     * none. */
+    /* If the group has failed, returns the result code of the failure and writes the failure to
+     * *out. If not, returns EPIC_OK. */
     epic_result (*poll_failure)(epic_group *, epic_failure_info *out);
 
     /* Returns the oldest unreported error that a kernel has found in the ranks' data, or

@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The part of a transport that makes the next generation of a group: the members that continue
- * after a failure (src/regroup).
+/* The part of a transport that makes the next generation of a group. A *generation* is the
+ * group between two changes of its members, for example the members that continue after a
+ * failure (src/regroup).
  *
  * The members exchange messages to decide which of them continue. A message waits in the
- * mailbox of a seat until the rank on that seat receives it. Each member prepares the memory of
- * the new generation, and enters the generation when the members are decided. On CPUs each
- * generation has memory of its own, so late stores of a rank that was left out have no effect. On
- * GPUs the memory stays, and late stores reach only the part of the vacant seat. */
+ * mailbox of a seat (rank number) until the rank on that seat receives it. Each member prepares
+ * the memory of the new generation, and enters the generation when the members are decided. On
+ * CPUs each generation has memory of its own, so late stores of a rank that was left out have
+ * no effect. On GPUs all generations use the same memory, and late stores of such a rank reach
+ * only the part of its vacant seat. */
 #ifndef EPIC_REGROUP_TRANSPORT_H
 #define EPIC_REGROUP_TRANSPORT_H
 
@@ -35,15 +37,16 @@ typedef struct epic_regroup_transport {
     bool (*is_gone)(epic_group *group, int seat);
 
     /* Creates the memory of the generation group_id. Called only by the rank that proposes this
-     * generation, before it sends the proposal. NULL: prepare() creates the memory. */
+     * generation, before it sends the proposal. NULL: prepare() creates the memory instead. */
     epic_result (*create)(epic_group *group, uint64_t group_id);
 
     /* Prepares the memory of the generation group_id. Releases the memory of a generation that
      * was prepared earlier and not entered. NULL: there is nothing to prepare. */
     epic_result (*prepare)(epic_group *group, uint64_t group_id);
 
-    /* Enters the prepared generation, and releases the memory of the current one. No operation
-     * of this rank may be in flight. An error breaks the new generation. */
+    /* Enters the prepared generation, whose members are `members`, and releases the memory of
+     * the current generation. No operation of this rank may be in flight. An error breaks the
+     * new generation. */
     epic_result (*enter)(epic_group *group, const seat_set *members);
 } epic_regroup_transport;
 

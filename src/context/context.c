@@ -49,7 +49,8 @@ void context_mend(epic_context *ctx)
     pthread_mutex_unlock(&ctx->mutex);
 }
 
-/* If the backend reports a failure of the group, writes it to *failure and returns true. */
+/* If the group has failed, writes the failure that the backend reports to *failure and returns
+ * true. */
 static bool new_failure(const epic_context *ctx, epic_failure_info *failure)
 {
     const epic_backend *backend = ctx->backend;
@@ -185,9 +186,9 @@ void epic_abort(epic_context *ctx, uint64_t tag, const char *why)
     context_check(ctx);
 }
 
-/* Combine can sum in two steps only on several hosts and without rank_of_expert (context.h). It
- * also needs relays (ranks that forward rows to the other ranks of their host), which only
- * device backends have. */
+/* Combine can sum in two steps only on several hosts and without rank_of_expert (context.h).
+ * Summing in two steps also needs relays (ranks that forward rows to the other ranks of their
+ * host), which only device backends have. */
 bool context_relays(const epic_context *ctx, const int32_t *rank_of_expert)
 {
     return ctx->backend->ops && ctx->num_hosts > 1 && !rank_of_expert;

@@ -43,10 +43,11 @@ struct epic_context {
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
     /* windows of a host context; NULL: the caller has added no window */
     _Atomic(struct window_table *) windows;
-    /* number of bytes of rows that this rank has written into rings */
+    /* number of bytes of rows that this rank has written into rings (buffers in shared memory
+     * for its peers) */
     _Atomic uint64_t bytes_sent;
 
-    int64_t pid; /* process that opened the context */
+    int64_t pid; /* id of the process that opened the context */
     /* result of process_generation() at open; in a forked child the function returns a higher
      * value */
     uint32_t generation;
@@ -58,7 +59,7 @@ struct epic_context {
     epic_failure_info failure;
 };
 
-/* Returns the number of bytes of rows that this rank has written into rings. For tests. */
+/* For tests: returns the number of bytes of rows that this rank has written into rings. */
 uint64_t epic_context_bytes_sent(const epic_context *ctx);
 
 /* Makes `failure` the failure of the context, unless the context already has a failure. Returns

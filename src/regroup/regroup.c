@@ -15,8 +15,8 @@
 #include "members/members.h"
 
 #define MS 1000000
-/* The sequence numbers of generation g begin at g << 32. So no two operations of a tag have the
- * same number in an error, a trace or the flight recorder. */
+/* The sequence numbers of the operations in generation g begin at g << 32. So no two operations
+ * with the same tag have the same number in an error, a trace or the flight recorder. */
 #define GENERATION_SHIFT 32
 #define MAX_TICK_MS 50 /* longest wait for a message, after which deadlines are checked */
 /* If a wait for messages takes this much longer than its limit, the process was suspended. */
@@ -25,12 +25,15 @@
 _Static_assert(sizeof(members_message) <= REGROUP_MESSAGE_BYTES, "members_message");
 _Static_assert(EPIC_RANK_WORDS == SEAT_SET_WORDS, "EPIC_RANK_WORDS");
 
-/* The members of a context. It exists from the first call of epic_regroup on. */
+/* The state of a context's decisions on its members. Allocated by the first call of
+ * epic_regroup. */
 struct context_decision {
     members machine;
-    seat_set gone;        /* members of the generation before that are not in this one */
+    /* members of the previous generation that are not in this generation */
+    seat_set gone;
     int64_t suspended_ns; /* how long this process was suspended during calls */
-    /* why this rank could not prepare the last such proposal: error code and error text */
+    /* the error with which this rank refused to prepare the proposed generation in this call
+     * (error code and error text); EPIC_OK: it has refused none */
     epic_result refusal;
     char why[512];
 };
@@ -50,7 +53,7 @@ static seat_set set_of_words(const uint64_t *words, int num_ranks)
     return set;
 }
 
-/* Checks the members that an authority names. */
+/* Checks args->only, the members that an external authority has chosen. */
 static epic_result check_only(const epic_context *ctx, const epic_regroup_args *args)
 {
     if (!args->only != !args->authority)
@@ -102,14 +105,16 @@ static epic_result check_context(const epic_context *ctx)
 
 /* ----------------------------------------------------------------------------- messages ---- */
 
-/* Returns the time without the periods in which this process was suspended. So the others have
- * the whole patience to come, also if all ranks were suspended together. */
+/* Returns the current time, minus the periods in which this process was suspended. So the other
+ * members have the whole patience_ms to call epic_regroup, also if all ranks were suspended
+ * together. */
 static int64_t running_ns(const struct context_decision *d)
 {
     return (int64_t)now_ns() - d->suspended_ns;
 }
 
-/* Creates the memory of a generation if this rank has proposed it. */
+/* Creates the memory of the generation group_id if this rank has proposed it. Does nothing if
+ * another rank has. */
 static epic_result create_own(const epic_context *ctx, uint64_t group_id)
 {
     const epic_regroup_transport *t = transport_of(ctx);
@@ -117,8 +122,9 @@ static epic_result create_own(const epic_context *ctx, uint64_t group_id)
     return is_own && t->create ? t->create(ctx->group, group_id) : EPIC_OK;
 }
 
-/* Returns the generation that seat `to` may have to prepare after the message, or 0. The receiver
- * of a promise may lead, and has to pass the memory on. */
+/* Returns the id of the generation that the receiver `to` of the message may have to prepare,
+ * or 0 if there is none. The receiver of a promise may become the leader, which must send the
+ * memory to all members. */
 static uint64_t generation_for(int to, const members_message *message)
 {
     const bool is_proposal =
@@ -130,8 +136,8 @@ static uint64_t generation_for(int to, const members_message *message)
                : 0;
 }
 
-/* If this rank cannot create the memory of its proposal, it still sends the proposal: the others
- * refuse it. */
+/* Sends a message of the state machine. If this rank cannot create the memory of its proposal,
+ * it still sends the proposal: the other members then refuse it. */
 static void send_message(void *self, int to, const members_message *message)
 {
     const epic_context *ctx = self;
@@ -140,7 +146,8 @@ static void send_message(void *self, int to, const members_message *message)
     transport_of(ctx)->send(ctx->group, to, message, sizeof *message, group_id);
 }
 
-/* Prepares the pending proposal. */
+/* Prepares the memory of the generation that is proposed now, and reports to the state machine
+ * whether this has succeeded. */
 static void prepare_generation(const epic_context *ctx)
 {
     struct context_decision *d = ctx->decision;
@@ -169,7 +176,8 @@ static epic_result get_decision(epic_context *ctx)
     return EPIC_OK;
 }
 
-/* Receives the oldest message. Waits for at most `ms` milliseconds. */
+/* Receives the oldest message. Waits for at most `ms` milliseconds. Detects from the duration
+ * of the wait that this process was suspended. */
 static bool receive_message(epic_context *ctx, int *from, members_message *message, uint32_t ms)
 {
     struct context_decision *d = ctx->decision;
@@ -186,7 +194,8 @@ static bool is_running(const members *m)
     return m->state == MEMBERS_DECIDING || m->state == MEMBERS_PREPARING;
 }
 
-/* Returns the members that are gone, without those that have been reported. */
+/* Returns the members that have closed or died and that have not been reported to the state
+ * machine yet. */
 static seat_set find_gone(const epic_context *ctx)
 {
     const members *m = &ctx->decision->machine;
@@ -198,10 +207,10 @@ static seat_set find_gone(const epic_context *ctx)
     return gone;
 }
 
-/* Receives a message, or returns false if there is none and no member is gone for which one may
- * still arrive. A member sends its last message before it is gone. So a death is reported only if
- * no message was left after it was found: a decision that has arrived counts, also if its sender
- * has died since. */
+/* Receives a message and returns true. If none has arrived, reports members that have closed or
+ * died to the state machine, and returns false. A member may have sent messages before it died,
+ * and among them may be a decision, which counts. So this function looks for messages once more
+ * after it has found a death, and reports the death only if there is none. */
 static bool receive_or_report(epic_context *ctx, int *from, members_message *message,
                               uint32_t ms)
 {
@@ -214,7 +223,7 @@ static bool receive_or_report(epic_context *ctx, int *from, members_message *mes
     return false;
 }
 
-/* Exchanges messages until the members are decided or the call fails. */
+/* Exchanges messages until the members of the next generation are decided or the call fails. */
 static void decide_members(epic_context *ctx)
 {
     struct context_decision *d = ctx->decision;
@@ -239,7 +248,7 @@ static void decide_members(epic_context *ctx)
 /* -------------------------------------------------------------------------- the outcome ---- */
 
 /* Breaks the old generation, so that a rank that still works in it does not wait for ranks that
- * have entered the new one. A device backend does this itself when it enters. */
+ * have entered the new generation. On a device backend, enter() does this. */
 static void break_old(epic_context *ctx)
 {
     if (!ctx->backend->transport) return;
@@ -272,7 +281,8 @@ static epic_result enter_generation(epic_context *ctx)
     return context_break(ctx, &failure);
 }
 
-/* Writes to `names` a list of the members that may live and did not come, or "no rank". */
+/* Writes to `names` a list of the members that have not called epic_regroup and that may be
+ * alive, or "no rank". */
 static void list_missing(const epic_context *ctx, char *names, size_t size)
 {
     const members *m = &ctx->decision->machine;
@@ -311,7 +321,8 @@ static epic_result end_membership(epic_context *ctx, bool has_left)
     return has_left ? EPIC_OK : result;
 }
 
-/* Returns the result of the call, and lets the context enter or leave. */
+/* Lets the context enter the new generation or leave the group, if this has been decided.
+ * Returns the result of the call. */
 static epic_result finish_call(epic_context *ctx, const epic_regroup_args *args)
 {
     const struct context_decision *d = ctx->decision;

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Each generation has shared memory of its own. The rank that proposes a generation creates the
- * memory. Its descriptor travels with every message that contains the proposal. So a rank that
- * leads later, or that gets the decision late, has the memory too.
+/* Changes the members of a group of processes. A *generation* is the group between two changes
+ * of its members. Each generation, identified by its group_id, has shared memory of its own.
+ * The rank that proposes a generation creates this memory. Every message that contains the
+ * proposal carries a descriptor of the memory. So a rank that becomes the leader later, or that
+ * receives the decision late, has the memory too.
  *
- * The system frees the memory of a generation when the last process has unmapped it. So a member
- * that was evicted keeps the memory of its generation, and its late stores reach no other
- * member. */
+ * The system frees the memory of a generation when the last process has unmapped it. So a
+ * member that was evicted keeps the memory of its old generation, and its late stores reach no
+ * other member. */
 #include "backend/shm/generations.h"
 
 #include <errno.h>
@@ -22,18 +24,19 @@
 
 #define MAGIC 0x7075727063697065ull /* "epicrpup" in memory */
 #define MAX_MEMORIES 8
-#define MAX_EVENTS 64 /* most events that one system call returns */
+#define MAX_EVENTS 64 /* maximum number of events that one system call returns */
 
-/* A message, as it travels over a connection. */
+/* A message of epic_regroup, in the form in which it is sent over a connection. */
 typedef struct frame {
     uint64_t magic;
-    uint64_t group_id; /* generation of the descriptor that travels with the message */
+    /* generation to whose memory the descriptor of this message belongs; 0: no descriptor */
+    uint64_t group_id;
     unsigned char message[REGROUP_MESSAGE_BYTES];
 } frame;
 
 #define FRAME_BYTES(bytes) (offsetof(frame, message) + (bytes))
 
-/* The memory of a generation. */
+/* A descriptor of the memory of a generation, which this rank has created or received. */
 typedef struct memory {
     uint64_t group_id; /* 0: this entry is free */
     int fd;
@@ -42,12 +45,15 @@ typedef struct memory {
 
 struct shm_generations {
     memory memories[MAX_MEMORIES];
-    unsigned next;          /* the entry that the next memory replaces, if it may */
-    uint64_t current_id;    /* generation of group->segment; 0: the memory of epic_open */
-    uint64_t created_id;    /* last generation for which this rank has created memory */
-    uint64_t prepared_id;   /* 0: no memory is prepared */
-    char *prepared;         /* the prepared memory */
-    int num_events, cursor; /* entries of `events`, and the first one that is not handled yet */
+    /* index of the entry that the next descriptor replaces, if no entry is free */
+    unsigned next;
+    /* the generation that this rank is in now; 0: the generation that epic_open has created */
+    uint64_t current_id;
+    uint64_t created_id;  /* last generation for which this rank has created memory */
+    uint64_t prepared_id; /* the generation whose memory is prepared; 0: none */
+    char *prepared;       /* address of the prepared memory */
+    /* number of entries of `events`, and index of the first entry that is not handled yet */
+    int num_events, cursor;
     struct epoll_event events[MAX_EVENTS];
 };
 
@@ -79,8 +85,9 @@ static void drop_memory(memory *m)
     *m = (memory){0};
 }
 
-/* Stores a descriptor. If all entries are in use, it replaces the oldest one that no generation of
- * this rank needs. Only a decision with more than MAX_MEMORIES proposals has so many. */
+/* Stores the descriptor fd of the memory of generation group_id, which rank `from` has sent. If
+ * all entries are in use, it replaces the oldest descriptor that this rank does not need. This
+ * happens only in a decision with more than MAX_MEMORIES proposals. */
 static void keep_memory(shm_generations *g, uint64_t group_id, int fd, int from)
 {
     if (!group_id || find_memory(g, group_id)) {
@@ -171,7 +178,8 @@ void shm_generations_free(shm_generations *g, const shared_layout *layout)
 
 /* ----------------------------------------------------------------------------- messages ---- */
 
-/* The connections do not block. If the queue of the receiver is full, the message is lost. */
+/* Implements epic_regroup_transport.send. The send does not block. If the receiver's queue is
+ * full, the message is lost. */
 static void shm_send(epic_group *group, int to, const void *message, size_t bytes,
                      uint64_t group_id)
 {
@@ -183,8 +191,8 @@ static void shm_send(epic_group *group, int to, const void *message, size_t byte
     shm_send_message(c->sockets[to], &f, FRAME_BYTES(bytes), m ? m->fd : -1);
 }
 
-/* Receives the oldest message of a rank. Skips messages of another kind: descriptors of windows
- * whose call has failed. */
+/* Receives the oldest message of epic_regroup from rank `from`. Skips messages of another kind:
+ * descriptors of windows that an earlier call has left unread, because it failed. */
 static bool receive_from(epic_group *group, int from, void *message, size_t bytes)
 {
     const shm_connections *c = group->backend_data;
@@ -196,16 +204,16 @@ static bool receive_from(epic_group *group, int from, void *message, size_t byte
         if (fd >= 0) keep_memory(c->generations, is_ours ? f.group_id : 0, fd, from);
         if (is_ours) memcpy(message, f.message, bytes);
         if (is_ours) return true;
-        /* A peer that closes its connection with unread messages resets it, but its own messages
-         * can still be received. */
+        /* If a peer closes its connection and has not read all messages to it, the system
+         * resets the connection, but the peer's own messages can still be received. */
         if (got == 0 || (got < 0 && errno != ECONNRESET)) return false;
     }
 }
 
-/* Receives from the ranks of the events. The event of a connection that is closed says so. Such a
- * rank sends no more messages, so after its last one its connection is not watched any more. Ranks
- * that are not members may send messages, too: they do not know yet that the others have gone
- * on. */
+/* Receives a message from one of the ranks whose connections epoll has reported. If a
+ * connection is closed, the rank sends no more messages, so this function stops watching the
+ * connection after the last message. Ranks that are not members may send messages too, because
+ * they do not know yet that the others have gone on without them. */
 static bool receive_reported(epic_group *group, int *from, void *message, size_t bytes)
 {
     shm_generations *g = generations_of(group);
@@ -220,8 +228,9 @@ static bool receive_reported(epic_group *group, int *from, void *message, size_t
     return false;
 }
 
-/* epoll reports only connections that have something to receive. So the time of a call does not
- * grow with the number of ranks, as it would with poll(). */
+/* Implements epic_regroup_transport.receive. epoll reports only connections that have something
+ * to receive. So the time of a call does not grow with the number of ranks, as it would with
+ * poll(). */
 static bool shm_receive(epic_group *group, int *from, void *message, size_t bytes, uint32_t ms)
 {
     const shm_connections *c = group->backend_data;
@@ -232,8 +241,9 @@ static bool shm_receive(epic_group *group, int *from, void *message, size_t byte
     return receive_reported(group, from, message, bytes);
 }
 
-/* Makes no system call: shm_receive() has found closed connections, and the watchers of all ranks
- * publish the ends of processes whose connections a forked child keeps open. */
+/* Implements epic_regroup_transport.is_gone. Makes no system call. It uses two sources:
+ * shm_receive() has found closed connections, and the watchers of all ranks publish which
+ * processes have exited although a forked child keeps their connections open. */
 static bool shm_is_gone(epic_group *group, int seat)
 {
     const shm_connections *c = group->backend_data;

@@ -24,8 +24,8 @@ typedef struct thread_group {
     shared_layout layout;
     char *segment;
     mailbox *mail;  /* the mailbox that all generations of the group share */
-    int num_joined; /* number of ranks that use the segment now */
-    int num_seen; /* number of ranks that have joined so far, including those that have left */
+    int num_joined; /* number of ranks that have joined and not left */
+    int num_seen; /* number of ranks that have joined so far, including ranks that have left */
     /* [rank]: true if the rank has ever joined; a second join of a rank is an error */
     bool seen[EPIC_MAX_RANKS];
 } thread_group;
@@ -68,8 +68,8 @@ typedef struct thread_seat {
     thread_group *prepared; /* the next generation; NULL: none is prepared */
 } thread_seat;
 
-/* Maps the segment and adds the group to the list. `mail` is the mailbox of the previous
- * generation, or NULL if there is none. Returns NULL after an error. */
+/* Creates a generation: maps its segment and adds it to the list. `mail` is the mailbox of the
+ * previous generation, or NULL if there is none. Returns NULL after an error. */
 static thread_group *new_thread_group(const shared_layout *layout, uint64_t group_id,
                                       mailbox *mail)
 {
@@ -106,8 +106,8 @@ static thread_group *find_thread_group(uint64_t group_id)
     return h;
 }
 
-/* Finds the group in the list, or creates it, and adds this rank to num_joined. The caller
- * holds the mutex. */
+/* Finds the generation group_id in the list, or creates it with the mailbox `mail` (see
+ * new_thread_group()). Adds this rank to num_joined. The caller holds the mutex. */
 static epic_result join_locked(thread_group **out, const shared_layout *layout,
                                uint64_t group_id, int rank, mailbox *mail)
 {
@@ -135,8 +135,8 @@ static epic_result join_thread_group(thread_group **out, const shared_layout *la
     return result;
 }
 
-/* Removes one rank from its group. The rank must not access the segment after this call. The
- * last rank unmaps the segment. */
+/* Removes one rank from its generation. The rank must not access the segment after this call.
+ * The last rank unmaps the segment. */
 static void leave_thread_group(thread_group *h)
 {
     pthread_mutex_lock(&mutex);
@@ -151,8 +151,8 @@ static void leave_thread_group(thread_group *h)
     pthread_mutex_unlock(&mutex);
 }
 
-/* Gathers the results of joining from all ranks. If this rank failed, returns its error
- * `entered`. If another rank failed, returns EPIC_EPEER. */
+/* Gathers the results of joining from all ranks. `entered` is the result of this rank. If it is
+ * an error, returns this error. If another rank failed, returns EPIC_EPEER. */
 static epic_result gather_results(const epic_join *join, epic_result entered)
 {
     const epic_bootstrap *bootstrap = join->bootstrap;
@@ -178,8 +178,9 @@ static epic_result check_all_joined(const thread_group *h)
                      num_seen, h->layout.num_ranks);
 }
 
-/* Returns whether the rank on a seat has closed its context, in any generation. The mailbox has
- * this flag, because a rank that never enters a generation cannot mark itself there. */
+/* Returns whether the rank on a seat (rank number) has closed its context, in whatever
+ * generation. The mailbox has this flag, because a rank that never enters a generation cannot
+ * set a flag in that generation's segment. */
 static bool threads_is_gone(epic_group *group, int seat)
 {
     const thread_seat *own = group->backend_data;
@@ -217,8 +218,8 @@ static void threads_leave(epic_group *group)
     const seat_set members = group->members;
     shared_group_close(group);
     if (seat->prepared) {
-        /* members that enter the prepared generation must also find there that this rank has
-         * closed */
+        /* Other members may enter the prepared generation, and must find in its segment, too,
+         * that this rank has closed. */
         shared_group_enter(group, seat->prepared->segment, &members);
         shared_group_close(group);
         leave_thread_group(seat->prepared);
