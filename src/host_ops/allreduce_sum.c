@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_allreduce_sum on the host, also for float64 arrays (host_sum_of_type).
+/* Implements epic_allreduce_sum on the host. Also sums float64 arrays for src/moe
+ * (host_sum_of_type).
  *
  * A long array is split into blocks. Member b % num_members owns block b. The all-reduce is a
  * reduce-scatter and an all-gather. First every rank sends its own values of each block to the
@@ -24,7 +25,7 @@ typedef struct sum_call {
     exchange *x;
 } sum_call;
 
-/* Returns the index of the block that is item `item` of rank `owner`. */
+/* Returns the index of block number `item` of the blocks that rank `owner` owns. */
 static int64_t block_of(const sum_call *s, int owner, int64_t item)
 {
     const epic_context *ctx = s->x->ctx;
@@ -58,8 +59,9 @@ static void sum_fill_part(void *self, int home, int64_t item, int32_t piece, voi
 }
 
 /* Adds the rows [first, first + count) of n elements each in a binary tree. count is a power of
- * two. Returns the address of the sum: the address of the only row if count is 1, and that of
- * row `level` of x->scratch_rows if not. May overwrite the scratch rows from `level` on. */
+ * two. If count is 1, returns the address of the only row. If not, returns the address of row
+ * `level` of x->scratch_rows, to which it has written the sum. May overwrite the scratch rows
+ * from `level` on. */
 static const void *sum_join_ranks(const sum_call *s, const void *const *rows, int first,
                                   int count, int level, int64_t n)
 {
@@ -100,8 +102,8 @@ static void sum_add_block(void *self, int64_t item, int32_t piece, const void **
     rows[s->x->rank] = NULL;
 }
 
-/* The callbacks is_sent and is_received of both flows, in which every member sends every item
- * to every member. */
+/* Callbacks is_sent and is_received of the collect flow and of the scatter flow: every member
+ * sends every item to every member, so `item` is ignored. */
 static bool is_sent_by_members(void *self, int rank, int64_t item)
 {
     (void)item;

@@ -33,7 +33,8 @@ typedef struct combine_call {
     row_split split;
     int64_t trailer;  /* size of the trailer in bytes; 0 in combine */
     bool has_windows; /* true: an output of this rank lies in a window */
-    /* the current piece of the row: index of its first element, and its number of elements */
+    /* the piece of the row that is computed now: index of its first element, and its number of
+     * elements */
     int64_t first, count;
 } combine_call;
 
@@ -93,7 +94,7 @@ static int32_t leaf_of(const plan_view *v, int32_t slot)
     return (int32_t)((uint32_t)expert / (layer->num_experts / layer->leaves));
 }
 
-/* Sets *g to this rank's slots for one token of rank `home`. In a FLAT layer this is only the
+/* Sets *g to this rank's slots for one token of rank `home`. In a FLAT layer *g gets only the
  * token's single row on this rank, in which the caller of combine has already added the
  * experts' rows. */
 static void gather_slots(const combine_call *c, int home, int64_t token, gathered *g)
@@ -144,7 +145,7 @@ static bool reduce_subtree(const combine_call *c, const gathered *g, int32_t fir
     return true;
 }
 
-/* Writes to `out` the current piece of this rank's partial for a token, rounded to
+/* Writes the current piece of this rank's partial for a token to `out`, rounded to
  * partial_type. */
 static void make_partial(const combine_call *c, int home, int64_t token, void *out)
 {
@@ -179,8 +180,8 @@ static void write_trailer(const combine_call *c, int home, int64_t token, void *
     memcpy(trailer, values, top_k * sizeof *values);
 }
 
-/* Returns true if all top_k choices of a token have slots on this rank. In this case no other
- * rank has a partial for the token. */
+/* Returns true if all top_k choices of a token have slots on this rank. In this case this
+ * rank's partial is the only partial for the token. */
 static bool has_all_choices(const combine_call *c, int home, int64_t token)
 {
     const int32_t *slots = plan_slots_of_token(&c->plan, home, token);
@@ -189,9 +190,9 @@ static bool has_all_choices(const combine_call *c, int home, int64_t token)
     return true;
 }
 
-/* Stores the current piece of a token's only partial into the output of the token's home rank,
- * which is in a window. Rounds the elements in the way in which the home rank would round
- * them. */
+/* Stores the current piece of a token's only partial directly into the output of the token's
+ * home rank, which is in a window. Rounds the elements in the way in which the home rank would
+ * round them. */
 static void store_in_out(combine_call *c, int home, int64_t token)
 {
     const int64_t size = (int64_t)epic_type_bytes(c->type);
@@ -254,7 +255,8 @@ static void combine_fill_entry(void *self, int home, int64_t token, int32_t piec
 
 /* ------------------------------------------------------------------------- home side ---- */
 
-/* Copies the weight gradients of the choices on rank `from` from its trailer to d_weights. */
+/* Copies the gradients of the weights of those choices that are on rank `from` to d_weights.
+ * `trailer` is the trailer that rank `from` has sent. */
 static void read_trailer(const combine_call *c, int from, int64_t token, const void *trailer)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;
@@ -266,8 +268,8 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
             c->d_weights[first + k] = values[k];
 }
 
-/* If a single other rank has the slots of all choices of this rank's token, returns that rank.
- * If not, returns -1. has_all_choices() returns true for the same tokens on that rank. */
+/* If one other rank has the slots of all choices of this rank's token, returns that rank. If
+ * not, returns -1. For such a token, has_all_choices() returns true on that rank. */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_combine_backward on the host.
+/* Implements epic_combine_backward on the host.
  *
  * Each rank sends the gradient row of each token to the ranks that hold slots of the token (a
  * scatter flow, exchange.h). The row is sent in pieces, each of which fits into one ring entry.
@@ -7,7 +7,7 @@
  *
  * - d_rows[slot] = slot weight * gradient row.
  * - d_slot_weights[slot] = dot(gradient row, rows[slot]). rows[slot] is the expert's output in
- *   this slot, the row that combine has sent in forward. */
+ *   this slot, the row that combine has sent in the forward pass. */
 #include <string.h>
 
 #include "base/error.h"
@@ -48,9 +48,9 @@ static void write_scaled_row(const combine_backward_call *s, int64_t slot, float
         s->kernels->quantize_1x32(row + first, scales + first / 32, piece, w, type, n);
 }
 
-/* Adds the part for one piece to *sum, the dot product of the gradient row and rows[slot]. The
- * piece begins at element `first` of its row. After the last piece, writes the sum to
- * d_slot_weights. */
+/* Adds the products for one piece to *sum, the dot product of the gradient row and rows[slot].
+ * The piece begins at element `first` of its row. If the piece is the last one of the row,
+ * writes *sum to d_slot_weights. */
 static void add_dot(const combine_backward_call *s, int64_t slot, double *sum,
                     const void *piece, int64_t first, int64_t n)
 {
@@ -142,7 +142,8 @@ static void combine_backward_read_entry(void *self, int from, int64_t token, int
                   piece_size(&s->split, piece) / size);
 }
 
-/* Callback scatter.read_own_item: handles the row of a token with slots on its own rank. */
+/* Callback scatter.read_own_item: handles the gradient row of a token of this rank that also
+ * has slots on this rank. */
 static void combine_backward_read_own(void *self, int64_t token)
 {
     combine_backward_call *s = self;

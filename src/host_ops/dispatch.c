@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_dispatch on the host.
+/* Implements epic_dispatch on the host.
  *
  * A rank sends each token once to each rank that holds at least one slot of the token. In this
  * file, a token's *message* is the bytes that are sent for it: the row, its scales, and one
@@ -58,7 +58,7 @@ static void quantize_token(dispatch_call *d, int64_t token)
 }
 
 /* Return the address of one part of a token's message: its row, its scales or its weights. If
- * quantized rows and scales are requested, compute them first. */
+ * quantized rows are requested, first compute the row and the scales. */
 static const unsigned char *row_part(dispatch_call *d, int64_t token)
 {
     if (!d->args->quantize) return row_of(&d->args->tokens, token);
@@ -323,7 +323,8 @@ static void dispatch_read_entry(void *self, int from, int64_t token, int32_t pie
     write_token(d, from, token, &p);
 }
 
-/* Callback scatter.read_own_item: writes a token of this rank to its slots on this rank. */
+/* Callback scatter.read_own_item: writes a token of this rank to the token's slots on this
+ * rank. */
 static void dispatch_read_own(void *self, int64_t token)
 {
     dispatch_call *d = self;

@@ -19,8 +19,8 @@ epic_result host_plan(epic_context *ctx, const epic_plan_args *args,
 epic_result host_plan_dispatch(epic_context *ctx, const epic_plan_args *plan,
                                const epic_dispatch_args *dispatch,
                                const op_header_extra *extra);
-/* Implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of the plan,
- * which the same public call has just made. */
+/* Implement epic_dispatch. host_dispatch_unchecked() does not check the bytes of the plan. It
+ * is used if the public call has itself made the plan just before. */
 epic_result host_dispatch(epic_context *ctx, const epic_dispatch_args *args,
                           const op_header_extra *extra);
 epic_result host_dispatch_unchecked(epic_context *ctx, const epic_dispatch_args *args);
@@ -70,11 +70,11 @@ typedef struct plan_op {
 
 void plan_op_begin(plan_op *s, const epic_context *ctx, uint32_t operation, const void *plan,
                    int64_t plan_bytes, const op_header_extra *extra);
-/* Like plan_op_begin(), but does not check the plan, which the same public call has just
- * made. */
+/* Like plan_op_begin(), but does not check the bytes of the plan. Used if the public call has
+ * itself made the plan just before. */
 void plan_op_begin_unchecked(plan_op *s, uint32_t operation, const void *plan);
 
-/* Copies to an op header the fields of a layer that must be equal on all ranks. */
+/* Copies those fields of a layer that must be equal on all ranks to an op header. */
 void op_header_set_layer(epic_op_header *header, const epic_layer *layer);
 
 /* Returns EPIC_EINVAL if `layer`, whose defaults are filled in, differs from the layer of the
@@ -158,7 +158,7 @@ static inline bool plan_has_only_slot(const plan_view *v, int from, int64_t toke
     return count == 1;
 }
 
-/* Writes the number of tokens of each rank to x->items, and returns x->items. */
+/* Writes the number of tokens of each rank to x->items [num_ranks], and returns x->items. */
 const int64_t *tokens_of(exchange *x, const plan_view *v);
 
 /* An output with one row per slot. */

@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_plan and epic_plan_dispatch on the host.
+/* Implements epic_plan and epic_plan_dispatch on the host.
  *
- * The plan is an all-gather and a local computation: every rank sends its expert ids to all
- * ranks, and all ranks compute the same plan from them. A rank with few tokens sends its ids
- * inside its op header. The other ranks send their ids after the op headers, in a scatter flow
- * (exchange.h). */
+ * Making a plan is an all-gather and a local computation: every rank sends its expert ids to
+ * all ranks, and all ranks compute the same plan from these ids. A rank with few tokens sends
+ * its ids inside its op header. The other ranks send their ids after the op headers, in a
+ * scatter flow (exchange.h). */
 #include <stdio.h>
 #include <string.h>
 
@@ -108,7 +108,7 @@ static int64_t read_capacity(const epic_plan_args *args)
 }
 
 /* Sets p->tables. Fills in the op header: the layer, the hashes of the tables, the first error
- * in the data, and the ids if they fit. */
+ * in this rank's data, and the expert ids if they fit into the header. */
 static void plan_fill_header(planning *p, const epic_context *ctx, const op_header_extra *extra)
 {
     const epic_plan_args *args = p->args;
@@ -241,8 +241,8 @@ static void clear_absent_load(planning *p)
 
 /* Makes a plan without slots, after an error in the data of any rank. The lengths of the
  * caller's output arrays depend on the placement of the experts, so the plan still needs a
- * placement. It is this rank's rank_of_expert, or the default placement if the error is in
- * rank_of_expert. */
+ * placement. It gets this rank's rank_of_expert or, if the error is in rank_of_expert, the
+ * default placement. */
 static void make_empty_plan(planning *p)
 {
     const exchange *x = p->x;
@@ -291,8 +291,8 @@ static void trace_ids(const planning *p)
     trace_plan(p->x->ctx->trace, record, p->args->topk_idx, p->args->index_type);
 }
 
-/* Returns true if plan_run() with this result has written a plan: a valid one, or one without
- * slots that records an error. */
+/* Returns true if plan_run() has written a plan when it returns `result`. The plan is valid, or
+ * it has no slots and records an error. */
 static bool is_plan_written(epic_result result)
 {
     return result == EPIC_OK || result == EPIC_EINVAL || result == EPIC_EOVERFLOW;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_sum_replicas on the host.
+/* Implements epic_sum_replicas on the host. A *replica* is a copy of a logical expert. A *leaf*
+ * is a block of consecutive experts whose rows are added first.
  *
  * For each logical expert with several replicas, every rank first adds its own replicas in its
  * workspace, leaf by leaf. Then epic_allreduce_sum adds the workspaces of all ranks. Example:
@@ -55,7 +56,8 @@ static void add_leaf(const replica_sum *a, int64_t leaf, float *out)
 }
 
 /* Adds the sums of the leaves [first, first + count) in a binary tree. count is a power of two.
- * Writes the sum to a->levels[level]. May overwrite the rows of a->levels after it. */
+ * Writes the sum to row `level` of a->levels. May overwrite the rows of a->levels after row
+ * `level`. */
 static void add_leaves(replica_sum *a, int64_t first, int64_t count, int level)
 {
     float *out = a->levels[level];
