@@ -6,8 +6,8 @@
 #include "base/error.h"
 #include "rules/device_layout.h"
 
-/* Number of fates that are copied to the host at a time. A fate is the slot of a choice (a
- * token and one of its top_k experts), or the reason why the choice was dropped. */
+/* number of fates that are copied to the host at a time; a fate is the slot of a choice (a
+ * token and one of its top_k experts), or the reason why the choice was dropped */
 #define CHUNK 1024
 
 /* The header of a plan, which is a device_few_header or a device_many_header. few.num_ranks

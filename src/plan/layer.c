@@ -89,8 +89,8 @@ int32_t layer_owner_of(const epic_layer *layer, int32_t num_ranks, const plan_ta
 }
 
 /* Checks the placement of expert e with EPIC_TREE, where the experts are divided into one block
- * per member: the first expert of e's block must be on the same rank as e, and no expert of an
- * earlier block may be on that rank. */
+ * per member. Returns true if the first expert of e's block is on the same rank as e. If e is
+ * itself that first expert, also requires that no earlier block begins on that rank. */
 static bool is_in_own_block(const epic_layer *layer, int32_t num_ranks,
                             const plan_tables *tables, uint32_t e)
 {

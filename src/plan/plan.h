@@ -142,7 +142,7 @@ typedef struct planner {
     int32_t *tokens_of, *base_of, *expert_of, *logical_of, *slab_begin, *slab_count,
         *position_of;
     int32_t *fate, *rank_to, *row_of;
-    /* [total_tokens, top_k] the plan's array slot_or_expert. While the plan is made, it first
+    /* [total_tokens, top_k] The plan's array slot_or_expert. While the plan is made, it first
      * contains the expert ids. A negative id is the fate of the choice: EPIC_FATE_NONE or
      * EPIC_FATE_ABSENT. place_choices() replaces the ids by slots (FLAT: by local experts). */
     int32_t *ids;
@@ -203,17 +203,20 @@ typedef enum placement_error {
 placement_error layer_check_placement(const epic_layer *layer, int32_t num_ranks,
                                       const plan_tables *tables, uint32_t *expert);
 
-/* The first error in a table of replicas. Both fields are -1 if the table has no error. */
+/* The first error in a table of replicas (logical_of_expert). Both fields are -1 if the table
+ * has no error. */
 typedef struct replicas_error {
     /* expert whose entry in the table is out of range; -1: all entries are in range */
     int64_t expert;
-    /* the invalid entry; if `expert` is -1: a logical expert without a replica, or -1 */
+    /* the invalid entry. If `expert` is -1: the logical expert that has no replica; if
+     * `logical` is -1 too, there is no error. */
     int64_t logical;
 } replicas_error;
 
-/* Checks the table of replicas, which may be NULL. Sets tables->has_absent. Returns the first
- * error. Without EPIC_DROP_ABSENT each logical expert must have a replica on a member. The
- * placement of the experts must be valid. */
+/* Checks the table of replicas (tables->logical_of_expert), which may be NULL. Sets
+ * tables->has_absent. Returns the first error. Without EPIC_DROP_ABSENT each logical expert
+ * must have a replica on a member. The caller must have checked the placement of the
+ * experts. */
 replicas_error replicas_check(const epic_layer *layer, int32_t num_ranks, plan_tables *tables);
 
 /* Begins a plan in the memory at `plan`, which has at least plan_bytes_bound() bytes. tokens_of
@@ -227,8 +230,8 @@ void planner_begin(planner *p, void *plan, const epic_layer *layer, int32_t rank
 void planner_add_logical_load(const planner *p, int32_t *logical_load);
 
 /* Replaces the logical expert of each choice in p->ids by one of its replicas on members.
- * Replaces absent experts by EPIC_FATE_ABSENT. An expert is absent if no member owns it. A
- * logical expert is absent if no member owns a replica of it. */
+ * Replaces absent experts by EPIC_FATE_ABSENT. An expert is absent if no member owns it. In a
+ * layer with replicas, a logical expert is absent if no member owns one of its replicas. */
 void planner_choose_replicas(planner *p);
 
 /* Sets p->expert_quota[e], the number of choices that expert e may keep within expert_capacity.

@@ -334,8 +334,8 @@ static int32_t slot_if_local(const planner *p, int32_t e, int32_t slot)
     return e >= 0 && p->owner[e] == p->header->rank ? slot : -1;
 }
 
-/* Handles the choices p->ids[begin .. end) of other ranks' tokens: replaces the id by the slot
- * if the choice goes to this rank, and by -1 if not. */
+/* Handles the choices p->ids[begin .. end) of other ranks' tokens: replaces the id of each
+ * choice by the choice's slot if the choice goes to this rank, and by -1 if not. */
 static void place_all_kept_foreign(planner *p, int32_t *first_free, int64_t begin, int64_t end)
 {
     for (int64_t i = begin; i < end; i++) {
