@@ -24,7 +24,7 @@ typedef struct collect_state {
     int64_t batch; /* number of entries that fit in BATCH_BYTES */
 } collect_state;
 
-/* Sends up to one batch of entries to one home. Returns true if it sent any. */
+/* Sends up to one batch of entries to one home rank. Returns true if it sent any entry. */
 static bool collect_send_to(collect_state *g, int home)
 {
     exchange *x = g->x;
@@ -80,7 +80,7 @@ static bool collect_find_rows(collect_state *g)
 }
 
 /* Releases all entries that were read, so that their senders can reuse the memory. dropped[r]
- * is the number of entries of rank r that were released so far. */
+ * is the number of entries from rank r that were released so far. */
 static void collect_release_rows(collect_state *g, int64_t *dropped)
 {
     exchange *x = g->x;

@@ -77,7 +77,8 @@ typedef struct exchange {
     const epic_op_header **headers;
     /* [r]: number of items of rank r (in a collect flow: of items whose home is rank r) */
     int64_t *items;
-    int64_t *sends, *receives; /* number of entries to and from each rank in this flow */
+    /* number of entries that this rank sends to and receives from each rank in this flow */
+    int64_t *sends, *receives;
     /* number of entries that were sent to and read from each rank so far */
     int64_t *num_sent, *num_read;
     int64_t *next_item_to; /* index of the next item to send to each peer */

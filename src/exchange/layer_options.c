@@ -303,8 +303,9 @@ static void describe_value(char text[40], const option *o, const uint32_t *words
     }
 }
 
-/* Compares the words of two ranks, a and b, in the order of `table`. Writes a text about the
- * first option that differs. Returns false if no option differs. */
+/* Compares the words `a` of rank rank_a with the words `b` of rank rank_b, in the order of
+ * `table`. Writes a text about the first option that differs. Returns false if no option
+ * differs. */
 static bool find_difference(const option *table, int count, const uint32_t *a, int rank_a,
                             const uint32_t *b, int rank_b, char *sentence, size_t size)
 {

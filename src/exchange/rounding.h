@@ -2,7 +2,7 @@
 /* Sets the floating-point mode of the calling thread for one operation: round to nearest even,
  * and compute with subnormal numbers. A framework may have set the thread to flush subnormal
  * numbers to zero, which would change results. rounding_leave() restores the mode that
- * rounding_enter() returned. On processors other than x86 and ARM64 both functions do
+ * rounding_enter() returned. On processors other than x86 and ARM64 the two functions do
  * nothing. */
 #ifndef EPIC_ROUNDING_H
 #define EPIC_ROUNDING_H

@@ -40,9 +40,9 @@ static int64_t scatter_fill_entry(scatter_state *g, int64_t item, int32_t piece,
     return piece_size(&g->s->split, piece) - g->x->left_out_bytes;
 }
 
-/* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any.
- * Every item has an entry in this ring, even if no peer needs the item, so that a piece always
- * has the index item * num_pieces + piece. */
+/* Sends up to one batch of entries through the ring to EVERYONE. Returns true if it sent any
+ * entry. Every item has an entry in this ring, even if no peer needs the item, so that a piece
+ * always has the index item * num_pieces + piece. */
 static bool scatter_send_to_all(scatter_state *g)
 {
     exchange *x = g->x;
@@ -64,7 +64,7 @@ static bool scatter_send_to_all(scatter_state *g)
     return true;
 }
 
-/* Sends up to one batch of entries to one peer. Returns true if it sent any. */
+/* Sends up to one batch of entries to one peer. Returns true if it sent any entry. */
 static bool scatter_send_to(scatter_state *g, int peer)
 {
     exchange *x = g->x;
@@ -125,7 +125,8 @@ static bool scatter_receive_broadcast(scatter_state *g, int from)
     return true;
 }
 
-/* Reads up to one batch of entries from the ring of a peer. Returns true if it read any. */
+/* Reads up to one batch of entries from the ring of a peer. Returns true if it read any
+ * entry. */
 static bool scatter_receive_from(scatter_state *g, int from)
 {
     exchange *x = g->x;

@@ -82,8 +82,8 @@ void windows_close(epic_context *ctx, bool ours)
     atomic_store(&ctx->windows, NULL);
 }
 
-/* Allocates this rank's memory of a window on a transport without windows, where peers cannot
- * store into it. */
+/* Called if the transport does not support windows. Allocates this rank's memory of a window as
+ * private memory, into which peers cannot store. */
 static epic_result allocate_private(epic_window_memory *memory)
 {
     void *data = mmap(NULL, (size_t)memory->bytes, PROT_READ | PROT_WRITE,
@@ -239,8 +239,9 @@ int64_t window_place(epic_context *ctx, const void *data, int64_t bytes)
     return 0;
 }
 
-/* Returns the address and size here of the output that rank `peer` describes by `place`, a
- * result of window_place(). If the place is invalid, the target is empty. */
+/* Returns the address and size in this process of an output of rank `peer`. `place` is the
+ * result of window_place() that the peer has sent for this output. If `place` is invalid, the
+ * target is empty. */
 static window_target find_target(epic_context *ctx, int peer, int64_t place)
 {
     const window_target none = {0};

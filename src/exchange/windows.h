@@ -36,7 +36,8 @@ static inline void op_header_set_window(epic_op_header *header, epic_context *ct
 bool windows_begin_stores(exchange *x);
 void windows_end_stores(exchange *x);
 
-/* Returns true if output `which` of a rank is in a window, so that its peers store into it. */
+/* Returns true if output `which` of a rank is in a window, so that the rank's peers store into
+ * the output. */
 static inline bool window_is_direct(const exchange *x, int rank, enum window_output which)
 {
     return exchange_local_field(x, rank, LOCAL_WINDOWS + which) != 0;
