@@ -40,8 +40,8 @@ void gemm_bf16(const gemm *g);
 /* Multiply without OpenBLAS, so that the bits of an element of C depend only on its row of
  * op(A), its column of op(B) and k, and not on m and n. If the last terms of the sum over k are
  * zeros, leaving these terms out does not change the bits. The float32 function uses
- * host_kernels.product, the float64 function plain loops. Both overwrite `memory`, which has
- * gemm_invariant_bytes() bytes. */
+ * host_kernels.product, the float64 function plain loops. The functions overwrite `memory`,
+ * which has gemm_invariant_bytes() bytes. */
 void gemm_invariant_f32(const gemm *g, void *memory);
 void gemm_invariant_f64(const gemm *g, void *memory);
 int64_t gemm_invariant_bytes(bool is_f64);

@@ -127,8 +127,8 @@ int64_t experts_workspace_bytes(const experts_job *job, int64_t num_slots, bool 
 void experts_layout_workspace(experts_job *job, int64_t num_slots, bool backward,
                               void *workspace);
 
-/* Run forward or backward on one slab, in float32 or float64. May be called only between
- * experts_blas_enter() and experts_blas_leave(). */
+/* Run the forward or backward pass on one slab, in float32 or float64. May be called only
+ * between experts_blas_enter() and experts_blas_leave(). */
 void experts_forward_f32(const experts_job *job, const slab *slab);
 void experts_forward_f64(const experts_job *job, const slab *slab);
 void experts_backward_f32(const experts_job *job, const slab *slab);

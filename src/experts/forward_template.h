@@ -41,8 +41,8 @@ static const void *make_activations(const experts_job *job, const slab *slab,
     return job->activations;
 }
 
-/* Adds b_down to the rows of y, except those of padding. With EPIC_WEIGHT_EARLY, b_down is
- * multiplied by the slot's weight before. */
+/* Adds b_down to the rows of y, except to rows of padding. With EPIC_WEIGHT_EARLY, first
+ * multiplies b_down by the slot's weight. */
 static void add_down_bias(const experts_job *job, const slab *slab, REAL *y)
 {
     const REAL *bias = bias_of(job, slab, job->b_down, job->hidden);

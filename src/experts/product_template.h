@@ -233,9 +233,9 @@ static void weight_gradient(const experts_job *job, const slab *slab, void *d_we
     multiply_matrices(job, &g);
 }
 
-/* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d except
- * those of padding, in ascending order. With `weighted` and EPIC_WEIGHT_EARLY, each row is
- * multiplied by its slot's weight. Writes the gradient to d_biases, or adds it if
+/* Computes the gradient of a bias [n] of the slab's expert: the sum of the rows of d, in
+ * ascending order, without the rows of padding. With `weighted` and EPIC_WEIGHT_EARLY, each row
+ * is multiplied by its slot's weight. Writes the gradient to d_biases, or adds it if
  * job->accumulate is true. Does nothing if d_biases is NULL. */
 static void bias_gradient(const experts_job *job, const slab *slab, void *d_biases,
                           const void *d, int64_t n, bool weighted)
