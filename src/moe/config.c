@@ -198,7 +198,7 @@ static int64_t num_levels(int64_t blocks)
 }
 
 /* Computes how much memory the experts or the shared expert need. Error texts begin with
- * `name`, the name of their options. */
+ * `name`, the name of the field that contains their options. */
 static epic_result measure_experts(const char *name, const epic_experts *experts, int64_t slots,
                                    bool on_device, epic_experts_memory_info *out)
 {
@@ -210,7 +210,8 @@ static epic_result measure_experts(const char *name, const epic_experts *experts
 }
 
 /* Computes how much memory the experts of an E4M3 layer need. The weights are E4M3 in forward.
- * In backward they may be E4M3 or of type row_type, so the workspace must suffice for both. */
+ * In backward they may be E4M3 or of type row_type, so the workspace must suffice for each of
+ * these types. */
 static epic_result measure_e4m3_experts(moe_job *j)
 {
     epic_experts_memory_info scaled_info;
@@ -241,9 +242,9 @@ static epic_result measure_memory(moe_job *j, const epic_config *config)
 
 /* Sets the number of tokens in a batch, and deciding_tokens, the number of tokens from which
  * the gate's kernels choose their method of computing. In tree order, deciding_tokens must not
- * depend on the number of ranks, so that the bits do not. deciding_tokens is at most the number
- * of tokens in GATE_BLOCKS blocks, because in a group with many leaves each rank may compute
- * only a few blocks. */
+ * depend on the number of ranks, because the bits of the results depend on the method.
+ * deciding_tokens is at most the number of tokens in GATE_BLOCKS blocks, because in a group
+ * with many leaves each rank may compute only a few blocks. */
 static void set_batch(moe_job *j)
 {
     const int64_t most = j->blocks < GATE_BLOCKS ? j->blocks : GATE_BLOCKS;

@@ -135,7 +135,8 @@ static void add_local_experts(const token_block *b, const epic_rows *out, const 
     }
 }
 
-/* Sums z = dot(row, gate) in float64. The sigmoid uses e^-|z|, which cannot overflow. */
+/* Computes the sigmoid of z = dot(row, w_shared_gate) for each token. Sums z in float64, and
+ * uses e^-|z|, which cannot overflow. */
 static void shared_gate_forward(const token_block *b, void *weights)
 {
     const moe_job *j = b->job;
@@ -168,7 +169,8 @@ static void shared_gate_gradient(const token_block *b, REAL *gradient)
     }
 }
 
-/* The output of a zero-expert is weight * x, so the gradient of the weight is dot(x, d_out). */
+/* Computes the gradients of the weights of zero-experts. The output of a zero-expert is weight
+ * * x, so the gradient of the weight is dot(x, d_out). */
 static void zero_expert_d_weights(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights)
 {

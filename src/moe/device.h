@@ -38,8 +38,8 @@ epic_result moe_device_add_local_experts(moe_job *j, const epic_rows *out);
 epic_result moe_device_dense_backward(moe_job *j, const epic_moe_backward_args *a,
                                       const epic_moe_gradients *g);
 
-/* Implements epic_moe_plan: waits for the plan, and sets *slots to this rank's slots.
- * Collective. */
+/* Implements epic_moe_plan: waits for the plan, and sets *slots to the number of slots of this
+ * rank. Collective. */
 epic_result moe_device_plan(moe_job *j, const epic_moe_args *a, int64_t *slots);
 epic_result moe_device_forward(moe_job *j, const epic_moe_args *a);
 epic_result moe_device_backward(moe_job *j, const epic_moe_backward_args *a,

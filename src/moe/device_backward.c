@@ -5,8 +5,8 @@
 #include "experts/config.h"
 #include "moe/device.h"
 
-/* Device addresses for the gradients of the gate and the shared expert. A gradient whose
- * address is NULL is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
+/* The device addresses to which kernels write the gradients of the gate and the shared expert.
+ * A gradient whose address is NULL is not computed. `flags` is 0 or EPIC_ACCUMULATE. */
 typedef struct gradient_addresses {
     float *w_gate, *b_gate, *scale, *gate_up, *down, *b_gate_up, *b_down, *w_shared_gate;
     uint32_t flags;
@@ -34,8 +34,9 @@ typedef struct dense_part {
     bool is_computed;
 } dense_part;
 
-/* Number of parts of a row of work.dense_grads: the first GATE_PARTS are the gradients of the gate
- * and the router, the others those of the shared expert. Padding is the last part of both. */
+/* Number of parts of a row of work.dense_grads. The first GATE_PARTS parts are the gradients of
+ * the gate and the router, and padding. The other parts are the gradients of the shared expert,
+ * and padding. */
 enum { DENSE_PARTS = 10, GATE_PARTS = 4 };
 
 /* Lists the gradients in a row of work.dense_grads, in the order of dense_grad_offsets. A
@@ -107,7 +108,7 @@ static layer_tokens backward_token_args(const moe_job *j, const epic_moe_backwar
     return tokens;
 }
 
-/* Adds the gradients of both losses to work.d_logits. */
+/* Adds the gradients of the balance loss and of the z-loss to work.d_logits. */
 static epic_result losses_backward(moe_job *j, const token_block *block)
 {
     const float *incoming = j->work.losses;

@@ -13,8 +13,8 @@
 #include "base/error.h"
 #include "moe/host.h"
 
-/* One call of backward. `fault` is an error that this rank has found in `saved`, and that all
- * ranks must return. */
+/* State of one call of backward. `fault` is an error that this rank has found in `saved`, and
+ * that all ranks must return. */
 typedef struct backward_call {
     const epic_moe_backward_args *args;
     epic_moe_gradients gradients;
@@ -155,7 +155,8 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
 }
 
-/* Copies the gradients of forced weights (topk_weights_in) to the caller's array, if any. */
+/* Copies the gradients of forced weights (topk_weights_in) to the caller's array, if the caller
+ * has passed it. */
 static void store_d_weights(const moe_job *j, const backward_call *c)
 {
     void *to = c->args->d_topk_weights_in;

@@ -5,14 +5,14 @@
  *
  * 1. The gate computes logits, and the router chooses experts and weights.
  * 2. The plan counts slots, and dispatch sends rows to the ranks of their experts.
- * 3. The experts run, and combine returns and sums their results.
+ * 3. The experts run, and combine sends their results back and sums them.
  * 4. The outputs of the shared expert and the zero-experts are added.
  * 5. The losses are computed.
  *
- * Only this rank returns an error of stage 1, because it has sent nothing yet. Invalid expert
- * ids or token ids are handled differently: stage 2 reports them, and every rank returns that
- * error. From stage 2 on, peers wait for this rank, so an error that only this rank has aborts
- * the context. */
+ * An error of stage 1 is returned only on the rank that has it, because this rank has sent
+ * nothing yet. Invalid expert ids or token ids are handled differently: stage 2 reports them,
+ * and every rank returns that error. From stage 2 on, peers wait for this rank, so an error
+ * that only this rank has aborts the context. */
 #include <string.h>
 
 #include "api/api.h"

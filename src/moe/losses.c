@@ -33,8 +33,8 @@ epic_result moe_losses_forward(const moe_job *j, const token_block *block, void 
     return z_args.coeff != 0 ? epic_z_loss_forward(NULL, &z_args) : EPIC_OK;
 }
 
-/* Calls the backward of each loss with the loss's coefficient times the incoming gradient of
- * the loss (j->d_balance, j->d_z). */
+/* Calls the backward function of each loss. Passes the loss's coefficient times the incoming
+ * gradient of the loss (j->d_balance, j->d_z). */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block)
 {
     const epic_balance_loss_backward_args balance = {.router = &j->router,

@@ -44,7 +44,7 @@ typedef struct moe_saved {
     int32_t *expert_rows, *expert_tokens, *load, *logical_load;
     int64_t *total_tokens; /* number of tokens of all ranks; -1 if forward failed */
     /* data that forward saves for the experts, and for each block of the shared expert. With
-     * EPIC_RECOMPUTE both are in the workspace, and `shared` has room for one block. */
+     * EPIC_RECOMPUTE these data are in the workspace, and `shared` has room for one block. */
     void *experts, *shared;
 } moe_saved;
 

@@ -158,8 +158,8 @@ epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32
     return epic_experts_backward(moe_local_context(j), &how);
 }
 
-/* A rank whose caller does not want d_x takes part too, because its peers wait for its rows.
- * Such a rank writes d_x to work.d_y. */
+/* Runs epic_dispatch_backward. A rank whose caller does not want d_x takes part too, because
+ * its peers wait for its rows. Such a rank writes d_x to work.d_y. */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x)
 {
     const epic_rows spare = {j->work.d_y, j->tokens, j->row_bytes};

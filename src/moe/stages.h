@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Stages of the layer that several files use: for forward and backward, or for the host and a
- * device. A function handles all tokens of this rank, unless it has a parameter for a block. A
- * collective function must be called on all ranks, and returns the same error on all ranks.
- * Functions that are not collective do not communicate. */
+/* Stages of the layer that several files use: forward and backward, or the host and a device. A
+ * function handles all tokens of this rank, unless it has a parameter for a block. A collective
+ * function must be called on all ranks, and returns the same error on all ranks. Functions that
+ * are not collective do not communicate. */
 #ifndef EPIC_MOE_STAGES_H
 #define EPIC_MOE_STAGES_H
 
@@ -12,7 +12,8 @@
 /* Checks on the host that `saved` still contains the data that forward wrote. Stores the first
  * error in *fault and returns EPIC_OK. The caller passes *fault to the next collective
  * operation, so that every rank returns the error. That operation also checks the plan in
- * `saved`. Returns EPIC_EINVAL only if the number of tokens in x differs from forward. */
+ * `saved`. Returns EPIC_EINVAL only if the number of tokens in x differs from the number in
+ * forward. */
 epic_result moe_check_saved(const moe_job *j, data_fault *fault);
 
 /* Returns the memory in which the forward of the shared expert saves the data of block b for
@@ -69,7 +70,8 @@ epic_result moe_combine_weight_gradients(moe_job *j);
  * Does not compute a loss whose coefficient is 0. */
 epic_result moe_losses_forward(const moe_job *j, const token_block *block, void *balance,
                                void *z);
-/* Adds the gradients of both losses of one block to j->work.d_logits, on the host. */
+/* Adds the gradients of the balance loss and of the z-loss of one block to j->work.d_logits, on
+ * the host. */
 epic_result moe_losses_backward(const moe_job *j, const token_block *block);
 
 /* Returns the context to pass to calls that do not communicate, such as epic_experts_forward.
@@ -81,7 +83,8 @@ static inline epic_context *moe_local_context(const moe_job *j)
 
 /* Runs the local experts on the rows in saved.recv. Writes their outputs to work.y. Local. */
 epic_result moe_run_experts(moe_job *j);
-/* Returns the rows in work.y to their tokens, and writes the sums to `out`. Collective. */
+/* Sends the rows in work.y back to the ranks of their tokens, and writes each token's sum to
+ * `out`. Collective. */
 epic_result moe_combine(moe_job *j, const epic_rows *out);
 /* Sends each token's row of d_out to its slots, in work.d_y. *fault (may be NULL) is an error
  * in this rank's data, which all ranks return. Collective. */
@@ -96,9 +99,10 @@ epic_result moe_recompute_experts(moe_job *j);
 /* Runs the experts' backward. Reads work.d_y, and writes work.d_recv, work.d_slot_weights and
  * the weight gradients in `g`. flags is 0 or EPIC_ACCUMULATE. */
 epic_result moe_experts_backward(moe_job *j, const epic_moe_gradients *g, uint32_t flags);
-/* Returns the rows in work.d_recv to their tokens and writes the sums to d_x [tokens, hidden].
- * The home rank of a token stores the gradients of the slots' weights in its work.d_weights.
- * Collective: called even if the caller does not want d_x (d_x->data is NULL). */
+/* Sends the rows in work.d_recv back to the ranks of their tokens, and writes each token's sum
+ * to d_x [tokens, hidden]. The home rank of a token stores the gradients of the slots' weights
+ * in its work.d_weights. Collective: called even if the caller does not want d_x (d_x->data is
+ * NULL). */
 epic_result moe_dispatch_backward(moe_job *j, const epic_rows *d_x);
 /* All-reduces reals over the ranks, in place and in the order of the layer. Collective. */
 epic_result moe_sum_over_ranks(moe_job *j, void *data, int64_t count);
