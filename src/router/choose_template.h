@@ -57,7 +57,8 @@ static REAL score_group(const epic_router *r, const REAL *v, int64_t n, int32_t 
     return sum;
 }
 
-/* Sets job->is_kept_group to 1 for the topk_groups groups with the best scores, else to 0. */
+/* Sets job->is_kept_group to 1 for the topk_groups groups with the best scores, and to 0 for
+ * the other groups. */
 static void keep_groups(const router_job *job, const REAL *v)
 {
     const epic_router *r = &job->router;

@@ -96,7 +96,8 @@ static double square_logsumexp(const router_job *job, const void *logits)
     return l * l;
 }
 
-/* The gradient of factor * L^2, with L = logsumexp(z), is 2 * factor * L * softmax(z). */
+/* Computes d_logits, the gradient of factor * L^2 with L = logsumexp(z): 2 * factor * L *
+ * softmax(z). */
 static void z_backward(const router_job *job, const void *logits, double factor, void *d_logits)
 {
     const REAL *p = job->scores;

@@ -21,8 +21,8 @@ typedef struct shares {
     bool is_divisor_variable;
 } shares;
 
-/* Computes p [k], the softmax over the logits of the chosen experts. Without an expert, p is
- * 0. */
+/* Computes p [k], the softmax over the logits of the chosen experts. p is 0 for a choice
+ * without an expert. */
 static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int k)
 {
     int best = -1;
