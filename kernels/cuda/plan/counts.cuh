@@ -42,10 +42,11 @@
 
 #include "cuda/plan/planner_state.cuh"
 
-/* Counts one choice per lane in `tally` (this warp's counters). Returns warp_position: the
+/* Counts one choice per lane: adds 1 to tally[expert]. `tally`: this warp's counters. `expert`:
+ * the expert of this lane's choice, or -1 if the lane has no choice. Returns warp_position: the
  * number of choices of the same expert that the warp had counted before, in lower lanes or in
  * earlier calls. same_id becomes the bit mask of the lanes with the same expert. All lanes must
- * call it; a lane that has no choice passes expert = -1. */
+ * call it. */
 __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert,
                                                uint32_t &same_id)
 {
@@ -67,8 +68,9 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 /* Layout FLAT: counts the rows that the tokens of this warp's lanes need on each rank. A token
  * needs one row on each rank that owns one of its experts. Returns warp_row (see the top of
  * this file) if this lane's choice is the first choice of its token on that rank, otherwise -1.
- * `tally`: this warp's counters of ranks. `owner`: the rank of this lane's choice, or -1. A
- * token with more than 32 choices needs two calls, with chunk 0 and 1. In `seen`, the first
+ * `tally`: this warp's counters of ranks. `owner`: the rank that owns the expert of this lane's
+ * choice; -1: the lane has no choice. A token with more than 32 choices needs two calls:
+ * `chunk` is 0 in the first call (choices 0 to 31) and 1 in the second. In `seen`, the first
  * call passes the ranks of the token's choices to the second call. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, RankMask &seen)
@@ -81,10 +83,10 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
     return counts ? warp_row : -1;
 }
 
-/* Returns whether an earlier choice of the same token has the same id. `same_id`: bit mask of
- * the lanes that have this id in this call. `first_id`: in the second call for a token with
- * more than 32 choices, the id that this lane passed in the first call. In all other calls
- * -1. */
+/* Returns whether an earlier choice of the same token has the id `id`, the id of this lane's
+ * choice (-1: none). `same_id`: bit mask of the lanes that have this id in this call. A token
+ * with more than 32 choices needs two calls. `first_id`: in the second call, the id that this
+ * lane passed in the first call; in all other calls -1. All lanes must call it. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -95,13 +97,13 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A warp handles its tokens in groups (TokenLanes). If it has at most this many groups, each
- * lane keeps its choices in registers, so that it need not load them again to compute their
- * slots. */
+/* A warp handles one group of tokens after the other: as many tokens as have their choices in
+ * its 32 lanes (TokenLanes). If a warp has at most this many groups, each lane keeps its
+ * choices in registers, so that it need not load them again to compute their slots. */
 #define COUNTED_BATCHES 4
 
-/* The choices that this lane has counted: id and warp_position of one choice per group of
- * tokens. Used only if choices_fit_registers() is true. */
+/* The choices that this lane has counted. Element i is the lane's choice in the warp's i-th
+ * group of tokens. Used only if choices_fit_registers() is true. */
 struct CountedChoices {
     int32_t id[COUNTED_BATCHES], warp_position[COUNTED_BATCHES];
 };
@@ -117,16 +119,16 @@ __device__ __forceinline__ bool choices_fit_registers(const TokenRange &range,
  * choice.
  *
  *   read(choice)  returns the expert id of a choice of this rank
- *   use(choice, id, k, first_id, i)  handles one choice per lane; called by all lanes. Its
- *                 result matters only if tokens have more than 32 choices (see first_id)
+ *   use(choice, id, k, first_id, i)  handles one choice per lane; called by all lanes
  *     choice      index of this lane's choice (token * top_k + k); -1: the lane has none
  *     id          expert id of the choice, or -1 if the lane has no choice
  *     k           position of the choice among the top_k choices of its token
- *     first_id    -1 if tokens have at most 32 choices. Otherwise use() is called twice for
- *                 each token: first with first_id -1, then with the result of the first call
- *     i           0 to 3: position of this call in its group of four calls
- *
- * The ids for a group of four calls are loaded together, so that the loads overlap. */
+ *     first_id    A token with more than 32 choices takes two calls of use(): the first for
+ *                 choices 0 to 31, the second for the other choices. In the second call,
+ *                 first_id is the value that use() returned in the first call. In all other
+ *                 calls it is -1
+ *     i           0 to 3: the ids for four calls of use() are loaded together, so that the
+ *                 loads overlap; i is the position of this call among these four calls */
 template <class Read, class Use>
 __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
                                                 const TokenLanes &lanes,
@@ -156,9 +158,9 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Returns `id` if it is valid, or -1 if it is negative (no expert) or too large. If it is too
- * large, the choice is wrong, and p.bad_choice becomes the lowest index of all wrong
- * choices. */
+/* Checks the id of a choice. Valid are the ids 0 to `ids` - 1. Returns `id` if it is valid,
+ * otherwise -1. A negative id means that the choice has no expert. If the id is too large, the
+ * choice is wrong: p.bad_choice becomes `choice`, unless it is already a lower index. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
@@ -166,8 +168,8 @@ __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t 
 }
 
 /* Returns the array in which resolve_replicas() stores the expert (replica) of each of this
- * rank's choices. It is the part of the plan that later contains the records of this rank's own
- * tokens. */
+ * rank's choices. The array temporarily uses the part of the plan that later contains the
+ * records of this rank's own tokens. */
 __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 {
     const device_plan_layout at = device_plan_layout_of(job.self.num_ranks, job.self.max_tokens,
@@ -176,10 +178,10 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts a choice. This is the id of the expert. If it is
- * negative, the choice has no expert. Exception: if the planner chooses replicas (copies of an
- * expert) only after it has counted, it is the id of the logical expert, as in the caller's
- * array. */
+/* Returns the id by which the planner counts a choice: the id of its expert, or a negative
+ * value if the choice has no expert. Exception: some layers with replicas (copies of a logical
+ * expert) choose the replica only after counting. For these layers, the function returns the id
+ * of the logical expert, as in the caller's array. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -248,7 +250,8 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
 
-/* Returns the word that this rank sends for tally i, without the count. */
+/* Returns the part of the word for tally i that is not the count: the owner, or RECORD_LAST if
+ * this rank's rank_of_expert is invalid. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
@@ -385,8 +388,9 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
 }
 
 /* Only in backend `hosts`: CTA 0 copies the counts that ranks on other hosts have sent from the
- * net inbox to the heap. The other CTAs wait for them in the heap, because polls of the net
- * inbox may be slow. */
+ * net inbox to the heap. The other CTAs wait for the counts in the heap, because polls of the
+ * net inbox may be slow. `counts`: address in the heap of the count of rank 0. `words`: the
+ * counts of the ranks from `first` on, which this thread has read. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -397,8 +401,8 @@ __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts
 }
 
 /* Waits until all planner CTAs of this rank have published tally e. words[c] becomes the word
- * of CTA c. If there is no CTA c, it becomes a word with count 0. Returns false if the group
- * has failed. */
+ * of planner CTA c, or a word with count 0 if there is no planner CTA c. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, const OpState &op,
                                                     int e, uint64_t (&words)[P2P_MAX_PLANNERS])
 {
@@ -465,8 +469,8 @@ __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpSt
 
 /* Waits until RANKS_AT_ONCE ranks, from rank `first` on, have sent their count of one tally.
  * `from`: address of the count of rank 0 in this rank's heap. words[i] becomes the word of rank
- * first + i. If there is no such rank, it becomes a word with count 0. Returns false if the
- * group has failed. */
+ * first + i, or a word with count 0 if there is no rank first + i. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64_t *from,
                                                  int first, uint64_t (&words)[RANKS_AT_ONCE])
 {

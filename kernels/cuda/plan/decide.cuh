@@ -19,8 +19,9 @@ struct ExpertRange {
     int begin, count;
 };
 
-/* Returns a range of expert ids that contains all experts of `rank`. This is the rank's block
- * of experts. If the caller passed rank_of_expert, it is the range of all ids. */
+/* Returns a range of expert ids that contains all experts of `rank`. If the caller passed
+ * rank_of_expert, this is the range of all ids. Otherwise it is the rank's block of experts:
+ * each rank has job.block consecutive experts. */
 __device__ __forceinline__ ExpertRange experts_of_rank(const p2p_plan_job &job, int rank)
 {
     return job.rank_of_expert ? ExpertRange{0, (int)job.layer.num_experts}
@@ -37,8 +38,8 @@ __device__ __forceinline__ uint64_t round_up_rows(int32_t count, uint32_t alignm
     return (uint64_t)(uint32_t)count + (past ? alignment - past : 0);
 }
 
-/* Upper bound of replica_bytes() + by_k_bytes(). This is the size in bytes of the dynamic
- * shared memory that only layers with PLAN_DROPS_OR_REPLICAS need. */
+/* Upper bound of replica_bytes() + by_k_bytes(), the size in bytes of the dynamic shared memory
+ * that only layers with PLAN_DROPS_OR_REPLICAS need. */
 #define PLAN_DROPS_OR_REPLICAS_BYTES \
     (P2P_REPLICATED_EXPERTS * 12 + 16 + ((MANY_RANKS ? 44 : 48) << 10))
 
@@ -360,8 +361,9 @@ static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_
     }
 }
 
-/* Writes the plan's header, its table of logical experts, and the caller's outputs (demand,
- * load, expert_rows, ...). Called by `threads` threads, each with its own index `thread`. */
+/* Writes the plan's header, its table `logical` (logical_table()), and the caller's outputs
+ * (demand, load, expert_rows, ...). Called by `threads` threads, each with its own index
+ * `thread`. */
 static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &job, int thread,
                                           int threads)
 {

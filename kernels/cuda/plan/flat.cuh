@@ -16,8 +16,8 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address in `heap` of a token's row word. `source`: source_number() of the token's
- * rank. */
+/* Returns the address in `heap` of the row word of `token`. `source`: index of the part of the
+ * heap to which the token's rank writes (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {
@@ -26,7 +26,7 @@ __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, cons
 }
 
 /* Returns the address in this rank's memory at which rank `source` stores the row word of its
- * token. */
+ * token `token`. */
 __device__ __forceinline__ uint64_t *row_word_from(const p2p_self &self, const OpState &op,
                                                    int source, int64_t token)
 {

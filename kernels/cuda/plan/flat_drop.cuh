@@ -15,11 +15,11 @@
  *
  * With FLAT only one CTA per rank makes the plan, so that it sees all choices of the rank in
  * order. The ranks exchange the counts in stamped words (valid only in the running epoch),
- * which also contain the index of the repetition. In p2p, even and odd repetitions use
- * different words. This is enough: a rank sends the words of repetition n + 2 after it has
- * received the words of repetition n + 1 from all ranks, and each rank sends the latter after
- * it has read the words of repetition n. So no rank overwrites a word that another rank has not
- * read. */
+ * which also contain the index of the repetition. In backend `p2p`, even and odd repetitions
+ * use different words. Two sets of words are enough: a rank sends the words of repetition n + 2
+ * only after it has received the words of repetition n + 1 from all ranks. Every rank sends the
+ * words of repetition n + 1 only after it has read the words of repetition n. So no rank
+ * overwrites a word that another rank has not read. */
 #ifndef EPIC_FLAT_DROP_CUH
 #define EPIC_FLAT_DROP_CUH
 
@@ -41,8 +41,8 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
                min(p.keep_limit[p.owner[expert]], expert_quota(p, job, expert)));
 }
 
-/* Returns 0 if the expert keeps choice k of a token, otherwise an EPIC_FATE_*. `warp_position`:
- * see plan/counts.cuh. */
+/* Returns 0 if the expert keeps choice k of a token, otherwise the reason why it drops the
+ * choice (EPIC_FATE_*). `warp_position`: see plan/counts.cuh. */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -85,9 +85,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
         }
 }
 
-/* Returns the address in `heap` of the words that `rank` sends in repetition `search` of the
- * bisection: for each destination rank, the number of rows that the tokens of `rank` need
- * there. */
+/* Returns the address in `heap` of the words that `rank` sends in repetition number `search` of
+ * the bisection. Word d is the number of rows that the tokens of `rank` need on rank d. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {

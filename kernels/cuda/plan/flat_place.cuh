@@ -32,10 +32,11 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     int32_t fate; /* if owner is -1: the reason (EPIC_FATE_*) */
 };
 
-/* Returns where a choice goes. in_fate and in_rank_of: the elements of this choice in the
- * plan's arrays `fate` and `rank_of`, which still contain counts at this time (table in
- * plan/counts.cuh). If the layer drops no choices, in_fate is the choice's warp_row. Otherwise
- * in_fate is its warp_position, and in_rank_of is its warp_row. */
+/* Returns where a choice goes. `choice`: its index, or -1. `id`: its planned_id(), or -1.
+ * in_fate and in_rank_of: the elements of this choice in the plan's arrays `fate` and
+ * `rank_of`, which still contain counts at this time (table in plan/counts.cuh). If the layer
+ * drops no choices, in_fate is the choice's warp_row. Otherwise in_fate is its warp_position,
+ * and in_rank_of is its warp_row. */
 template <int FEATURES>
 __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p_plan_job &job,
                                                      const OpState &op, int64_t choice,
@@ -115,8 +116,9 @@ __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan
     }
 }
 
-/* Layout FLAT: for each choice of this warp's tokens, stores the fate (here: the index of the
- * token's row) and the rank in the plan. Also sends row words and records to all ranks. */
+/* Layout FLAT: for each choice of this warp's tokens, stores its rank and its fate in the plan.
+ * The fate is the index of the token's row on that rank, or the reason why the choice has no
+ * row. Also sends row words and records to all ranks. */
 template <int FEATURES>
 static __device__ void place_rows(Planner &p, const p2p_plan_job &job, const OpState &op)
 {

@@ -70,10 +70,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: the number of choices that the expert keeps of
- * the tokens before the warp's first token. Counts each k separately, and adds the counts.
- * keep(expert) returns the number of choices that the expert keeps in all. Called by all
- * threads of the CTA. */
+/* Sets p.kept_before for each warp and expert: how many choices the expert keeps among those of
+ * the tokens before the warp's first token. Computes this number for each k, and adds the
+ * numbers. keep(expert) returns how many choices the expert keeps in all. Called by all threads
+ * of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

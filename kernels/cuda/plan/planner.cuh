@@ -29,17 +29,17 @@
 
 /* The destination of the choice that this lane handles. */
 struct PlacedChoice {
-    /* The rank to which `slot` is sent; -1: nothing is sent. If the plan is invalid, `slot` is
-     * RECORD_DISCARD. */
+    /* rank: the rank to which `slot` is sent; -1: nothing is sent. slot: the choice's slot on
+     * that rank. If the plan is invalid, it is RECORD_DISCARD. */
     int32_t rank;
     uint32_t slot;
 };
 
 /* Returns the slot of choice k of a token on the rank of its expert, or the reason why there is
- * none (EPIC_FATE_*). e becomes the expert. If `id` is the id of a logical expert, e becomes
- * the replica that gets the choice. `warp_position`: number of choices with this id that the
- * warp counted before. Requires a valid plan. All lanes must call it; a lane that has no choice
- * passes id = -1. */
+ * none (EPIC_FATE_*). `id`: planned_id() of the choice. e becomes the expert. If `id` is the id
+ * of a logical expert, e becomes the replica that gets the choice. `warp_position`: number of
+ * choices with this id that the warp had counted before. Requires a valid plan. All lanes must
+ * call it; a lane that has no choice passes id = -1. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,
@@ -69,9 +69,10 @@ __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_pl
                    : EPIC_FATE_RANK_FULL;
 }
 
-/* Stores the rank of a choice, and its slot (or the reason why there is none), in the plan.
- * Returns the rank to which the slot must be sent, and the slot. `id`: planned_id() of the
- * choice. All lanes must call it; a lane that has no choice passes choice = -1. */
+/* Stores the rank of a choice in rank_of[choice], and its slot (or the reason why there is
+ * none) in fate[choice]. Both arrays are in the plan. Returns the rank to which the slot must
+ * be sent, and the slot. `id`: planned_id() of the choice. `warp_position`: as in
+ * slot_of_choice(). All lanes must call it; a lane that has no choice passes choice = -1. */
 template <int FEATURES>
 __device__ __forceinline__ PlacedChoice place_choice(const Planner &p, const p2p_plan_job &job,
                                                      const OpState &op, int64_t choice,
@@ -139,8 +140,8 @@ __device__ __forceinline__ void send_records(const OpState &op, const p2p_plan_j
     }
 }
 
-/* Calls place_choice() for the choices of a warp that has kept all of them in registers
- * (`counted`), and sends the records. */
+/* Like place_choices() (below), for a warp that has kept all its choices in registers
+ * (`counted`). */
 template <int FEATURES>
 static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -212,9 +213,9 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Only in backend `hosts`: posts the puts that send this CTA's records to other hosts. With
- * layout FLAT, also sends the row words. There is one large put per rank and array, because
- * this is faster than one put per token. Called by all threads; thread q posts the puts for
- * rank q. */
+ * layout FLAT (`flat`), also sends the row words (plan/flat.cuh). There is one large put per
+ * rank and array, because this is faster than one put per token. Called by all threads; thread
+ * q posts the puts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {

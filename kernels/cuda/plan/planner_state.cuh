@@ -125,7 +125,8 @@ __host__ __device__ inline int num_tallies(const p2p_plan_job &job, bool flat)
     return num_choice_tallies(job) + (flat ? job.self.num_ranks : 0);
 }
 
-/* Returns num_choice_tallies(job). Kernels without EPIC_BY_K (FEATURES) do not test job.by_k. */
+/* Returns num_choice_tallies(job). Reads job.by_k only with PLAN_DROPS_OR_REPLICAS, because
+ * other layers do not use EPIC_BY_K. */
 template <int FEATURES> __device__ __forceinline__ int choice_tallies(const p2p_plan_job &job)
 {
     return FEATURES & PLAN_DROPS_OR_REPLICAS ? num_choice_tallies(job)
@@ -181,11 +182,11 @@ static inline int planner_bytes_of(const p2p_plan_job &job)
  * of token 1. With more than 32 choices, the warp handles one token at a time, in two *chunks*:
  * choices 0 to 31 (chunk 0), then choices 32 and up (chunk 1). */
 struct TokenLanes {
-    /* tokens_at_once: number of tokens in a group. num_chunks: number of chunks, which is 2 if
-     * tokens have more than 32 choices. */
+    /* tokens_at_once: number of tokens that the warp handles at a time (a *group*).
+     * num_chunks: 1, or 2 if tokens have more than 32 choices. */
     int tokens_at_once, num_chunks;
-    /* token: index of this lane's token in its group. k: index of its choice among the top_k
-     * choices of the token (in chunk 1: k + 32). */
+    /* token: index of this lane's token in its group. k: index of this lane's choice, in chunk
+     * 0, among the choices of that token. In chunk 1 the lane has choice k + 32. */
     int token, k;
     /* false: this lane has no choice, because it is one of the last 32 % top_k lanes */
     bool has_choice;
@@ -207,8 +208,9 @@ struct TokenLanes {
     }
 };
 
-/* Only in backend `hosts`: completes the records (slots of a token on rank q) that this warp
- * has just stored for rank q, so that they can be sent.
+/* Only in backend `hosts`: completes the records that this warp has just stored for rank q, so
+ * that they can be sent. A record contains the slots of one token on rank q. `count`: number of
+ * words in the record of this lane's token.
  *
  * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
  * whole CTA. It sends all top_k words of each record, and the receiver waits for all of them.

@@ -17,9 +17,10 @@
  *   replicas        [num_experts]      experts, ordered by logical expert
  *   logical_load    [num_logical]      choices of each logical expert, on all ranks
  *
- * An expert may be a replica of no logical expert, because of EPIC_ABSENT in the caller's table
- * or because the expert is on a vacant seat. It gets no choices. A logical expert without a replica is *absent*. With EPIC_DROP_ABSENT its choices
- * are dropped. Without this flag it is an error in the data.
+ * An expert is a replica of no logical expert if its entry in the caller's table is EPIC_ABSENT
+ * or if the expert is on a vacant seat. Such an expert gets no choices. A logical expert
+ * without a replica is *absent*. With EPIC_DROP_ABSENT, the choices of an absent expert are
+ * dropped. Without this flag, an absent expert is an error in the data.
  *
  * With layout FLAT and with EPIC_BY_K, the planner must know the replica of each choice before
  * it counts choices. For these layers, plan/resolve.cuh finds the replicas. */
@@ -31,8 +32,8 @@
 /* value of logical_of for an expert that is a replica of no logical expert */
 #define NO_LOGICAL 0xffffu
 
-/* Returns the size in bytes of these tables. In shared memory they follow the arrays that every
- * planner has. */
+/* Returns the size in bytes of the tables above. In shared memory they follow the arrays that
+ * every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -43,9 +44,9 @@ __device__ __forceinline__ int num_replicas_of(const Planner &p, int logical)
     return p.first_replica[logical + 1] - p.first_replica[logical];
 }
 
-/* Sets p.first_replica to the exclusive prefix sums of the numbers of replicas. Until choices
- * are counted, p.logical_load contains the number of replicas of each logical expert. Called by
- * one warp. */
+/* Sets p.first_replica to the exclusive prefix sums of the numbers of replicas. It reads these
+ * numbers from p.logical_load, which contains them until choices are counted. Called by one
+ * warp. */
 static __device__ void sum_replica_counts(Planner &p, int num_logical)
 {
     int before = 0;
@@ -197,9 +198,10 @@ __device__ __forceinline__ int32_t expert_quota(const Planner &p, const p2p_plan
     return (int32_t)((limit + replicas - 1 - p.replica_index[expert]) / replicas);
 }
 
-/* Returns the replica that gets the nth choice of a logical expert, where nth is the index over
- * all ranks, from 0. On return, nth is the index of the choice among the choices of that
- * replica. Requires that the logical expert has a replica. */
+/* Returns the replica that gets a choice of a logical expert. On entry, nth is the index (from
+ * 0) of the choice among the choices of the logical expert on all ranks. On return, nth is the
+ * index of the choice among the choices of the returned replica. Requires that the logical
+ * expert has a replica. */
 __device__ __forceinline__ int choose_replica(const Planner &p, int logical, int32_t &nth)
 {
     const int replicas = num_replicas_of(p, logical), index = nth % replicas;

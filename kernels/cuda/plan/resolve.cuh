@@ -3,20 +3,21 @@
  * of logical experts, each of which has one or more copies (replicas). A *choice* is a token
  * and one of its top_k ids.
  *
- * Only layers with layout FLAT or with EPIC_BY_K need this. For them the planner must know the
- * replica while it counts, because FLAT counts rows together with choices, and EPIC_BY_K counts
- * each k separately. For other layers, the planner computes the replica after counting
- * (plan/replicas.cuh). One CTA per rank works in three steps:
+ * Only layers with layout FLAT or with EPIC_BY_K need this. For these layers the planner must
+ * know the replica while it counts. FLAT also counts the rows on each rank, and the replica
+ * decides to which rank a choice goes. EPIC_BY_K counts the choices of each k separately. For
+ * other layers, the planner computes the replica after counting (plan/replicas.cuh). One CTA
+ * per rank works in three steps:
  *
  *   1. counts this rank's choices of each logical expert
  *   2. sends the counts to all ranks (`logical_counts`, stamped words) and waits for the counts
  *      of all ranks
  *   3. writes the expert (replica) of each choice to the array resolved_experts(), where the
- *      planner reads it instead of the caller's id. If there is no expert, this is the fate
+ *      planner reads it instead of the caller's id. If a choice has no expert, writes the fate
  *      EPIC_FATE_NONE or EPIC_FATE_ABSENT
  *
- * Between steps 1 and 3, this array contains for each choice the number of choices of the same
- * logical expert that its warp had counted before.
+ * Between steps 1 and 3, resolved_experts() contains for each choice the number of choices of
+ * the same logical expert that its warp had counted before.
  *
  * Only one CTA per rank does this, because the replica of a choice depends on the order of all
  * choices of the rank. */
@@ -25,8 +26,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the address in `heap` at which `rank` stores its number of choices of each logical
- * expert. */
+/* Returns the address in `heap` at which `rank` stores how many of its choices each logical
+ * expert has (one word per logical expert). */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {

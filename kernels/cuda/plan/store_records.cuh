@@ -8,9 +8,10 @@
 
 #include "cuda/plan/planner.cuh"
 
-/* Waits for the records of some of the num_tokens tokens of rank `source`, starting with
- * first_token, and copies them to `records` in the plan, one word per lane. Called by one warp,
- * which handles as many tokens as fit in its lanes. Returns false if the group has failed. */
+/* Waits for the records that rank `source` sends about some of its tokens, and copies them to
+ * the plan, one word per lane. Called by one warp, which handles the tokens from first_token
+ * on, as many as have their choices in its 32 lanes. `num_tokens`: number of tokens of rank
+ * `source`. `records`: the plan's array of records. Returns false if the group has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -37,10 +38,10 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             const bool is_whole = lanes.num_chunks == 1;
             if (HOSTS && !__all_sync(ALL_LANES, !is_whole || !reads || has_arrived))
                 return false;
-            /* In all other cases, no words follow the word with RECORD_LAST. So a lane needs
-             * its word only if no lower lane has this flag. */
+            /* In all other cases, the word with RECORD_LAST is the last word of a record. So a
+             * lane waits for its word only if no lower lane of its token has this flag. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: the word with RECORD_LAST (the end of the record) has not arrived yet */
+            /* true: a record of at most 32 words, whose last word has not arrived yet */
             const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });
@@ -56,10 +57,12 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
     return true;
 }
 
-/* Calls keep(source, first, tokens) for each group of tokens that this warp handles. keep()
- * copies the records of the group. source: rank of the tokens. first: first token of the group.
- * tokens: number of tokens of that rank. `warps`: number of warps that share the work. `warp`:
- * index of the calling warp among them. If keep() returns false, stops and returns false. */
+/* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
+ * has as many tokens as have their choices in the 32 lanes of a warp. keep() copies the records
+ * of the group. source: rank of the tokens. first: first token of the group. tokens: number of
+ * tokens of rank `source`. `tokens_of`: number of tokens of each rank. `warps`: number of warps
+ * that share the work. `warp`: index of the calling warp among these warps. If keep() returns
+ * false, stops and returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
                                                      const RankNumbers &tokens_of, int warp,

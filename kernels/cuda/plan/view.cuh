@@ -61,7 +61,8 @@ struct PlanView {
     uint32_t is_valid;
 };
 
-/* Returns the index of the record of a token of `rank` in the plan's array of records. */
+/* Returns the index, in the plan's array of records, of the first element of the record of
+ * `token`, a token of `rank`. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
@@ -91,17 +92,18 @@ __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
            h.layer_hash == self.layer_hashes[1];
 }
 
-/* Returns the id that plans of this group have in the given generation. The generation is a
- * part of it, because a CUDA graph that was captured in an earlier generation contains the
- * group_id of epic_open. */
+/* Returns the id that plans of this group have in the given generation (a period without a
+ * change of members). The id depends on the generation, so a plan of an earlier generation is
+ * rejected. self.group_id alone would not suffice: a CUDA graph that was captured in an earlier
+ * generation still contains the group_id of epic_open. */
 __device__ __forceinline__ uint64_t plan_group_id(const p2p_self &self, uint32_t generation)
 {
     return self.group_id + (WITH_VACANT_SEATS ? generation * 0x9e3779b97f4a7c15ull : 0);
 }
 
 /* Returns whether the header's fields are in range and fit this rank. This must be checked
- * because a plan is in the caller's memory, which can contain any bytes. `generation`: number
- * of this generation. Called by one warp. */
+ * because a plan is in the caller's memory, which can contain any bytes. `plan_bytes`: size of
+ * that memory. `generation`: the group's current generation. Called by one warp. */
 static __device__ bool is_header_valid(const device_plan_header &h, const p2p_self &self,
                                        int64_t plan_bytes, uint32_t generation)
 {
@@ -161,7 +163,7 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
 /* The data that load_header() loads. */
 struct LoadedHeader {
     uint32_t words[HEADER_LANE_WORDS]; /* words n, n + 32, and so on of the header in lane n */
-    uint32_t generation;               /* of the group (p2p_group_words) */
+    uint32_t generation;               /* the group's current generation */
 };
 
 /* Loads the header of the plan at `plan`. If the plan's memory is smaller than a header, all
@@ -180,9 +182,10 @@ __device__ __forceinline__ void load_header(LoadedHeader &header, const uint8_t 
     header.generation = WITH_VACANT_SEATS ? load_relaxed(&group_words(self)->generation) : 0;
 }
 
-/* Copies a header that load_header() has loaded into the view, checks it, and sets the other
- * members. With `reports`, reports a bad plan to the host. Called by one warp; a barrier must
- * follow before other warps read the view. */
+/* Copies the header that load_header() has loaded into the view, checks the header, and sets
+ * the other members of the view. `num_tokens`: number of tokens of this call, or ANY_TOKENS.
+ * With `reports`, reports a bad plan to the host. Called by one warp; a barrier must follow
+ * before other warps read the view. */
 static __device__ void view_plan(PlanView &view, const LoadedHeader &header,
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens, bool reports = true)
@@ -216,7 +219,7 @@ static __device__ void view_plan(PlanView &view, const LoadedHeader &header,
 
 /* Reads the plan at `plan` into the view. If the plan is damaged, or was made for another layer
  * or number of tokens, sets is_valid and id to 0, and result to EPIC_EINVAL. With `reports`,
- * also reports that to the host. Called by all threads of a CTA. */
+ * also reports the bad plan to the host. Called by all threads of a CTA. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens, bool reports = true)
 {
@@ -262,8 +265,9 @@ static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpSta
 
 /* ------------------------------------------------------------------- receiving records ---- */
 
-/* Returns the address in this rank's heap or net inbox of the record (top_k words) that rank
- * `source` sends about its token. `self` is *op.self, which would be slower to load. */
+/* Returns the address, in this rank's heap or net inbox, of the record (top_k words) that rank
+ * `source` sends about its token `token`. `self` is *op.self; it is a parameter because loading
+ * op.self would take longer. */
 __device__ __forceinline__ const uint64_t *
 record_address(const p2p_self &self, const OpState &op, int source, int64_t token, int top_k)
 {
@@ -274,12 +278,12 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for the 32 words of chunk `chunk` of a record of a token of `source`, one word per
- * lane. `word`: this lane's word, which the caller has loaded early. If it had not arrived, it
- * is loaded again. `slot` becomes the slot (FLAT: local expert) that the word contains,
- * RECORD_DISCARD, or -1 if the record has no word for this lane. `more` becomes true if later
- * chunks may contain words of the record. Called by one warp. Returns false if the group has
- * failed. */
+/* Waits for 32 words of the record at `words`, which rank `source` sends about one of its
+ * tokens: the words from `chunk` * 32 on, one per lane. `word`: this lane's word, which the
+ * caller has loaded early. If the word had not arrived, the function loads it again. `slot`
+ * becomes the slot (FLAT: local expert) that the word contains, RECORD_DISCARD, or -1 if the
+ * record has no word for this lane. `more` becomes true if later words of the record may
+ * contain slots. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
