@@ -34,7 +34,9 @@
 /* Divides the units among the workers. A unit is one piece of a token's row. If the token is a
  * peer's, the worker sends this rank's partial sum. If the token is this rank's ("own"), the
  * worker adds the partial sums of all ranks. To balance the work, the first units of peers'
- * tokens go to the first workers, and the first own units go to the last workers. */
+ * tokens go to the first workers, and the first own units go to the last workers. The argument
+ * `own` of a function is true for own units, and false for units of peers' tokens. Each of the
+ * two kinds has its own numbers u, from 0 on. */
 struct CombineUnits {
     const CombineState &c;
     const CtaRange all_ctas;
@@ -47,7 +49,7 @@ struct CombineUnits {
           worker(all_ctas.worker_index_of(__shfl_sync(ALL_LANES, (int)(threadIdx.x / WARP), 0)))
     {
     }
-    /* Returns unit u without its slots. */
+    /* Returns unit u; its members `slot` and `ranks` are not set yet (-1). */
     __device__ __forceinline__ Unit unit_at(int u, bool own) const
     {
         const uint32_t pieces = c.shape.pieces, senders = c.job.self.num_ranks - 1;
@@ -67,9 +69,10 @@ struct CombineUnits {
         return back >= all_ctas.ctas ? back - all_ctas.ctas
                                      : back + all_ctas.num_workers() - all_ctas.ctas;
     }
-    /* Returns unit u with its slots. Each lane gets one slot of the token on this rank. In an
-     * own unit, each lane also gets the rank of its choice (one of the token's top_k experts).
-     * Returns an empty unit if u >= end; `end` is the number of units. */
+    /* Returns unit u. `slot` is, in each lane, one of the token's slots on this rank, or -1. In
+     * an own unit, `ranks` is, in lane k, the rank of the expert of choice k (one of the
+     * token's top_k experts). Returns an empty unit if u >= end; `end` is the number of
+     * units. */
     __device__ __forceinline__ Unit read_unit(int u, bool own, int end) const
     {
         if (u >= end) return {};

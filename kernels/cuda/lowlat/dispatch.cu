@@ -36,13 +36,13 @@ __device__ __forceinline__ void post_put_rows(const LowlatMove &m, int32_t token
  * and a row consists of whole pieces. PackedRows (lowlat/dispatch_packed.cu) has the same
  * functions for packed rows:
  *   shape_of            returns the shape of the rows that are sent
- *   describe_rows       sets the members of PackedMove
+ *   describe_rows       sets the members of m that only packed rows need (PackedMove)
  *   own_pieces          returns the number of pieces of a row of this rank
  *   load_piece          loads a piece of a token of this rank
  *   send_to_peers       stores the piece to the staging of each rank in `peers`
  *   receive_from_peer   waits for a piece of a peer's token; on entry, q has the words that had
  *                       already arrived, and poison in place of the others
- *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot)
+ *   fill_slots_of       stores a piece to the token's slots (each lane passes one slot, or -1)
  *   pad_slot            writes zeros to a piece of a padding slot
  *   clear_rows          zeroes all slots from `first` on, and their weights; each of `threads`
  *                       threads calls it with its own index `thread` */
@@ -155,8 +155,8 @@ static __device__ __noinline__ void store_mixed_records(const LowlatPlan &tables
 }
 
 /* The kernel of the operation "plan" for few tokens. Each planning CTA computes the whole plan.
- * If the grid has several CTAs, the last one is not a planning CTA: it announces and ends the
- * operation and, in backend `hosts`, polls the net inbox. */
+ * If the grid has several CTAs, the last CTA is not a planning CTA. The last CTA announces and
+ * ends the operation and, in backend `hosts`, polls the net inbox. */
 __global__ void __launch_bounds__(LOWLAT_BLOCK, 1)
     lowlat_plan_kernel(const __grid_constant__ p2p_plan_job job)
 {

@@ -73,9 +73,9 @@ __device__ __forceinline__ const int32_t *fates_of(const PlanView &plan, const p
 
 /* ------------------------------------------------------------------------- mixed plans ---- */
 
-/* Only for mixed plans: waits for the record (list of slots) of a token of `rank`, and sets
- * `slot` to this lane's slot or to -1. If `keep` is true, also stores the record in the plan.
- * Returns false if the group has failed. */
+/* Only for mixed plans: waits for the record (list of slots) of `token`, a token of `rank`.
+ * `slot` becomes this lane's slot, or -1 if the record has no slot for this lane. If `keep` is
+ * true, also stores the record in the plan. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_mixed_slot(const LowlatMove &m, int rank, int32_t token,
                                                    bool keep, int32_t &slot)
 {
@@ -124,10 +124,10 @@ template <class Rows> __device__ __forceinline__ bool receive_mixed_rows(const L
     return true;
 }
 
-/* Makes a mixed plan with the general planner, then receives all rows and weights. Called by
- * all threads of the receiving CTAs. The function is not inlined, and m is passed by value. If
- * m were passed by reference, the compiler would keep m in memory on all paths of the
- * kernel. */
+/* Makes a mixed plan with the general planner, then receives all rows and weights. `memory`:
+ * dynamic shared memory for the planner. Called by all threads of the receiving CTAs. The
+ * function is not inlined, and m is passed by value. If m were passed by reference, the
+ * compiler would keep m in memory on all paths of the kernel. */
 template <class Rows>
 static __device__ __noinline__ void receive_mixed(const LowlatMove m, OpState &op,
                                                   LowlatPlan &tables, uint8_t *memory)
@@ -336,7 +336,8 @@ __device__ __forceinline__ bool announce_operation(const LowlatMove &m, LowlatSh
 }
 
 /* Phase 2: workers send this rank's rows, and control warps send its weights. This phase waits
- * for no other rank. is_valid: false if the kernel reads an invalid plan. */
+ * for no other rank. is_valid: false if the kernel reads a plan that is invalid; nothing is
+ * then sent. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void send_rows(const LowlatMove &m, WeightSender &weights,
                                           PieceSender<Rows> &sender, bool is_valid)
@@ -376,7 +377,7 @@ __device__ __forceinline__ bool make_new_plan(LowlatMove &m, LowlatShared &s)
 }
 
 /* Phase 4: receives rows and weights into the caller's buffers, zeroes the padding, and ends
- * the operation. `ok`: false if the group has already failed. */
+ * the operation. is_valid: as in send_rows(). `ok`: false if the group has already failed. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void receive_rows(const LowlatMove &m, LowlatShared &s,
                                              const StartState &start, FirstUnits &first,

@@ -102,7 +102,8 @@ __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32
  * piece and finds the peers that need it. */
 template <class Rows> struct PieceSender {
     const LowlatMove &m;
-    /* unit: the unit that is loaded, or the next one. end: the number of units. */
+    /* unit: the unit whose piece is in q; no piece is left if unit >= end. end: the number of
+     * units of all workers. */
     int unit, end;
     int32_t token, piece;
     /* where this lane's choice of the token goes (read_choice_ahead()) */
@@ -143,7 +144,7 @@ template <class Rows> struct PieceSender {
     __device__ __forceinline__ void send_all()
     {
         if (unit >= end) return;
-        peers &= ~vacant_seats(m.op); /* find_peers() did not know them yet */
+        peers &= ~vacant_seats(m.op); /* these were not known yet when find_peers() ran */
         for (;;) {
             const int32_t sent_token = token, sent_piece = piece;
             uint4 sent[V];
@@ -166,19 +167,20 @@ template <class Rows> struct PieceSender {
  * weights. send_weights() sends all weights. */
 struct WeightSender {
     const LowlatMove &m;
-    /* top_k: choices per token. choice_bits: log2 of the number of lanes per token.
-     * first_token: the lowest token that the warp handles now. */
+    /* top_k: number of choices per token. choice_bits: log2 of the number of lanes per token.
+     * first_token: the lowest of the tokens that the warp handles now. */
     int32_t top_k, choice_bits, first_token;
     uint64_t word; /* shows where this lane's choice goes (read_choice_ahead()) */
     /* weight of this lane's choice */
     uint32_t weight;
 
-    /* Creates a sender without tokens (first_token is past the last one). */
+    /* Creates a sender that has no tokens yet (first_token is past the last token). */
     __device__ __forceinline__ explicit WeightSender(const LowlatMove &move)
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* If this control warp's CTA receives, selects its first tokens and loads their weights. */
+    /* If the CTA of this control warp receives rows, selects the warp's first tokens. For this
+     * lane's choice, then loads `weight` and `word`. If it selects no tokens, loads nothing. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
@@ -186,7 +188,8 @@ struct WeightSender {
         if (has_choice()) word = read_choice_ahead(m, lane_token(), lane_choice());
         read_weight();
     }
-    /* Selects the first tokens whose weights this warp sends. `choices`: choices per token. */
+    /* Selects the first tokens whose weights this warp sends. `choices`: number of choices per
+     * token. */
     __device__ __forceinline__ void begin_tokens(int32_t choices)
     {
         top_k = choices;
@@ -342,8 +345,8 @@ __device__ __forceinline__ void load_unit_row(const LowlatMove &m, int u, Pendin
         load_staged<Rows>(m, p);
 }
 
-/* Loads this lane's word of the record of unit u's token. Does nothing if there is no unit u or
- * if has_new_plan is true. */
+/* Loads this lane's word of the record of the token of received unit u, which `p` describes.
+ * Does nothing if there is no unit u or if has_new_plan is true. */
 template <class Rows>
 __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -351,8 +354,9 @@ __device__ __forceinline__ void load_unit_record(const LowlatMove &m, int u, Pen
         p.record_word = peek_record(m, p.rank, p.token, 0);
 }
 
-/* Loads the words (weights and record) of the u-th token. The order of tokens: all tokens of
- * this rank, then token 0 of each peer, then token 1 of each peer, and so on. */
+/* Loads this lane's words (weight and record word) of token number u into `w`. The tokens are
+ * numbered in this order: all tokens of this rank, then token 0 of each peer, then token 1 of
+ * each peer, and so on. */
 __device__ __forceinline__ void load_words(const LowlatMove &m, int u, PendingWords &w)
 {
     const p2p_self &self = m.job.plan.self;
@@ -380,10 +384,11 @@ __device__ __forceinline__ void store_weight(const LowlatMove &m, int32_t slot, 
         m.job.slot_weights[slot] = __uint_as_float(word);
 }
 
-/* Waits for the weights of a token, and stores them to the elements of slot_weights of the
- * token's slots. If the token is a peer's, then stores poison to staging. `slot`: this lane's
- * slot, or -1. `n`: number of slots of this token on this rank in lower lanes, which is also
- * the index of this lane's weight in staging. Returns false if the group has failed. */
+/* Waits for the weights of the token of `w`, and stores each weight to slot_weights at the
+ * index of its slot. If the token is a peer's, afterwards stores poison to staging. `slot`:
+ * this lane's slot of the token; -1: the lane has none. `n`: number of lower lanes that have a
+ * slot, which is the index of this lane's weight in staging. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const PendingWords &w,
                                                 int32_t slot, int n)
 {
@@ -405,9 +410,9 @@ __device__ __forceinline__ bool receive_weights(const LowlatMove &m, const Pendi
     return true;
 }
 
-/* Returns this lane's slot for a token of `rank`, or -1. With has_new_plan, lane k looks up
- * choice k in the tables. Otherwise the slot is `word`, which the caller has loaded from the
- * token's record. */
+/* Returns this lane's slot for `token`, a token of `rank`, or -1 if the lane has no slot. With
+ * has_new_plan, lane k looks up choice k in the tables. Without it, the slot is `word`, which
+ * the caller has loaded from the token's record. */
 __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int32_t token,
                                              uint64_t word)
 {
@@ -415,8 +420,8 @@ __device__ __forceinline__ int32_t find_slot(const LowlatMove &m, int rank, int3
                           : (int32_t)word;
 }
 
-/* If the token has a slot on this rank, waits for the piece and stores it to all slots of the
- * token on this rank. Returns false if the group has failed. */
+/* If the token of `p` has a slot on this rank, waits for the piece and stores the piece to all
+ * slots of the token on this rank. Returns false if the group has failed. */
 template <class Rows>
 __device__ __forceinline__ bool receive_pending(const LowlatMove &m, PendingPiece &p)
 {
@@ -447,8 +452,9 @@ __device__ __forceinline__ bool receive_all(const LowlatMove &m, PendingPiece &f
     return true;
 }
 
-/* Returns the first token (as an index for load_words()) whose words this worker receives. The
- * last worker gets the first token, because the first workers have more pieces to receive. */
+/* Returns the number (as in load_words()) of the first token whose words this worker receives.
+ * The last worker gets the first token, because the first workers have more pieces to
+ * receive. */
 __device__ __forceinline__ int first_words(const LowlatMove &m)
 {
     return m.receivers.num_workers() - 1 - m.receivers.worker_index();

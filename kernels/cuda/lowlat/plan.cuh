@@ -31,13 +31,14 @@
 
 #include "cuda/lowlat/plan_tables.cuh"
 
-/* One expert id as loaded from the caller's array, not yet encoded. So the load may still be in
- * flight; encode_id() is the first use. */
+/* One expert id as loaded from the caller's array, not yet encoded. The load may still be in
+ * flight, because nothing uses its result before encode_id(). */
 struct RawId {
     uint32_t low, high; /* high: upper half of an int64 id; unused for an int32 id */
 };
 
-/* Loads the expert id of choice k of a token of this rank, or -1 past the last choice. */
+/* Loads the expert id of choice k of `token`, a token of this rank. Returns -1 if k is not
+ * below top_k. */
 __device__ __forceinline__ RawId raw_id(const p2p_plan_job &job, int32_t token, int k)
 {
     const int64_t at = (int64_t)token * job.layer.top_k + k;
@@ -67,9 +68,9 @@ __device__ __forceinline__ uint32_t pack_ids(const p2p_plan_job &job, RawId low,
     return encode_id(job, low) | encode_id(job, high) << 16;
 }
 
-/* Returns the address, in `heap`, of the words with the ids of a token of `rank`. In backend
- * `hosts`, there is no gap between the words of consecutive tokens, so that one put sends the
- * ids of several tokens. */
+/* Returns the address in `heap` of the words with the ids of `token`, a token of `rank`. In
+ * backend `hosts`, there is no gap between the words of consecutive tokens, so that one put
+ * sends the ids of several tokens. */
 __device__ __forceinline__ uint64_t *id_words(const p2p_plan_job &job, const OpState &op,
                                               uint8_t *heap, int rank, int32_t token)
 {
@@ -89,7 +90,9 @@ struct IdSender {
     /* token_words: number of words per token. word_bits: number of bits of the index of a word
      * within its token. */
     const int token_words, word_bits;
-    int32_t token; /* the token whose word this lane sends next */
+    /* token: the token of which this lane sends a word next. token_step: the difference between
+     * two such tokens of a lane. */
+    int32_t token;
     const int32_t token_step;
     RawId low, high; /* the two ids of this lane's word, before they are encoded */
     /* the word that this lane sends: two encoded ids */
@@ -161,10 +164,10 @@ struct IdSender {
     }
 };
 
-/* Sets the bit of choice k of a token of `rank` in the mask of its expert (plan_tables.cuh).
- * `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, bad_choice of the rank becomes the
- * lowest index of an invalid choice. Returns true if the bit was already set, because another
- * choice of the token has the same expert. */
+/* Marks in the mask of expert e (plan_tables.cuh) that `token`, a token of `rank`, has chosen
+ * this expert in choice k. `e`: the encoded expert id. If e is LOWLAT_INVALID_ID, the choice is
+ * wrong: bad_choice[rank] becomes its index, unless it is already a lower index. Returns true
+ * if the token was already marked, because another of its choices has the same expert. */
 __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_t token, int k,
                                             uint32_t e)
 {
@@ -179,8 +182,8 @@ __device__ __forceinline__ bool mark_choice(LowlatPlan &tables, int rank, int32_
             bit) != 0;
 }
 
-/* Stores P2P_LOWLAT_LANE_IDS (4) choices of a token of `rank` in the tables, starting with
- * choice 4 * id_lane. `ids`: their encoded expert ids, two per word. */
+/* Stores P2P_LOWLAT_LANE_IDS (4) choices of `token`, a token of `rank`, in the tables, starting
+ * with choice 4 * id_lane. `ids`: the encoded expert ids of these choices, two per word. */
 __device__ __forceinline__ void mark_lane_choices(LowlatPlan &tables, int rank, int32_t token,
                                                   int id_lane, const uint32_t (&ids)[2])
 {
@@ -326,9 +329,10 @@ __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
            tables.slots_before(job, job.self.rank);
 }
 
-/* Checks whether the plan can be used: all expert ids must be valid, no seat may be vacant (it
- * would have experts), and no rank may need more slots than its capacity. If the operation also moves rows (`moves`), no rank may need more
- * slots than its receive buffer has rows. The result is equal on all ranks. Called by one
+/* Checks whether the plan can be used. It cannot if an expert id is invalid, if a seat is
+ * vacant (some experts would be on this seat), or if a rank needs more slots than its capacity.
+ * If the operation also moves rows (`moves`), the plan cannot be used either if a rank needs
+ * more slots than its receive buffer has rows. The result is equal on all ranks. Called by one
  * warp. */
 static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_job &job,
                                        const OpState &op, bool moves)
@@ -350,9 +354,9 @@ static __device__ PlanCheck check_plan(const LowlatPlan &tables, const p2p_plan_
 }
 
 /* Finds duplicates, which are choices whose expert the token has already chosen. With
- * EPIC_DISTINCT, a duplicate is an error. bad_choice of each rank becomes the lowest index of
- * its duplicates. It is computed by atomicMin, so it does not depend on the order of threads.
- * Called by all threads of the CTA. */
+ * EPIC_DISTINCT, a duplicate is an error. bad_choice[rank] becomes the lowest index of a
+ * duplicate or invalid choice of the rank. It is computed by atomicMin, so it does not depend
+ * on the order of threads. Called by all threads of the CTA. */
 static __device__ __noinline__ void find_duplicates(LowlatPlan &tables, int ranks)
 {
     const int each = tables.id_lanes * P2P_LOWLAT_LANE_IDS;
@@ -393,9 +397,10 @@ static __device__ bool copy_announcements(const p2p_self &self, const OpState &o
 }
 
 /* Copies the expert ids of ranks on other hosts from the net inbox to the heap, as they arrive.
- * Each lane copies two words at a time. It stops to wait for a word if the rank has announced
- * so few tokens that the word does not exist. `warps`: number of warps that share the work.
- * `warp`: index of the calling warp among them. Returns false if the group has failed. */
+ * Each lane waits for two words at a time and copies them. If the rank has announced so few
+ * tokens that these words do not exist, the lane does not wait for them any longer. `warps`:
+ * number of warps that share the work. `warp`: index of the calling warp among these warps.
+ * Returns false if the group has failed. */
 static __device__ bool copy_ids(const p2p_plan_job &job, const OpState &op, int warp, int warps)
 {
     const p2p_self &self = job.self;
@@ -469,8 +474,9 @@ static __device__ LowlatPlanState make_lowlat_plan(LowlatPlan &tables, const p2p
 }
 
 /* Makes a mixed plan with the general planner, because another rank has more tokens than the
- * tables can hold. The first job.planners CTAs run make_plan(). Called by all threads of every
- * CTA that has called make_lowlat_plan(). Returns false if the group has failed. */
+ * tables can hold. The first job.planners CTAs run make_plan() in `memory`, the dynamic shared
+ * memory. Called by all threads of every CTA that has called make_lowlat_plan(). Returns false
+ * if the group has failed. */
 static __device__ __noinline__ bool make_mixed_plan(LowlatPlan &tables, const p2p_plan_job &job,
                                                     const OpState &op, uint8_t *memory)
 {
@@ -491,8 +497,8 @@ static __device__ void begin_header(LowlatPlan &tables, const p2p_plan_job &job,
     __syncwarp();
 }
 
-/* Reports to the host that the lowest vacant seat has experts, in the name of the lowest member,
- * as the general planner does. Called by one thread. */
+/* Reports to the host that the lowest vacant seat has experts. The error names the lowest rank
+ * of the group as the rank with wrong data, as in the general planner. Called by one thread. */
 static __device__ __noinline__ void report_vacant(const p2p_plan_job &job, const OpState &op)
 {
     const int vacant = __ffs(vacant_seats(op)) - 1, member = __ffs(~vacant_seats(op)) - 1;

@@ -55,7 +55,8 @@ struct LowlatPlan {
      * choice is wrong if its id is invalid or, with EPIC_DISTINCT, if the token has already
      * chosen the expert. */
     uint32_t bad_choice[DEVICE_MAX_RANKS];
-    /* for each warp of compute_slabs(): the number of slots of all experts that it handles */
+    /* temporary in compute_slabs(), one element per warp: the number of slots that the experts
+     * of this warp need */
     int32_t warp_slots[LOWLAT_WORKERS];
     int32_t total_slots; /* number of slots of all ranks together */
     /* max_tokens: the maximum number of tokens per rank for which the tables have space.
@@ -69,14 +70,14 @@ struct LowlatPlan {
     /* true: a rank has more than max_tokens tokens, so the tables cannot be used */
     bool has_large_rank;
 
-    /* Returns the index in `ids` of the first id of a token of `rank`. */
+    /* Returns the index in `ids` of the first id of `token`, a token of `rank`. */
     __device__ __forceinline__ int first_id_index(int rank, int32_t token) const
     {
         return (rank * max_tokens + token) * id_lanes * P2P_LOWLAT_LANE_IDS;
     }
-    /* Returns the slot of choice k of a token of `rank`. The choice's expert is e, and `first`
-     * is the first expert of the rank that owns e. The slots of an expert are in the order of
-     * rank, token and k. */
+    /* Returns the slot of choice k of `token`, a token of `rank`. `e`: the choice's expert.
+     * `first`: the first expert of the rank that owns e. The slots of an expert are in the
+     * order of rank, token and k. */
     __device__ __forceinline__ int32_t slot_of(int rank, int32_t token, int k, int e,
                                                int first) const
     {
@@ -101,12 +102,14 @@ struct LowlatPlan {
         }
         return count;
     }
-    /* Returns the encoded id of choice k of a token, or LOWLAT_NO_ID past the last choice. */
+    /* Returns the encoded id of choice k of `token`, a token of `rank`, or LOWLAT_NO_ID if k is
+     * not below top_k. */
     __device__ __forceinline__ uint32_t choice_of(int rank, int32_t token, int k) const
     {
         return k < top_k ? ids[first_id_index(rank, token) + k] : LOWLAT_NO_ID;
     }
-    /* Returns the slot of choice k of a token of `rank` if it is on this rank, otherwise -1. */
+    /* Returns the slot of choice k of `token`, a token of `rank`, if the slot is on this rank,
+     * otherwise -1. */
     __device__ __forceinline__ int32_t slot_here(const p2p_plan_job &job, int rank,
                                                  int32_t token, int k) const
     {
@@ -121,11 +124,11 @@ struct LowlatPlan {
         const int e = q * job.block;
         return e < num_experts ? p.group_slab_start[e] : total_slots;
     }
-    /* Writes the record of a token of `rank` (its slots on this rank) to the plan. If `rank` is
-     * this rank, also writes the fate (the slot, or the reason why there is none) and the rank
-     * of each choice. `slot`: in lane k, the result of slot_here() for choice k. `here`: bit
-     * mask of the lanes that have a slot. `result`: an epic_result; if it is an error, no slot
-     * is written. Called by one warp. */
+    /* Writes the record of `token`, a token of `rank`, to the plan: its slots on this rank. If
+     * `rank` is this rank, also writes the fate (the slot, or the reason why there is none) and
+     * the rank of each choice. `slot`: in lane k, the result of slot_here() for choice k.
+     * `here`: bit mask of the lanes that have a slot. `result`: an epic_result; if it is an
+     * error, no slot is written. Called by one warp. */
     __device__ __forceinline__ void store_token(const p2p_plan_job &job, int rank,
                                                 int32_t token, int32_t slot, uint32_t here,
                                                 uint32_t result) const

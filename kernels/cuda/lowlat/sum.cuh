@@ -27,7 +27,7 @@ struct SlotRows {
     float weight; /* lane n has the weight of row n of the token */
 };
 
-/* Returns the index in the row of this lane's vector. */
+/* Returns the index of this lane's vector among the vectors of the row. */
 __device__ __forceinline__ int32_t vector_of(const Unit &u)
 {
     return u.piece * WARP + lane_id();
@@ -142,9 +142,9 @@ template <class ROW> __device__ __forceinline__ void add_to(float (&total)[ROW::
 }
 
 /* Adds the partial sums of all ranks in the bit mask `ranks` to total, in the order of ranks.
- * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers together. When they have
- * arrived, stores poison (the mark of a word that has not arrived) to their staging. Returns
- * false if the group has failed. */
+ * `own`: this rank's partial sum. Polls AT_ONCE partial sums of peers together. When these
+ * partial sums have arrived, stores poison (the mark of a word that has not arrived) in their
+ * place in staging. Returns false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u,
                                             uint32_t ranks, uint4 own, float (&total)[ROW::N])
