@@ -135,6 +135,12 @@ def closing(code, at):
     return len(code) - 1
 
 
+def is_member(code, i):
+    """Return whether the token at index i follows '.', '->' or '::'."""
+    before = [token for token, _ in code[max(i - 2, 0) : i]]
+    return before[-1:] in (["."], ["->"]) or before == [":", ":"]
+
+
 def is_call(code, i):
     """Return whether the token at index i is a name followed by '(', and no member or keyword."""
     name = code[i][0]
@@ -143,7 +149,7 @@ def is_call(code, i):
         and code[i + 1][0] == "("
         and (name[0].isalpha() or name[0] == "_")
         and name not in KEYWORDS
-        and (i == 0 or code[i - 1][0] not in (".", "->", ":"))
+        and not is_member(code, i)
     )
 
 
@@ -164,9 +170,9 @@ class Source:
 
     def __init__(self, path, text):
         self.path, self.room = path, room_of(path)
-        # exported: functions that are not static. shared: also static functions of a header,
-        # which the files that include it can call.
-        self.defined, self.exported, self.shared, self.calls = set(), set(), set(), {}
+        # shared: the functions that other files can call. These are functions that are not
+        # static, and all functions of a header.
+        self.defined, self.shared, self.calls = set(), set(), {}
         self.has_methods = path.endswith((".cu", ".cuh"))
         code, macros = tokens_of(text)
         self.read_code(code)
@@ -199,8 +205,6 @@ class Source:
                 end = closing(code, i + 1)
                 if end + 1 < len(code) and code[end + 1][0] == "{":
                     self.defined.add(token)
-                    if not is_static:
-                        self.exported.add(token)
                     if not is_static or self.path.endswith((".h", ".cuh")):
                         self.shared.add(token)
                 i = end
@@ -231,10 +235,10 @@ def check_includes(root, paths, levels):
 
 
 def owners_of(files):
-    """Return {function: files that define it for others}."""
+    """Return {function: files that define it for other files}."""
     owners = {}
     for source in files:
-        for name in source.exported:
+        for name in source.shared:
             owners.setdefault(name, []).append(source)
     return owners
 
