@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Checks that includes and calls in the C sources go only to lower folders, without circles.
+"""Checks includes and calls in the C sources, and imports in the Python package, for circles.
 
 usage: includes.py ROOT
 
@@ -11,10 +11,15 @@ files must not form a circle.
 A call is an identifier that is followed by '(' inside a function or a macro. It counts if the file
 does not define this function and another file of the folders TOPS does. Members
 (x.name(...), x->name(...), x::name(...)) do not count, because a lower folder calls a higher one
-through a table of functions. The exit status is 0 if there is no wrong include or call. Otherwise
-it is 1, and each one is printed on a line.
+through a table of functions.
+
+The modules of bindings/python must not import each other in a circle, also not inside a function.
+
+The exit status is 0 if there is no wrong include, call or import. Otherwise it is 1, and the program
+prints them.
 """
 
+import ast
 import os
 import re
 import sys
@@ -293,23 +298,76 @@ def circle_from(callees, start):
     return None
 
 
+def print_circles(callees, head, edge):
+    """Print the circles in the graph `callees`; return their number.
+
+    head: the first line for a circle. edge: the text for an edge, with the name and the callee.
+    """
+    circles = set()
+    for start in callees:
+        circle = circle_from(callees, start)
+        if not circle or frozenset(circle) in circles:
+            continue
+        circles.add(frozenset(circle))
+        print(head)
+        for caller, callee in zip(circle, [*circle[1:], start]):
+            line, name = callees[caller][callee]
+            print(f"    {caller}:{line} {edge.format(name, callee)}")
+    return len(circles)
+
+
 def check_circles(files):
     """Print the circles of calls between the files of a folder; return their number."""
-    folders, circles = {}, set()
+    folders, found = {}, 0
     for source in files:
         folders.setdefault(os.path.dirname(source.path), []).append(source)
     for folder in folders.values():
-        callees = callees_of(folder)
-        for start in callees:
-            circle = circle_from(callees, start)
-            if not circle or frozenset(circle) in circles:
-                continue
-            circles.add(frozenset(circle))
-            print("these files call each other in a circle:")
-            for caller, callee in zip(circle, [*circle[1:], start]):
-                line, name = callees[caller][callee]
-                print(f"    {caller}:{line} calls {name}() of {callee}")
-    return len(circles)
+        head = "these files call each other in a circle:"
+        found += print_circles(callees_of(folder), head, "calls {0}() of {1}")
+    return found
+
+
+def module_of(path):
+    """Return the name of the module in a file below bindings/python."""
+    name = os.path.splitext(path)[0].replace(os.sep, ".")
+    return name.removesuffix(".__init__")
+
+
+def imports_of(module, text, modules):
+    """Yield (line, name) of each module of `modules` that a module imports, also in functions.
+
+    `import epic` in the module epic.x does not count: it is the package that Python has begun to
+    import before epic.x. But `from epic import Name` counts, because epic/__init__.py defines Name.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [x.name for x in node.names if not module.startswith(x.name + ".")]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            submodules = [f"{node.module}.{x.name}" for x in node.names]
+            names = [name if name in modules else node.module for name in submodules]
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name in modules)
+
+
+def check_imports(root):
+    """Print the circles of imports between the modules of bindings/python; return their number."""
+    top = os.path.join(root, "bindings", "python")
+    modules = {}
+    for folder, _, names in sorted(os.walk(top)):
+        for name in sorted(names):
+            if name.endswith(".py"):
+                path = os.path.join(folder, name)
+                modules[module_of(os.path.relpath(path, top))] = path
+    callees = {}
+    for module, path in modules.items():
+        with open(path, encoding="utf-8") as file:
+            lines = imports_of(module, file.read(), modules)
+            callees[module] = {name: (line, name) for line, name in lines}
+    if len(modules) < 50 or sum(map(len, callees.values())) < 200:
+        print(f"only {len(modules)} Python modules and their imports were found")
+        return 1
+    return print_circles(callees, "these modules import each other in a circle:", "imports {1}")
 
 
 def main(root):
@@ -321,7 +379,7 @@ def main(root):
     owners = owners_of(files)
     num_includes, wrong_includes = check_includes(root, paths, levels)
     num_calls, wrong_calls = check_rooms(files, owners, levels)
-    wrong_calls += check_circles(files)
+    wrong_calls += check_circles(files) + check_imports(root)
     if num_includes < 100 or num_calls < 300:
         print(f"only {num_includes} includes and {num_calls} calls were found")
         return 1
