@@ -5,13 +5,13 @@
  * and a random secret through the bootstrap. Each rank connects to all lower ranks and accepts
  * connections from all higher ranks. The first message of the connecting rank contains the
  * secret of the accepting rank, and the answer contains the secret of the connecting rank. So
- * both ranks prove that they took part in the bootstrap.
+ * each of the two ranks proves that it took part in the bootstrap.
  *
- * A rank first sends its messages to all lower ranks. Then it accepts and answers higher ranks
- * and receives the answers of lower ranks, in the order in which they arrive. So no two ranks
- * wait for each other. Ranks wait with epoll, because each poll() would examine all
- * connections, and the work of all ranks together would grow with the third power of the number
- * of ranks. */
+ * A rank first connects to all lower ranks and sends its handshakes to them. Then it accepts
+ * and answers higher ranks and receives the answers of lower ranks, in the order in which they
+ * arrive. So no two ranks wait for each other. Ranks wait with epoll, because each poll() would
+ * examine all connections, and the work of all ranks together would grow with the third power
+ * of the number of ranks. */
 #include "backend/shm/connections.h"
 
 #include <errno.h>
@@ -101,7 +101,7 @@ static int receive_handshake(const connect_state *o, int fd, int *memory)
 
 /* ----------------------------------------------------------------------------- waiting ---- */
 
-/* The socket from which an event comes. */
+/* The kind of socket from which an event comes. */
 enum source_kind { FROM_LISTENER, FROM_PENDING, FROM_CONNECTION };
 
 /* Returns the value by which epoll identifies a socket. `index`: index in o->pending, or a
@@ -347,16 +347,17 @@ static epic_result await_all(connect_state *o)
     return EPIC_OK;
 }
 
-/* Connects to all ranks, in the order that the top of this file describes. */
+/* Connects this rank with all other ranks, in the order that the top of this file describes. */
 static epic_result connect_to_all(connect_state *o)
 {
     for (int r = 0; r < o->connections->rank; r++) TRY(connect_to_rank(o, r));
     return await_all(o);
 }
 
-/* Makes the other ranks notice that this rank has failed: closes its connections. A lower rank
- * may still wait for a connection from this rank, so this function also connects to each lower
- * rank once more and closes that connection. Returns `result` and keeps the error text. */
+/* Closes this rank's connections, so that the other ranks notice that this rank has failed. A
+ * lower rank may still wait for a connection from this rank, so this function also connects to
+ * each lower rank once more and closes that connection. Returns `result` and keeps the error
+ * text. */
 static epic_result fail_for_all(connect_state *o, epic_result result)
 {
     char sentence[512];
@@ -372,8 +373,9 @@ static epic_result fail_for_all(connect_state *o, epic_result result)
 
 /* ---------------------------------------------------------------------- open and close ---- */
 
-/* Opens a pidfd for every peer. The system reports the peer's pid for each socket. If pidfds
- * are not supported, only the sockets show that a peer has exited. */
+/* Opens a pidfd (a descriptor that shows when a process exits) for every peer. The system
+ * reports the peer's pid for each socket. If pidfds are not supported, only the sockets show
+ * that a peer has exited. */
 static epic_result watch_processes(shm_connections *connections)
 {
     for (int r = 0; r < connections->num_ranks; r++) {
@@ -408,9 +410,9 @@ static epic_result allocate_state(connect_state *o, bool ready)
     return o->connections->epoll >= 0 ? EPIC_OK : shm_fail_with_errno("epoll_create1");
 }
 
-/* Closes a socket that is no connection to a rank. A child that was forked meanwhile may keep
- * the socket open, and then epoll would still report its events, so this function first removes
- * the socket from connections->epoll. */
+/* Closes a socket that is not a connection to a rank. A child that was forked meanwhile may
+ * keep the socket open, and then epoll would still report its events. So this function first
+ * removes the socket from connections->epoll. */
 static void forget_socket(const connect_state *o, int *fd)
 {
     if (*fd >= 0) epoll_ctl(o->connections->epoll, EPOLL_CTL_DEL, *fd, NULL);

@@ -20,11 +20,11 @@ typedef struct handshake {
  * descriptor. Returns the number of bytes sent, or -1 with errno set. */
 ssize_t shm_send_message(int fd, const void *bytes, size_t size, int memory);
 
-/* Receives a message without waiting, and copies at most `size` bytes of it. Sets *memory to
- * the descriptor that arrived with the message, or to HANDSHAKE_NO_ROOM; leaves *memory
- * unchanged if the message has no descriptor. If `memory` is NULL, accepts no descriptor.
- * Returns the number of bytes of the whole message, 0 if the peer has closed the connection, or
- * -1 with errno set: EAGAIN if no message has arrived. */
+/* Receives a message without waiting, and copies at most `size` bytes of it to `bytes`. If a
+ * descriptor arrived with the message, sets *memory to the descriptor, or to HANDSHAKE_NO_ROOM.
+ * If not, leaves *memory unchanged. If `memory` is NULL, accepts no descriptor. Returns the
+ * number of bytes of the whole message, 0 if the peer has closed the connection, or -1 with
+ * errno set: EAGAIN if no message has arrived. */
 ssize_t shm_receive_any(int fd, void *bytes, size_t size, int *memory);
 
 /* Like shm_receive_any(), but for a message of `size` bytes. Returns false if no message has
@@ -36,7 +36,8 @@ bool shm_receive_message(int fd, void *bytes, size_t size, int *memory);
  * EPIC_ENOMEM if the system cannot send the message. */
 epic_result handshake_send(int fd, const handshake *message, int to, int memory);
 
-/* the message had a descriptor, but this process has too many open files to receive it */
+/* value of *memory: the message had a descriptor, but this process has too many open files to
+ * receive it */
 #define HANDSHAKE_NO_ROOM (-2)
 
 /* Receives a handshake without waiting, like shm_receive_message(). Returns false if no message

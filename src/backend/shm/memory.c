@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Creates and maps the shared memory of a generation. */
+/* Creates and maps a group's shared memory. Each change of members starts a new generation,
+ * which has memory of its own. */
 #include "backend/shm/memory.h"
 
 #include <errno.h>

@@ -52,8 +52,8 @@ static bool is_peer_dead(epic_group *group, int peer)
     return connections_is_dead(group->backend_data, peer);
 }
 
-/* Does the work of shm_join(). On an error, shm_join() releases what *connections, *memory and
- * *segment hold. */
+/* Does the work of shm_join(). On an error, shm_join() releases everything that *connections,
+ * *memory and *segment contain. */
 static epic_result join_with(epic_group **out, const epic_join *join, const shared_layout *l,
                              shm_connections *connections, int *memory, char **segment)
 {
@@ -96,8 +96,8 @@ static epic_result shm_join(epic_group **out, const epic_join *join)
     return result;
 }
 
-/* Called in a forked child: frees the child's copies of the descriptors and the memory. This
- * has no effect on the parent and its peers. */
+/* Called in a forked child: closes the child's copies of the descriptors, and unmaps the
+ * memory. Closing and unmapping have no effect on the parent and its peers. */
 static void shm_forget(epic_group *group)
 {
     shm_connections *connections = group->backend_data;

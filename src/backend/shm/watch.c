@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The watcher sleeps in poll() until the process of a peer exits. Then it records this in the
- * segment (the shared memory of the group) and wakes all ranks, so that ranks that wait for the
- * peer return an error at once.
+/* The watcher is a thread that sleeps in poll() until the process of a peer exits. Then it
+ * records the exit in the segment (the shared memory of the group) and wakes all ranks, so that
+ * ranks that wait for the peer return an error at once.
  *
  * A watcher watches only NUM_WATCHED peers: the next higher ranks that are not gone, where rank
  * 0 follows the highest rank. So when a process exits, NUM_WATCHED watchers wake up. If all

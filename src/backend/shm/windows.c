@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Windows for ranks that are processes.
+/* Windows (memory of a rank into which its peers store rows) for ranks that are processes.
  *
  * A rank sends the descriptor of its memory to every peer before it announces its op header. So
  * when a peer has received the op header, the message with the descriptor has arrived too. A
@@ -21,7 +21,8 @@
 
 #define SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 
-/* The handle of a window, in WINDOW_HANDLE_BYTES bytes. */
+/* The handle of a window (WINDOW_HANDLE_BYTES bytes), which a rank sends to its peers in its op
+ * header. It says where the window begins in the file whose descriptor the rank has sent. */
 typedef struct shm_handle {
     int64_t fd_offset;
     int64_t reserved;
@@ -73,8 +74,9 @@ static void unmap_file(void *at, int64_t bytes)
 }
 
 /* Returns whether `data` in the caller's memory and `mapped` in EPIC's mapping are the same
- * byte of a file. Changes *data for a moment, and checks whether *mapped changes too. It does
- * not if the caller's memory is a private mapping, whose changes do not reach the file. */
+ * byte of a file. Changes *data for a moment, and checks whether *mapped changes too. If the
+ * caller's memory is a private mapping, *mapped does not change, because changes of a private
+ * mapping do not reach the file. */
 static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *mapped)
 {
     const unsigned char old = *data, other = old ^ 0xff;
@@ -84,7 +86,8 @@ static bool is_same_byte(volatile unsigned char *data, volatile unsigned char *m
     return same && *mapped == old;
 }
 
-/* Checks that the caller's memory is a shared mapping of the file at the offset. */
+/* Checks that the caller's memory (memory->data) is a shared mapping of the file memory->fd at
+ * the offset that the caller has passed. */
 static epic_result check_memory(const epic_window_memory *memory)
 {
     if (memory->fd < 0)
