@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* GEMMs (matrix products) on the host, with OpenBLAS, and with oneDNN for bfloat16. Both
+/* GEMMs (matrix products) on the host, with OpenBLAS, and with oneDNN for bfloat16. The
  * libraries are loaded at first use. Without OpenBLAS, plain loops compute the GEMMs. */
 #ifndef EPIC_EXPERTS_BLAS_H
 #define EPIC_EXPERTS_BLAS_H

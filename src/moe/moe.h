@@ -138,8 +138,8 @@ typedef struct moe_job {
      * work.dense_grads is not used */
     int64_t num_dense_levels;
     /* Only in backward on the host: gradients of the balance loss and of the z-loss. Each is
-     * the caller's gradient of that loss plus d_loss, the caller's gradient of the sum of both
-     * losses. */
+     * the caller's gradient of that loss plus d_loss, the caller's gradient of the sum of the
+     * two losses. */
     double d_balance, d_z;
     uint32_t grad_type; /* epic_type of the experts' weight gradients; only in backward */
     moe_saved saved;

@@ -50,8 +50,8 @@ void p2p_copy_waits(struct recorder_page *page, const p2p_status *status);
 /* If the next beat is due, increments the counter `beats` and copies the waiting times. One
  * thread calls this function, about every p2p_beats_ms() milliseconds. If a call is late by
  * more than a quarter of the time limit (at least 30 ms, at most 100 ms), the process was
- * suspended, and the function also increments `stops`. One release store publishes both
- * counters in one word. */
+ * suspended, and the function also increments `stops`. One release store publishes `beats` and
+ * `stops` in one word. */
 static inline void p2p_beat(p2p_beats *b, p2p_status *status)
 {
     const int64_t now = clock_ns(), ms = 1000000, period = p2p_beats_ms(b) * ms;

@@ -85,11 +85,12 @@ static p2p_gemm product_of_components(const p2p_gemm *product, const epic_gate_a
  * float32 has the high bits of its mantissa, component 1 the middle bits and component 2 the
  * low bits.
  *
- * IN_ORDER lists each component once, for a GEMM in which only one factor is split. If both
- * factors are split, the result is the sum of six GEMMs of components, added in ascending i.
- * GEMM i multiplies component PAIRS_LEFT[i] of the left factor by component PAIRS_RIGHT[i] of
- * the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. The other three are left out,
- * because they are smaller than the last bit of a float32. */
+ * IN_ORDER lists each component once, for a GEMM in which only one factor is split. If the left
+ * and the right factor are split, the result is the sum of six GEMMs of components, added in
+ * ascending i. GEMM i multiplies component PAIRS_LEFT[i] of the left factor by component
+ * PAIRS_RIGHT[i] of the right factor: 0 x 2, 2 x 0, 1 x 1, 0 x 1, 1 x 0, 0 x 0. The other three
+ * products of components (1 x 2, 2 x 1, 2 x 2) are left out, because they are smaller than the
+ * last bit of a float32. */
 enum { IN_ORDER = 0 | 1 << 2 | 2 << 4 };
 enum { PAIRS_LEFT = 0 | 2 << 2 | 1 << 4 | 0 << 6 | 1 << 8 | 0 << 10 };
 enum { PAIRS_RIGHT = 2 | 0 << 2 | 1 << 4 | 1 << 6 | 0 << 8 | 0 << 10 };
@@ -182,7 +183,8 @@ static epic_result multiply_forward_or_weight(p2p_gemm *product, const epic_gate
     return launch_product(product, gate->stream);
 }
 
-/* Adds d_logits w_gate^T to d_x (EPIC_GEMM_INPUT), with both factors split into components. */
+/* Adds d_logits w_gate^T to d_x (EPIC_GEMM_INPUT). Splits d_logits and w_gate into
+ * components. */
 static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs,
                                   const epic_gate_args *gate)
 {

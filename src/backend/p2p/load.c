@@ -2,10 +2,10 @@
 /* Loads the kernels when a context opens.
  *
  * At the first launch of a kernel, CUDA loads its code and may allocate local memory on the
- * device. Both may wait until the device is idle. The device is not idle while a kernel of a
- * peer waits for a kernel of this rank, so a first launch during an operation could deadlock.
- * Therefore this file launches each kernel once, with the operation EPIC_OP_NONE, for which
- * kernels return at once. */
+ * device. Loading and allocating may wait until the device is idle. The device is not idle
+ * while a kernel of a peer waits for a kernel of this rank, so a first launch during an
+ * operation could deadlock. Therefore this file launches each kernel once, with the operation
+ * EPIC_OP_NONE, for which kernels return at once. */
 #include "backend/p2p/p2p.h"
 #include "base/error.h"
 #include "cuda/experts/dense_tokens.h"

@@ -321,8 +321,8 @@ epic_result p2p_sum_trees(epic_group *group, epic_stream stream, float *values, 
 epic_result p2p_write_losses(epic_group *group, epic_stream stream, const float *losses,
                              const epic_moe_args *args);
 /* Computes d_losses [2] = {d_balance_loss + d_loss, d_z_loss + d_loss}, where d_loss is the
- * gradient of the sum of both losses. If d_loss is NULL, its value is 1. If another pointer is
- * NULL, its value is 0. */
+ * gradient of the sum of the two losses. If d_loss is NULL, its value is 1. If another pointer
+ * is NULL, its value is 0. */
 epic_result p2p_read_d_losses(epic_group *group, epic_stream stream, float *d_losses,
                               const epic_moe_backward_args *args);
 
