@@ -13,7 +13,7 @@
 #define NAME_BYTES \
     6 /* a zero and five digits: the name that Linux chooses (unix(7), autobind) */
 
-/* A buffer for what travels with a message: descriptors and the identity of the sender. */
+/* A buffer for the control data of a message: descriptors and the identity of the sender. */
 typedef union control {
     struct cmsghdr header;
     char bytes[CMSG_SPACE(P2P_MAX_CHUNKS * sizeof(int)) + CMSG_SPACE(sizeof(struct ucred))];
@@ -75,7 +75,8 @@ epic_result p2p_chunk_send(int socket, int to, const char name[8],
     message.msg_namelen = address_of(name, &address);
     attach_descriptors(&message, &descriptors, chunks);
     *is_sent = sendmsg(socket, &message, MSG_NOSIGNAL | MSG_DONTWAIT) >= 0;
-    /* ETOOMANYREFS: too many descriptors of this user are in messages that no process has received */
+    /* ETOOMANYREFS: too many descriptors of this user are in messages that no process has
+     * received yet */
     if (*is_sent || errno == EAGAIN || errno == EINTR || errno == ENOBUFS || errno == ENOMEM ||
         errno == ETOOMANYREFS)
         return EPIC_OK;
@@ -86,7 +87,8 @@ epic_result p2p_chunk_send(int socket, int to, const char name[8],
         to, strerror(errno));
 }
 
-/* Copies the descriptors of a message to `chunks`, and its sender to *pid. */
+/* Copies the descriptors that arrived with a message to `chunks`, and the id of the process
+ * that sent it to *pid. */
 static void read_control(struct msghdr *message, p2p_exported_chunks *chunks, int64_t *pid)
 {
     for (struct cmsghdr *c = CMSG_FIRSTHDR(message); c; c = CMSG_NXTHDR(message, c)) {
@@ -103,8 +105,8 @@ static void read_control(struct msghdr *message, p2p_exported_chunks *chunks, in
     }
 }
 
-/* Returns whether the values of a message are in range. `bytes` is the size of `chunks` that has
- * arrived. */
+/* Returns whether the values in a received message are in range. `bytes` is the number of bytes
+ * of *chunks that have arrived, num_descriptors the number of descriptors. */
 static bool is_valid(const p2p_exported_chunks *chunks, size_t bytes, int num_descriptors)
 {
     int count = 0;

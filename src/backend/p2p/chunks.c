@@ -10,8 +10,9 @@
 
 /* ----------------------------------------------------------- functions of CUDA's driver ---- */
 
-/* The runtime API has no such functions. libepic_cuda is not linked with the driver, because it
- * must load on machines without one, so the functions are looked up by name. */
+/* Functions of the CUDA driver that the runtime API does not have. libepic_cuda is not linked
+ * with the driver, because it must load on machines that have no driver. So find_functions()
+ * looks up the functions by name. */
 static struct {
     __typeof__(&cuGetErrorString) get_error_string;
     __typeof__(&cuPointerGetAttribute) get_attribute;
@@ -47,7 +48,7 @@ static const struct {
 
 static const char *missing; /* name of a function that was not found; NULL: none */
 
-/* The driver stays loaded, because CUDA's runtime uses it, too. */
+/* Looks up all functions. Never unloads the driver, because the CUDA runtime uses it too. */
 static void find_functions(void)
 {
     void *library = NULL;
@@ -134,7 +135,8 @@ epic_result p2p_chunks_find(const uint8_t *data, int64_t bytes, p2p_chunks *out,
                              (long long)bytes, (long long)(at - data), P2P_MAX_CHUNKS);
         if (p2p_find_range(at, &at, &size) != EPIC_OK) return fail_with_end(bytes, at - data);
     }
-    /* Here is no chunk. The window must not continue in other memory. */
+    /* There is no chunk at `at`. A window must not begin in chunks and continue in other
+     * memory. */
     if (out->num) return fail_with_end(bytes, at - data);
     return at + size >= end ? EPIC_OK : fail_with_end(bytes, at + size - data);
 }
@@ -202,7 +204,8 @@ epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int6
 
 /* ---------------------------------------------------------------- memory of other ranks ---- */
 
-/* Exports one chunk. If its memory has a descriptor, adds it to `out`. */
+/* Exports chunk i. If the chunk's type is a file descriptor, adds the descriptor to
+ * out->descriptors. */
 static CUresult export_chunk(CUmemGenericAllocationHandle handle,
                              CUmemAllocationHandleType type, int i, p2p_exported_chunks *out)
 {
@@ -271,8 +274,8 @@ epic_result p2p_chunks_import(const p2p_exported_chunks *exported, p2p_chunks *o
     return EPIC_OK;
 }
 
-/* Maps the chunks into the reserved addresses of `out`. Returns the number of bytes that are
- * mapped in *mapped, also after an error. */
+/* Maps the chunks at the reserved addresses of `out`. Sets *mapped to the number of bytes that
+ * it has mapped, also after an error. */
 static CUresult map_chunks(const p2p_chunks *chunks, int device, const p2p_mapping *out,
                            size_t *mapped)
 {

@@ -83,8 +83,8 @@ static epic_result launch_combine(const epic_group *g, p2p_combine_job *job,
     const bool is_lowlat =
         !HOSTS && !MANY_RANKS && !p2p_needs_general_combine(g, layer) &&
         p2p_fits_lowlat(g, layer, job->num_tokens, P2P_LOWLAT_COMBINE_TOKENS, job->row_bytes);
-    /* use windows only if staging needs several rounds: in one round, staging is faster
-     * (docs/lab/cuda.md) */
+    /* Use windows only if the rows do not fit into the staging memory at once. If they fit,
+     * staging is faster (docs/lab/cuda.md). */
     if (WITH_WINDOWS && job->aligned && job->row_bytes && layer->top_k == 1 &&
         !p2p_fits_staging(g, job->row_bytes))
         job->out_place = p2p_window_place(g, out);

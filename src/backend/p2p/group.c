@@ -118,7 +118,7 @@ bool p2p_gpu_fits(const p2p_gpu *gpu)
     return gpu->taken_sms >= 0 && gpu->taken_sms <= MOST_SMS;
 }
 
-/* Enqueues a kernel that sets the bytes [begin, end) of a heap to `value`. */
+/* Enqueues a memset that sets the bytes [begin, end) of a heap to `value`. */
 static epic_result fill_heap(epic_group *g, uint8_t *heap, int64_t begin, int64_t end,
                              int value)
 {

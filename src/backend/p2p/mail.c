@@ -9,10 +9,10 @@
 #include "base/deadline.h"
 #include "base/error.h"
 
-#define SLOTS 8 /* number of messages that a box has room for */
+#define SLOTS 8 /* number of messages in a box (mail.h) */
 #define POLL_NAP_NS 20000
 
-/* An entry of a box: one message. */
+/* One message in a box. A box is the ring of messages from one sender. */
 typedef struct letter {
     uint64_t number; /* The first message from the sender to this rank has number 1. */
     unsigned char bytes[REGROUP_MESSAGE_BYTES];

@@ -26,7 +26,8 @@ static void release_seat(epic_group *g, int seat)
     p2p_heap_unmap(g, seat);
 }
 
-/* Releases the seats that are not in `members`. */
+/* Calls release_seat() for each rank that is not in `members` any more, and marks its seat as
+ * vacant. */
 static void release_others(epic_group *g, const seat_set *members)
 {
     for (int q = 0; q < g->num_ranks; q++) {
@@ -36,7 +37,8 @@ static void release_others(epic_group *g, const seat_set *members)
     }
 }
 
-/* Writes the generation and the vacant seats into this rank's heap. */
+/* Writes the generation and the vacant seats into this rank's heap, where its kernels read
+ * them. */
 static void write_group_words(epic_group *g)
 {
     const uint32_t words[2] = {g->generation, g->vacant};
@@ -50,7 +52,7 @@ void p2p_set_members(epic_group *g, const seat_set *members)
     write_group_words(g);
 }
 
-/* Returns whether other ranks of the group may use the same device in this process. */
+/* Returns whether other ranks of the group may use the device of this rank in this process. */
 static bool shares_device(const epic_group *g)
 {
     if (g->ranks_here == 1) return false;

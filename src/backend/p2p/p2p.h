@@ -30,8 +30,9 @@ typedef struct p2p_gpu { /* facts about a rank's GPU, which each rank sends to a
 
 /* Functions that differ between the backends `p2p` and `hosts`. */
 typedef struct p2p_hooks {
-    /* Writes `count` bytes at offset `at` of a rank's heap, or of its inbox in the backend
-     * `hosts`. `peer` may be this rank. Returns when they have arrived or never can. */
+    /* Writes `count` bytes at offset `at` of the heap of rank `peer`, or of its inbox in the
+     * backend `hosts`. `peer` may be this rank. Returns when the bytes have arrived, or when
+     * they can no longer arrive. */
     void (*write)(epic_group *group, int peer, int64_t at, const void *bytes, size_t count);
 
     /* Called before an operation is launched. The backend `hosts` wakes its proxy thread. */
@@ -53,8 +54,8 @@ typedef struct p2p_mail {
      * of the words that show which ranks have closed (`gone`) */
     p2p_mail_words *words;
     uint64_t *gone;
-    uint64_t
-        sent[DEVICE_MAX_RANKS]; /* number of messages that this rank has sent to each rank */
+    /* number of messages that this rank has sent to each rank */
+    uint64_t sent[DEVICE_MAX_RANKS];
     /* number of messages that this rank has read from each rank */
     uint64_t read[DEVICE_MAX_RANKS];
     /* true for a rank whose exit has already ended a wait for messages; each exit ends only one

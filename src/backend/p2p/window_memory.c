@@ -44,7 +44,8 @@ static bool has_other_processes(const epic_group *g)
     return false;
 }
 
-/* Other processes cannot map memory of a pool, and other devices cannot access it. */
+/* Returns an error if `data` is memory of a pool (cudaMallocAsync) and the group has other
+ * processes or devices, because these cannot access memory of a pool. */
 static epic_result check_pool(const epic_group *g, const void *data)
 {
     if (g->ranks_here == g->num_ranks && !has_other_processes(g)) return EPIC_OK;
@@ -56,8 +57,9 @@ static epic_result check_pool(const epic_group *g, const void *data)
                      data);
 }
 
-/* Writes the IPC handle of an allocation of cudaMalloc, if there are other processes. In one
- * process, other devices can access such memory (p2p_heap_connect). */
+/* If there are other processes, writes the IPC handle of an allocation of cudaMalloc to
+ * *message. In one process no handle is needed, because other devices can access such memory
+ * (p2p_heap_connect). */
 static epic_result export_allocation(const epic_group *g, const void *data,
                                      p2p_window_message *message)
 {
@@ -118,8 +120,9 @@ epic_result p2p_memory_map_chunks(const epic_group *g, const p2p_window_message 
     return result;
 }
 
-/* Finds the chunks of a window of another device. cuMemGetAddressRange() finds only memory of the
- * current device, so the owner's device is current meanwhile. */
+/* Finds the chunks of a window that is on another device of this process.
+ * cuMemGetAddressRange() finds only memory of the current device, so this function makes the
+ * owner's device current during the search. */
 static epic_result find_chunks_on(const epic_group *g, int device,
                                   const p2p_window_message *its, p2p_chunks *chunks,
                                   int64_t *offset)
@@ -131,9 +134,10 @@ static epic_result find_chunks_on(const epic_group *g, int device,
     return found != EPIC_OK ? found : p2p_cuda(error, "the device of the context");
 }
 
-/* Makes memory of another rank of this process accessible. p2p_heap_connect() has enabled access to
- * all memory of cudaMalloc of its device. Memory of cuMemCreate on another device must be mapped
- * again, because its owner decides which devices can access its addresses. */
+/* Makes a window of another rank of this process accessible, and sets *at to its address.
+ * p2p_heap_connect() has already enabled access to all memory from cudaMalloc on the other
+ * rank's device. Memory from cuMemCreate on another device must be mapped again, because its
+ * owner decides which devices can access its addresses. */
 static epic_result map_local(const epic_group *g, const p2p_window_message *its,
                              p2p_mapping *mapping, uint8_t **at)
 {

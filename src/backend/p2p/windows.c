@@ -1,20 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Windows of backend p2p: device memory of a rank into which the kernels of its peers store
- * rows (docs/internals/windows.md). window_memory.c makes the memory of a rank accessible to its
- * peers.
+ * rows (docs/internals/windows.md). window_memory.c makes the memory of a rank accessible to
+ * its peers.
  *
- * After a group is open, its ranks have no bootstrap. So the host threads exchange messages
- * through the heaps: each rank copies its message into the heap of every rank, and then polls
- * its own heap. These copies use the stream `side`, so they also work while kernels run. To add
- * a window, the ranks exchange messages twice:
+ * When a group is open, its ranks cannot use the bootstrap any more. So the host threads
+ * exchange messages through the heaps: each rank copies its message into the heap of every
+ * rank, and then polls its own heap. These copies use the stream `side`, so they also work
+ * while kernels run. To add a window, the ranks exchange messages twice:
  *
  * - The first message of a rank describes its memory, or contains its error. Each rank then
  *   maps the memory of its peers, and enters it in a table in device memory, which kernels
  *   read.
  * - The second message of a rank reports that it has mapped all memory, or contains its error.
  *
- * If memory was made by cuMemCreate, its descriptors travel over sockets between the two
- * messages (chunk_socket.h).
+ * If the memory was allocated by cuMemCreate, its file descriptors are sent over sockets
+ * between the two messages (chunk_socket.h).
  *
  * The memory for messages has two halves, for even and odd exchanges. A rank sends its message
  * of exchange n only after it has received the messages of exchange n - 1 from all ranks. Each
@@ -88,7 +88,8 @@ static uint32_t find_missing(const epic_group *g, uint64_t sequence,
 
 /* Breaks the group, because messages of the ranks in `missing` (bit mask) have not arrived.
  * Returns the error. are_gone: the missing ranks have closed or died. In this case sends no
- * report to the other ranks, because each of them notices it itself. */
+ * report to the other ranks, because each of them notices by itself that the missing ranks are
+ * gone. */
 static epic_result report_missing(epic_group *g, uint32_t missing, bool are_gone,
                                   uint64_t timeout_ms)
 {
@@ -166,13 +167,14 @@ static epic_result first_error(const epic_group *g, const p2p_window_message *al
 /* The chunks (chunks.h) that this rank sends and receives when a window is added. */
 typedef struct chunk_exchange {
     p2p_exported_chunks mine;
-    int socket;          /* -1: none */
+    int socket;          /* -1: no socket is open */
     int socket_error;    /* errno, if the socket could not be opened */
     uint32_t unsent;     /* bit mask of the ranks to which this rank must send */
     uint32_t unreceived; /* bit mask of the ranks from which this rank must receive */
 } chunk_exchange;
 
-/* Opens the socket of this rank, if there are other processes, and publishes its name. */
+/* If there are other processes, opens the socket of this rank and writes the name of the socket
+ * to the message *mine. */
 static void open_socket(const epic_group *g, chunk_exchange *x, p2p_window_message *mine)
 {
     x->socket = -1;
@@ -333,7 +335,7 @@ static void release_window(epic_group *g, p2p_window *window)
 
 /* ----------------------------------------------------------------------- adding windows ---- */
 
-/* Returns the group's windows. The first call creates them. Returns NULL if out of memory. */
+/* Returns the group's windows. The first call allocates them. Returns NULL if out of memory. */
 static struct p2p_windows *windows_of(epic_group *g)
 {
     struct p2p_windows *w = __atomic_load_n(&g->windows, __ATOMIC_ACQUIRE);
@@ -358,7 +360,8 @@ static struct p2p_windows *windows_of(epic_group *g)
     return none;
 }
 
-/* Maps the memory of all ranks. If a rank has an error, all ranks return it. */
+/* Exchanges the two messages (see the top of this file) and maps the memory of all ranks. If a
+ * rank has an error, all ranks return it. */
 static epic_result connect_window(epic_group *g, struct p2p_windows *w, int number,
                                   p2p_window_message *mine, chunk_exchange *chunks,
                                   uint64_t timeout_ms)
