@@ -172,8 +172,8 @@ typedef struct epic_ops {
     epic_result (*sum_trees)(epic_group *, epic_stream, float *values, int64_t n);
 
     /* Writes losses [2] (balance loss, z-loss) and their sum to the loss outputs in the
-     * arguments of the layer. Skips outputs that are NULL. If `losses` is NULL, both losses are
-     * zero. */
+     * arguments of the layer. Skips outputs that are NULL. If `losses` is NULL, writes
+     * zeros. */
     epic_result (*write_losses)(epic_group *, epic_stream, const float *losses,
                                 const epic_moe_args *);
 

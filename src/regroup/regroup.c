@@ -260,7 +260,8 @@ static void break_old(epic_context *ctx)
     ctx->backend->transport->break_group(ctx->group, &failure);
 }
 
-/* Lets the context enter the decided generation. On an error the new generation is broken. */
+/* Lets the context enter the decided generation. If the rank cannot enter it, breaks the new
+ * generation and returns the error. */
 static epic_result enter_generation(epic_context *ctx)
 {
     const members *m = &ctx->decision->machine;

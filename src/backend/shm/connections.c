@@ -32,7 +32,7 @@
 
 #define NAME "epic."
 #define NAME_LENGTH 31 /* length of a socket's name: NAME, then hexadecimal digits */
-/* how many connections without a handshake can be pending in addition to one per rank */
+/* number of connections without a handshake that can be pending, in addition to one per rank */
 #define EXTRA_PENDING 16
 #define MAX_EVENTS 64 /* maximum number of events that one system call returns */
 /* time between two checks whether the listeners of missing ranks are still open; the listener
@@ -266,7 +266,8 @@ static bool is_listening(const connect_state *o, int peer)
     return !refused;
 }
 
-/* Returns a missing rank whose listener is closed, or -1. */
+/* Returns a rank that has not connected and whose listener is closed, or -1 if there is
+ * none. */
 static int find_gone(const connect_state *o)
 {
     for (int r = o->connections->rank + 1; r < o->connections->num_ranks; r++)
@@ -427,8 +428,8 @@ static void release_state(connect_state *o)
     free(o->pending);
 }
 
-/* Returns whether the name has the form of the names that open_listener() creates. The name
- * comes from another process, so this rank checks it before it connects. */
+/* Returns whether `name` has the form of the names that open_listener() creates. The name comes
+ * from another process, so this rank checks it before it connects. */
 static bool is_socket_name(const char name[NAME_LENGTH + 1])
 {
     return name[NAME_LENGTH] == 0 && strncmp(name, NAME, 5) == 0 &&

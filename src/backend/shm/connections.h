@@ -28,7 +28,8 @@ typedef struct shm_connections {
     struct shm_generations *generations; /* the state for epic_regroup */
 } shm_connections;
 
-/* Allocates the tables. On an error connections_close() frees what was allocated. */
+/* Allocates the tables of *connections. After an error, connections_close() frees what was
+ * allocated. */
 epic_result connections_alloc(shm_connections *connections, int rank, int num_ranks);
 
 /* Connects to all ranks. Collective: a rank that has failed calls this function with `ready`
@@ -44,7 +45,7 @@ epic_result connections_open(shm_connections *connections, const epic_join *join
  * Returns `result` and keeps the error text. */
 epic_result connections_decline(const epic_join *join, epic_result result);
 
-/* Closes and frees everything. Members may be NULL. */
+/* Closes and frees everything in *connections. Pointers in *connections may be NULL. */
 void connections_close(shm_connections *connections);
 
 /* Closes the connections to the peers that were found dead and are not in `members`. */
@@ -53,7 +54,7 @@ void connections_close_dead(shm_connections *connections, const seat_set *member
 /* Returns the rank from whose connection an event of connections->epoll comes. */
 int connections_rank_of(const struct epoll_event *event);
 
-/* Stops watching the connection to a peer. */
+/* Makes connections->epoll stop watching the connection to a peer. */
 void connections_ignore(const shm_connections *connections, int peer);
 
 /* Returns whether the peer's process has exited. Any thread may call this function. */

@@ -119,7 +119,8 @@ static void shm_leave(epic_group *group)
     shm_forget(group);
 }
 
-/* Implements epic_transport.set_members. */
+/* Implements epic_transport.set_members. Holds the lock of the watcher, because the watcher
+ * reads the members. */
 static void shm_set_members(epic_group *group, const seat_set *members)
 {
     const shm_connections *connections = group->backend_data;

@@ -115,8 +115,9 @@ static epic_result check_memory(const epic_window_memory *memory)
                      memory->fd, (long long)memory->fd_offset);
 }
 
-/* Sends the descriptor to all peers. Ignores a peer that has closed its connection, because the
- * later wait for the peer's op header returns the error. */
+/* Sends the descriptor `fd` and the number of the call (`attempt`) to all peers. Ignores a peer
+ * that has closed its connection, because the later wait for the peer's op header returns the
+ * error. */
 static epic_result send_to_all(epic_group *g, uint64_t attempt, int fd)
 {
     const shm_connections *c = g->backend_data;
@@ -149,11 +150,11 @@ static epic_result shm_offer(epic_group *g, epic_window_memory *memory, unsigned
     return result;
 }
 
-/* Receives the descriptor of this attempt. Skips messages that the peer sent before it:
- * descriptors of other attempts, and messages of epic_regroup. Does not read messages that the
- * peer sent after it, because the peer may have called epic_regroup already. Returns -1 if the
- * descriptor has not arrived, and HANDSHAKE_NO_ROOM if this process has too many open files to
- * receive it. */
+/* Receives the descriptor that the peer has sent in this attempt. Skips messages that the peer
+ * sent before the descriptor: descriptors of other attempts, and messages of epic_regroup. Does
+ * not read messages that the peer sent after the descriptor, because the peer may have called
+ * epic_regroup already. Returns -1 if the descriptor has not arrived, and HANDSHAKE_NO_ROOM if
+ * this process has too many open files to receive it. */
 static int receive_descriptor(epic_group *g, int peer, uint64_t attempt)
 {
     const shm_connections *c = g->backend_data;

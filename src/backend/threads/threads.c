@@ -4,7 +4,8 @@
  * The first rank that joins maps the segment (the memory that all ranks access,
  * backend/shared), and the last rank that leaves unmaps it. A rank finds its group by the
  * group's id in a global list of this process. Ranks do not send the segment's address through
- * the bootstrap, because another program that can connect to it could send a false address. */
+ * the bootstrap, because another program that can connect to the bootstrap could send a false
+ * address. */
 #include <errno.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -272,7 +273,8 @@ static const epic_regroup_transport regroup = {.send = threads_send,
                                                .enter = threads_enter};
 
 /* Implements epic_window_transport.offer. The peers are threads of this process, so the handle
- * is the memory's address. The op header that contains the handle never leaves this process. */
+ * is the address of the memory. The op header that contains the handle never leaves this
+ * process. */
 static epic_result threads_offer(epic_group *group, epic_window_memory *memory,
                                  unsigned char *handle)
 {
