@@ -43,8 +43,8 @@ struct epic_context {
     struct exchange *exchanges; /* [max_in_flight] one for each op slot; host contexts only */
     /* windows of a host context; NULL: the caller has added no window */
     _Atomic(struct window_table *) windows;
-    /* number of bytes of rows that this rank has written into rings (buffers in shared memory
-     * for its peers) */
+    /* number of bytes of rows that this rank has written into rings (the ring buffers from
+     * which peers read rows) */
     _Atomic uint64_t bytes_sent;
 
     int64_t pid; /* id of the process that opened the context */

@@ -133,7 +133,8 @@ static epic_result window_map_peers(epic_context *ctx, window *w, exchange *x, u
     return EPIC_OK;
 }
 
-/* Fills in an op header, with this thread's error text if `result` is an error. */
+/* Fills in the op header of an operation that adds a window. If `result` is an error, adds this
+ * thread's error text. */
 static void window_fill_header(epic_op_header *header, const struct window_table *table,
                                const epic_window_args *args, epic_result result)
 {

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* epic_combine and epic_dispatch_backward on the host, as a collect flow (exchange/exchange.h).
+/* Implements epic_combine and epic_dispatch_backward on the host, as a collect flow
+ * (exchange/exchange.h): ranks send rows for a token to the token's *home rank*, the rank that
+ * has passed the token.
  *
  * A rank may hold several slots of a token. The rank adds the rows of these slots to one row,
  * its *partial sum* (short: partial), and sends the partial to the token's home rank. The home
@@ -268,8 +270,8 @@ static void read_trailer(const combine_call *c, int from, int64_t token, const v
             c->d_weights[first + k] = values[k];
 }
 
-/* If one other rank has the slots of all choices of this rank's token, returns that rank. If
- * not, returns -1. For such a token, has_all_choices() returns true on that rank. */
+/* If one other rank has the slots of all choices of this rank's token, returns that rank, on
+ * which has_all_choices() returns true for the token. If there is no such rank, returns -1. */
 static int find_only_rank(const combine_call *c, int64_t token)
 {
     const uint32_t top_k = c->plan.header->layer.top_k;

@@ -34,7 +34,8 @@ epic_result host_dispatch_continue(exchange *x, const epic_dispatch_args *args);
  * never 0. The op header of the plan contains it as LOCAL_NEXT_DISPATCH. */
 int64_t dispatch_signature(const epic_dispatch_args *args);
 
-/* Stores the places (window_place()) of the outputs of a dispatch in an op header. */
+/* Stores in an op header which outputs of a dispatch are in windows, and where in the windows
+ * (window_place()). */
 void op_header_set_dispatch_windows(epic_op_header *header, epic_context *ctx,
                                     const epic_dispatch_args *args);
 

@@ -224,9 +224,9 @@ static void write_counts(planning *p, epic_result result)
     if (args->demand) *args->demand = (int32_t)q->header->demand;
 }
 
-/* Zeroes the output in which the planner counts the choices of absent experts: logical_load in
- * a layer with replicas, and `load` in a layer without replicas if ranks have left the group.
- * write_counts() adds the choices of all other experts. */
+/* Zeroes the output in which the planner counts the choices of absent experts (experts that no
+ * member owns): logical_load in a layer with replicas, and `load` in a layer without replicas
+ * if ranks have left the group. write_counts() adds the choices of all other experts. */
 static void clear_absent_load(planning *p)
 {
     const epic_layer *layer = &p->layer;

@@ -169,8 +169,8 @@ static void shared_gate_gradient(const token_block *b, REAL *gradient)
     }
 }
 
-/* Computes the gradients of the weights of zero-experts. The output of a zero-expert is weight
- * * x, so the gradient of the weight is dot(x, d_out). */
+/* Computes the gradients of the weights of zero-experts. A zero-expert returns x times its
+ * weight, so the gradient of the weight is dot(x, d_out). */
 static void zero_expert_d_weights(const token_block *b, const epic_const_rows *d_out,
                                   void *d_weights)
 {

@@ -30,8 +30,8 @@ static inline bool moe_is_weighted_late(const moe_job *j)
     return j->experts.weighting == EPIC_WEIGHT_LATE;
 }
 
-/* Returns the arguments of epic_plan for the expert ids topk_idx [tokens, top_k]. With these
- * arguments epic_plan writes the plan and its counts to j->saved. */
+/* Returns the arguments of epic_plan for the expert ids topk_idx [tokens, top_k]. They make
+ * epic_plan write the plan and its counts to j->saved. */
 epic_plan_args moe_make_plan_args(const moe_job *j, const epic_moe_args *a,
                                   const int32_t *topk_idx);
 

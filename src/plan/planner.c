@@ -181,10 +181,10 @@ static void drop_choices(planner *p)
         p->num_kept[e] = min_int32(p->num_kept[e], p->limit_fits[p->owner[e]]);
 }
 
-/* Decides how many choices each expert keeps (p->num_kept), and sets the demand of this rank.
- * With EPIC_OVERFLOW_DROP, limits num_kept so that no expert exceeds expert_capacity and no
- * rank exceeds its capacity. Without EPIC_OVERFLOW_DROP, returns EPIC_EOVERFLOW if a rank needs
- * more slots than its capacity. */
+/* Decides how many choices each expert keeps (p->num_kept), and sets the demand of this rank
+ * (plan.h). With EPIC_OVERFLOW_DROP, limits num_kept so that no expert exceeds expert_capacity
+ * and no rank exceeds its capacity. Without EPIC_OVERFLOW_DROP, returns EPIC_EOVERFLOW if a
+ * rank needs more slots than its capacity. */
 static epic_result decide_num_kept(planner *p)
 {
     plan_header *h = p->header;

@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Implements epic_regroup and epic_members. Runs the decision on the next generation
- * (src/members) over the messages of a transport (backend/regroup.h), and then lets the context
+/* Implements epic_regroup and epic_members. A *generation* is the group between two changes of
+ * its members. The state machine in src/members decides on the next generation: a leader
+ * proposes it, and the other members prepare its memory and accept it. This file sends the
+ * messages of the state machine over a transport (backend/regroup.h), and then lets the context
  * enter the new generation. docs/internals/members.md describes the protocol. */
 #include <stdio.h>
 #include <stdlib.h>

@@ -205,8 +205,8 @@ static epic_result multiply_pairs(const p2p_gemm *product, const p2p_gemm *pairs
 }
 
 /* Launches the GEMM of pass EPIC_GEMM_INPUT. Splits float32 values into bfloat16 components if
- * is_invariant is set, or if components are faster. The size that deciding_tokens() returns
- * decides this, so the choice does not depend on the number of ranks. */
+ * is_invariant is set, or if components are faster. The number of tokens that deciding_tokens()
+ * returns decides this, so the choice does not depend on the number of ranks. */
 static epic_result multiply_input(const p2p_gemm *product, const epic_gate_args *gate)
 {
     const gate_pairs at = gate_pairs_of(gate->tokens, gate->hidden, gate->columns);

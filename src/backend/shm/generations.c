@@ -213,7 +213,7 @@ static bool receive_from(epic_group *group, int from, void *message, size_t byte
 /* Receives a message from one of the ranks whose connections epoll has reported. If a
  * connection is closed, the rank sends no more messages, so this function stops watching the
  * connection after the last message. Ranks that are not members may send messages too, because
- * they do not know yet that the others have gone on without them. */
+ * they do not know yet that the others have continued without them. */
 static bool receive_reported(epic_group *group, int *from, void *message, size_t bytes)
 {
     shm_generations *g = generations_of(group);
