@@ -50,8 +50,8 @@ typedef struct option {
     uint8_t choices; /* a choice_list */
 } option;
 
-/* The options, in the order in which layer_options_fill() writes their words. The names of
- * options and values are those of epic.torch and epic.jax. */
+/* The options, in the order in which layer_options_fill() writes their words. Options and
+ * values have the same names as in epic.torch and epic.jax. */
 static const option options[] = {
     {"router.num_experts", KIND_NUMBER, NO_CHOICES},
     {"router.zero_experts", KIND_NUMBER, NO_CHOICES},

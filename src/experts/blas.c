@@ -30,8 +30,8 @@ GEMM(dgemm_wide, int64_t, double);
 
 /* Functions of OpenBLAS. If no OpenBLAS was found, `loaded` is false. */
 typedef struct blas {
-    /* sgemm and dgemm are set in a build with 32-bit sizes, the other two in a build with
-     * 64-bit sizes */
+    /* sgemm and dgemm are set in a build with 32-bit sizes, wide_sgemm and wide_dgemm in a
+     * build with 64-bit sizes */
     sgemm_int *sgemm;
     dgemm_int *dgemm;
     sgemm_wide *wide_sgemm;
@@ -47,8 +47,8 @@ static pthread_once_t once = PTHREAD_ONCE_INIT;
 
 #ifdef EPIC_HAVE_BLAS
 
-/* The prefixes and suffixes of function names in builds of OpenBLAS: first those of Linux
- * distributions, then those of scipy and numpy. */
+/* The prefixes and suffixes of function names in builds of OpenBLAS: first the builds of Linux
+ * distributions, then the builds of scipy and numpy. */
 typedef struct naming {
     const char *before, *after;
 } naming;

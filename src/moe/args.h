@@ -13,8 +13,9 @@
 epic_result moe_read_forward_args(moe_job *j, epic_context *ctx, epic_moe_args *a,
                                   bool planning);
 
-/* Reads and checks the arguments of epic_moe_backward, and fills in *j. *g has the arrays for
- * the caller's gradients. Errors: those of moe_read_forward_args(). */
+/* Reads and checks the arguments of epic_moe_backward, and fills in *j. *g contains the
+ * addresses of the caller's arrays for gradients. Returns the same errors as
+ * moe_read_forward_args(). */
 epic_result moe_read_backward_args(moe_job *j, epic_context *ctx, epic_moe_backward_args *a,
                                    const epic_moe_gradients *g);
 

@@ -51,8 +51,8 @@ static epic_result read_invariant(moe_job *j)
     return EPIC_OK;
 }
 
-/* Copies the caller's structs into *j, and checks each of them separately. check_shapes() later
- * checks that they match. */
+/* Copies the caller's structs into *j, and checks each struct separately. check_shapes() later
+ * checks that the structs match. */
 static epic_result read_configs(moe_job *j, int32_t num_members, const epic_moe *moe,
                                 size_t size)
 {

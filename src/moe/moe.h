@@ -2,7 +2,7 @@
 /* One call of the MoE layer: its checked arguments, its sizes and the addresses of its buffers.
  *
  * The layer computes in *blocks* of tokens. With EPIC_TREE the group has layer.leaves blocks,
- * and each rank has an equal number of them. With other sum orders, all tokens of a rank are
+ * and each rank has an equal number of blocks. With other sum orders, all tokens of a rank are
  * one block. Some results are sums over tokens, such as a loss or the gradient of a weight that
  * every rank has. Such a sum is computed for each block, then added over the blocks in a binary
  * tree, and then over the ranks by epic_allreduce_sum. The tree depends only on `leaves`.

@@ -291,7 +291,8 @@ static bool are_ranges_valid(const plan_view *v)
            are_all_within(v->row_of, flat ? h->total_tokens : 0, -1, h->num_slots - 1);
 }
 
-/* Checks the sizes in the header, and that its offsets equal those of plan_layout(). */
+/* Checks the sizes in the header, and that the header has the offsets that plan_layout()
+ * computes. */
 static bool is_layout_valid(const plan_header *h)
 {
     epic_layer layer;

@@ -45,7 +45,7 @@ static void softmax_chosen(REAL *p, const REAL *z, const int32_t *topk_idx, int 
  * - Columns whose logit z is far below `largest`, the largest logit of the remaining columns:
  *   those with (largest - z) / max(|z|, largest) > 2 * jitter.
  *
- * The formula is that of Phi-3.5-MoE. It is also used if the largest logit is below 0. */
+ * The formula is from Phi-3.5-MoE. EPIC also uses it if the largest logit is below 0. */
 static void masked_softmax(const router_job *job, const int32_t *topk_idx, int i, REAL *p)
 {
     const REAL *z = job->logits;

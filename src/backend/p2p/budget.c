@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tracks how many SMs of each GPU the contexts of this process use. Kernels of ranks that wait
- * for each other must run at the same time, or they deadlock. So all contexts on a GPU, also
- * those of different groups, together may use at most all SMs of the GPU. */
+ * for each other must run at the same time, or they deadlock. So all contexts on a GPU
+ * together, also contexts of different groups, may use at most all SMs of the GPU. */
 #include <pthread.h>
 #include <string.h>
 

@@ -143,9 +143,9 @@ static epic_result p2p_join(epic_group **out, const epic_join *join)
 }
 
 /* Returns whether a peer may still write into this rank's heap. `gone` is the result of
- * p2p_gone(). A peer that has left the group may still write if the other ranks have gone on
- * without it. If such a peer is in another process, this rank need not wait for it, because its
- * mapping keeps the memory alive. */
+ * p2p_gone(). A peer that has left the group may still write if the other ranks have continued
+ * without it. If such a peer is in another process, this rank need not wait for it, because the
+ * peer's mapping keeps the memory alive. */
 static bool may_write(const epic_group *g, int peer, const uint64_t *gone)
 {
     const bool is_here = p2p_same(g->peers[peer].process, g->peers[g->rank].process);
