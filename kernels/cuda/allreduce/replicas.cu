@@ -14,10 +14,9 @@
  * sends zeros for the vectors of this expert. A round processes as many vectors of the list as
  * fit into the staging. In a round, all warps of all CTAs do the same work: if the grid has N
  * threads, thread t handles vectors t, t + N, ... Each word in staging is its own flag, as in
- * sum.cu: it is poison until it arrives. A warp sends all its vectors of the round before it
- * polls for the first one, so ranks cannot wait for each other in a circle.
- * until it arrives), as in sum.cu. A warp sends all its vectors of the round before it polls
- * for the first one. */
+ * sum.cu: it is poison (0xffffffff) until the peer's word arrives. A warp sends all its vectors
+ * of the round before it polls for the first one, so ranks cannot wait for each other in a
+ * circle. */
 #include "cuda/allreduce/sum.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/plan/view.cuh"
@@ -31,25 +30,25 @@
 #define LEAF_LEVELS 8
 
 /* Tables in shared memory about the *replicated* experts: the logical experts with two or more
- * replicas. They are numbered in ascending order; the number of a replicated expert is called
- * n. */
+ * replicas. In all comments of this struct, n is the index of a replicated expert among the
+ * replicated experts, in ascending order of their ids. */
 struct Replicas {
     union { /* these two arrays share memory, because they are needed at different times */
-        /* for each logical expert e: number of its replicas on all ranks; only read_replicas()
-         * needs it */
+        /* for each logical expert: number of its replicas on all ranks; only read_replicas()
+         * needs this array */
         int32_t num_replicas[P2P_REPLICATED_EXPERTS + 1];
-        /* The replicas of replicated expert n on this rank are local[first[n]] to local[first[n
-         * + 1] - 1]. */
+        /* first[n]: index in `local` of the first replica of replicated expert n on this rank.
+         * Its last replica on this rank has the index first[n + 1] - 1. */
         int32_t first[P2P_REPLICATED_EXPERTS + 1];
     };
-    /* for each logical expert: its number n, or SINGLE_REPLICA */
+    /* for each logical expert: its index n, or SINGLE_REPLICA if it is not replicated */
     uint16_t nth[P2P_REPLICATED_EXPERTS];
-    /* for each local expert: the number n of its logical expert, or SINGLE_REPLICA */
+    /* for each local expert: the index n of its logical expert, or SINGLE_REPLICA */
     uint16_t mine[P2P_REPLICATED_EXPERTS];
-    /* the local experts that are replicas of replicated experts, in ascending order of n */
+    /* the local experts whose logical expert is replicated, ordered by its index n */
     uint16_t local[P2P_REPLICATED_EXPERTS];
-    /* for each local expert: its leaf in the sum tree; the first leaf of this rank has index
-     * 0 */
+    /* for each local expert: the index of its leaf (block of experts) in the sum tree among the
+     * leaves of this rank */
     uint16_t leaf[P2P_REPLICATED_EXPERTS];
     /* number of replicated experts */
     int32_t num_replicated;
@@ -95,8 +94,8 @@ static __device__ void number_replicated(Replicas &r, int num_logical)
 }
 
 /* Builds all tables of `r` from the plan. Checks the ids before it uses them as indices,
- * because the caller may have changed the plan's memory. Called by all threads of a CTA.
- * `bytes`: the plan. */
+ * because the caller may have changed the plan's memory. `bytes`: address of the plan in
+ * memory. Called by all threads of a CTA. */
 static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2p_self &self,
                                      const uint8_t *bytes)
 {
@@ -139,8 +138,8 @@ static __device__ void read_replicas(Replicas &r, const PlanView &plan, const p2
     __syncthreads();
 }
 
-/* Four floats that a thread adds at a time: the floats [i, i + 4) of replicated expert number
- * nth. */
+/* Four floats that a thread adds at a time: the floats [i, i + 4) of the replicated expert with
+ * index `nth` (called n in Replicas). */
 struct Quad {
     int nth;
     int64_t i;
@@ -152,9 +151,9 @@ __device__ __forceinline__ float *floats_of_expert(const p2p_sum_replicas_job &j
     return job.data + local * job.count;
 }
 
-/* Adds the four floats `part` of those replicas on this rank that are in leaf `leaf` to x.
- * Without a tree, adds those of all replicas on this rank. n: index in r.local of the first
- * replica that has not been added yet; the function increments it. */
+/* Adds the four floats `part` of replicas on this rank to x. If this rank has several leaves,
+ * adds only the replicas in leaf `leaf`; otherwise adds all replicas. `n`: index in r.local of
+ * the first replica that has not been added yet; the function increments it. */
 __device__ __forceinline__ void add_leaf(const Replicas &r, const p2p_sum_replicas_job &job,
                                          const Quad &part, int leaf, int &n, float (&x)[4])
 {
@@ -189,9 +188,9 @@ static __device__ uint4 add_here(const Replicas &r, const p2p_sum_replicas_job &
     return F32::pack_floats(x);
 }
 
-/* Processes one round: the vectors [begin, begin + vectors) of the list. `order`: the
- * epic_sum_order in which the ranks' sums are added. MANY: as in sum_replicas_kernel(). Returns
- * false if the group has failed. */
+/* Processes one round: the vectors [begin, begin + vectors) of the list that the top of this
+ * file describes. `order`: the epic_sum_order in which the ranks' sums are added. MANY: as in
+ * sum_replicas_kernel(). Returns false if the group has failed. */
 template <bool MANY>
 static __device__ bool sum_vectors(const Replicas &r, const OpState &op,
                                    const p2p_sum_replicas_job &job, uint32_t order,

@@ -94,9 +94,9 @@ template <int LEVELS> struct Tree {
 struct RankSum {
     const OpState &op;
     const p2p_self &self;
-    uint32_t order;
-    /* position of the vector in staging: index of its first float in the part of each source
-     * rank */
+    uint32_t order; /* EPIC_BY_RANK or EPIC_TREE */
+    /* Staging has one part for each source rank. at: index of the vector's first float in each
+     * of these parts. */
     int64_t at;
     /* false: this thread has no vector, because its index is after the end of the list */
     bool in;
@@ -143,8 +143,9 @@ __device__ __forceinline__ uint4 neutral_vector()
 }
 
 /* Waits until this thread's vectors of all ranks have arrived, and reads the vector of rank r
- * into q[r]. For a vacant seat, q[r] becomes neutral_vector(). Then writes poison to their staging, so that it can be used again. Called by a
- * whole warp. Returns false if the group has failed. */
+ * into q[r]. For a vacant seat, q[r] becomes neutral_vector(). Then stores poison in place of
+ * the vectors in staging, for the next use. Called by a whole warp. Returns false if the group
+ * has failed. */
 __device__ __forceinline__ bool receive_floats(const RankSum &s, uint4 (&q)[MAX_UNROLLED_RANKS])
 {
     const p2p_self &self = s.self;

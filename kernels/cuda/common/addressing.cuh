@@ -144,15 +144,15 @@ __device__ __forceinline__ void remove_near_ranks(RankMask &mask, const p2p_self
 #endif
 }
 
-/* Returns this rank's words about the group. */
+/* Returns the address of this rank's words about the failure and the members of the group. */
 __device__ __forceinline__ p2p_group_words *group_words(const p2p_self &self)
 {
     return (p2p_group_words *)(self.heap[self.rank] + self.at.broken);
 }
 
-/* Returns the bit mask of the vacant seats. A vacant seat has a number below num_ranks, but no
- * rank. Its rank announces nothing, has no tokens and receives nothing. Its heap may not be
- * mapped, so kernels must not access it. */
+/* Returns the bit mask of the vacant seats. A seat is a rank number below num_ranks. It is
+ * vacant if no process has this rank number at present. So a vacant seat announces nothing, has
+ * no tokens and receives nothing. Its heap may be unmapped, so kernels must not access it. */
 __device__ __forceinline__ uint32_t vacant_seats(const OpState &op)
 {
     return WITH_VACANT_SEATS ? op.vacant : 0;
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool is_vacant(const OpState &op, int q)
     return WITH_VACANT_SEATS && (vacant_seats(op) >> q & 1);
 }
 
-/* Returns whether seat q, which may be num_ranks or more, has a rank. */
+/* Returns true if q is below num_ranks and seat q is not vacant. */
 __device__ __forceinline__ bool is_member(const p2p_self &self, const OpState &op, int q)
 {
     return q < self.num_ranks && !is_vacant(op, q);
@@ -293,7 +293,7 @@ __device__ __forceinline__ int64_t wants_offset(const p2p_self &self)
     return HOSTS ? self.at.net->wants : 0;
 }
 
-/* Returns the number of tokens that this rank sends before it waits for a token
+/* Returns the minimum number of tokens that this rank sends before it waits for a token
  * (EPIC_NET_WINDOW), or 0 if there is no minimum. */
 static inline int32_t net_window(const p2p_self &self)
 {

@@ -131,16 +131,18 @@ typedef enum p2p_phase {
     ((uint64_t)(result) | (uint64_t)(operation) << 4 | (uint64_t)(phase) << 8 | \
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
-/* The bits 20 to 31 of `broken`: the number of the generation, modulo 2^12. So the word of a
- * rank that the others have left out does not break their generation. */
+/* Bits 20 to 31 of `broken`: the number of the generation, modulo 2^12. A generation is a
+ * period without a change of members. If the other ranks continue without some rank, a word
+ * from this rank has the number of an old generation, so the other ranks ignore it. */
 #define P2P_BROKEN_IN(generation) ((uint64_t)((generation)&0xfff) << 20)
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
- * words of 8 bytes, from word `word` on, from this rank's outbox to the same offset in the
- * inbox of rank `peer`. Bits 0 to 32: `word`. Then P2P_ENTRY_WORDS_BITS bits: `words`. Then up
- * to bit 55: `peer`. Bits 56 to 63: the lap (1 to 255), which is 1 plus the number of times
- * that kernels have filled the whole ring before, modulo 255. A reader that expects lap n
- * ignores entries of an older lap. */
+ * words of 8 bytes from this rank's outbox to the same offset in the inbox of rank `peer`.
+ * `word` is the index of the first of these words. Bits 0 to 32: `word`. The next
+ * P2P_ENTRY_WORDS_BITS bits: `words`. The next bits up to bit 55: `peer`. Bits 56 to 63: the
+ * lap (1 to 255), which is 1 plus the number of times that kernels have filled the whole ring
+ * before, modulo 255. A reader knows which lap the next entry has, and ignores an entry of an
+ * older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
 /* number of bits of `words`; with MANY_RANKS, `peer` needs more bits, so `words` has fewer */
 #define P2P_ENTRY_WORDS_BITS (MANY_RANKS ? 13 : 18)
@@ -272,7 +274,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
 }
 
 /* Returns the maximum number of tokens per rank for which lowlat/plan.cuh makes plans of this
- * layer. This is the first of `most`, 512, 256 and 128 that is possible, or 0. */
+ * layer. This is the first of the numbers `most`, 512, 256 and 128 for which
+ * p2p_can_plan_lowlat() returns 1, or 0 if there is no such number. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer, int alone)
 {

@@ -47,11 +47,12 @@
 /* Maximum number of tokens of a rank with which it uses the low-latency kernels
  * (lowlat/lowlat.cuh). The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
-/* the maximum for a plan alone, and for dispatch where more was not measured (operations.c) */
+/* The same maximum for kernels that only make a plan, and for those calls of dispatch for which
+ * more tokens were not measured (p2p/operations.c). */
 #define P2P_LOWLAT_OTHER_TOKENS 512
-/* the maximum for calls of dispatch that quantize rows */
+/* the same maximum for calls of dispatch that quantize rows */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the maximum for combine */
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the same maximum for combine */
 /* The next values limit the plans that low-latency kernels can make (lowlat/plan.cuh). There
  * are limits because these kernels keep the plan in shared memory. */
 /* Number of ids of one token that a lane handles at a time. The number of ids of a token is
@@ -111,10 +112,10 @@ typedef struct p2p_heap {
      * rows that its tokens need on each rank. With replicas, a hash of logical_of_expert comes
      * last. Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
-    /* Only for a FLAT plan that drops choices and tries several keep limits
-     * (plan/flat_drop.cuh). For each source rank and each of its last SEARCHES tries: the
-     * number of rows that the source's tokens need on each rank. Stamped words
-     * [2][num_ranks][SEARCHES][p2p_search_words()]. */
+    /* Only for a FLAT plan that drops choices and finds keep limits by bisection
+     * (plan/flat_drop.cuh). For each source rank and each of the last SEARCHES repetitions of
+     * the bisection: the number of rows that the source's tokens need on each rank. Stamped
+     * words [2][num_ranks][SEARCHES][p2p_search_words()]. */
     int64_t searches;
     /* Only if plan/resolve.cuh chooses the replicas. For each rank: its number of choices of
      * each logical expert. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
@@ -156,14 +157,15 @@ typedef struct p2p_heap {
     int64_t part_words;   /* number of 32-bit words of `parts` per rank */
 } p2p_heap;
 
-/* The failure and the members of the group. Kernels load it at once when they begin. */
+/* The failure and the members of the group. Kernels load these words when they begin. */
 typedef struct p2p_group_words {
-    /* The failure of the group (P2P_BROKEN()), or 0. Any rank may write it. It is valid only if
-     * it has the number of this generation. */
+    /* The failure of the group (P2P_BROKEN()), or 0. Any rank may write it. Readers ignore it
+     * if it contains the number of an older generation. (A generation is a period without a
+     * change of members.) */
     uint64_t broken;
     /* The next two words are written by the host of this rank, only while no kernel of this
-     * rank runs. generation: number of the generation (src/members), modulo 2^32. vacant: bit
-     * mask of the vacant seats, whose ranks have left the group; only in libraries with
+     * rank runs. generation: number of the current generation, modulo 2^32. vacant: bit mask of
+     * the vacant seats, whose ranks have left the group; only in libraries with
      * WITH_VACANT_SEATS. */
     uint32_t generation, vacant;
 } p2p_group_words;
@@ -186,8 +188,8 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
 
 /* The word `gone` of a rank that has closed its context after the operation `epoch`. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
-/* The word `gone` of a rank that has gone on without the owner of the heap, and does not access
- * the heap any more */
+/* The word `gone` of a rank whose group continues without the owner of this heap. The rank does
+ * not access the heap any more. */
 #define P2P_RELEASED (1ull << 63 | 1ull << 62)
 
 /* The control memory for the backend `hosts`. "The ring" is p2p_ring: host memory through which

@@ -241,6 +241,7 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
+/* number of polls after which a wait begins to sleep between two polls */
 #define SPINS_TO_SLEEP (LOW_LATENCY ? 64u : 4u)
 #endif
 #ifndef SPINS_PER_CHECK
@@ -364,15 +365,15 @@ static __device__ __noinline__ bool wait_should_abort(const OpState &op, int pee
 /* about how long a wait has taken when it is counted for the first time */
 #define FIRST_COUNT 24u
 #ifndef RECENT_COUNT
-/* A rank is considered to wait for a peer still if it has counted such a wait within this
- * time. */
+/* If a wait for a peer was counted less than this time ago, the rank is assumed to be still
+ * waiting for this peer. */
 #define RECENT_COUNT 64u
 #endif
 
 /* Returns the time since waits for `peer` were last counted. The time before this operation is
- * left out and, if is_first is true, also the time before this wait. Many warps wait for the
- * same rank at the same time. They share counted_at, so that each moment is counted once: all
- * but one of them get 0. */
+ * left out and, if is_first is true, also the time before this wait. Many warps may wait for
+ * the same rank at the same time. They share counted_at, so that this time is counted only
+ * once: one warp gets the time, and the other warps get 0. */
 static __device__ __noinline__ uint32_t uncounted_time(const OpState &op, uint32_t peer,
                                                        bool is_first)
 {
