@@ -108,7 +108,8 @@ INLINE void fill_block(float *block, const void *row, epic_type type, int64_t at
     for (i = count; i < HOST_DOT_BLOCK; i++) block[i] = absent;
 }
 
-/* Like dot_block(), for the last block of a row, if it has fewer than 1024 elements. */
+/* Like dot_block(), for the last block of a row, if it has only `count` elements (fewer than
+ * 1024). */
 INLINE float dot_short_block(const void *a, const void *b, epic_type type, int64_t at,
                              int64_t count)
 {

@@ -180,8 +180,8 @@ INLINE void multiply_tile(const float *a, const float *b, int64_t depth, float *
         }
 }
 
-/* Multiplies the rows of a part, packed in `left`, by one packed panel `right`, which has
- * `count` columns from `column` on. */
+/* Multiplies the rows of a part, packed in `left`, by one packed panel `right`, which contains
+ * the `count` columns of op(B) from `column` on. */
 static void multiply_panel(const part *t, const float *left, const float *right, int64_t column,
                            int64_t count)
 {
@@ -193,8 +193,8 @@ static void multiply_panel(const part *t, const float *left, const float *right,
     }
 }
 
-/* Multiplies the rows of a part by a group of packed panels, which have `count` columns in all,
- * from `column` on. */
+/* Multiplies the rows of a part, packed in `left`, by a group of packed panels at `right`. The
+ * group contains the `count` columns of op(B) from `column` on. */
 static void multiply_group(const part *t, const float *left, const float *right, int64_t column,
                            int64_t count)
 {
@@ -205,7 +205,7 @@ static void multiply_group(const part *t, const float *left, const float *right,
 
 /* ------------------------------------------------------------------------ few rows ---- */
 
-/* Copies a chunk of the rows of op(A) to out [m, depth] as float32. */
+/* Copies the elements of op(A) that belong to the chunk of `t` to out [m, depth] as float32. */
 static void copy_few_left(const part *t, float *out)
 {
     const host_product *p = t->p;
@@ -219,9 +219,10 @@ static void copy_few_left(const part *t, float *out)
         }
 }
 
-/* Adds the products with `steps` rows of B to `vectors` vectors of each row's sums. `a`: the
- * element of op(A)'s first row that is multiplied by the first row of B. `right`: vectors of
- * the rows of B. */
+/* Adds the terms a[i][s] * right[s], for s from 0 to steps - 1, to the first `vectors` vectors
+ * of each row i of `sums`. `a`: elements of the copied rows of op(A), t->depth floats apart.
+ * a[i][s] is the element of row i that belongs to row s of B. right[s]: vectors of row s of B.
+ * sums_row: distance in floats between two rows of `sums`. */
 INLINE void add_products(const part *t, float *sums, int64_t sums_row, const float *a,
                          lanes right[STEPS][FEW_VECTORS], int steps, int vectors)
 {
@@ -236,8 +237,9 @@ INLINE void add_products(const part *t, float *sums, int64_t sums_row, const flo
     }
 }
 
-/* Adds the products with STEPS rows of B, which begin at `b`, to the sums [rows, sums_row].
- * `count`: columns, a multiple of FEW_VECTORS * LANES. */
+/* Adds the terms of STEPS rows of B to the first `count` columns of the sums. `a`, sums_row: as
+ * in add_products(). `b`: the first of the rows of B. `count`: a multiple of FEW_VECTORS *
+ * LANES. `type`: the type of B. */
 INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const float *a,
                          const char *b, int64_t count, epic_type type)
 {
@@ -245,7 +247,7 @@ INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const flo
     for (int64_t j = 0; j < count; j += FEW_VECTORS * LANES) {
         lanes right[STEPS][FEW_VECTORS];
         for (int s = 0; s < STEPS; s++) {
-            /* the columns of a row that the next call adds */
+            /* load the same columns of a row of B that the next call adds */
             __builtin_prefetch(b + (s + STEPS) * row_bytes + j * bytes_of(type));
             for (int v = 0; v < FEW_VECTORS; v++)
                 right[s][v] = load_lanes(b + s * row_bytes, type, j + v * LANES);
@@ -254,7 +256,8 @@ INLINE void add_few_rows(const part *t, float *sums, int64_t sums_row, const flo
     }
 }
 
-/* Adds the products with one row of B to `count` columns of the sums. */
+/* Adds the terms of one row of B, at `b`, to the first `count` columns of the sums. The other
+ * arguments are as in add_few_rows(). */
 INLINE void add_one_row(const part *t, float *sums, int64_t sums_row, const float *a,
                         const char *b, int64_t count, epic_type type)
 {
@@ -266,8 +269,9 @@ INLINE void add_one_row(const part *t, float *sums, int64_t sums_row, const floa
     }
 }
 
-/* Computes `count` columns of a chunk of C, from `column` on. `left`: the rows of op(A).
- * `sums`: memory for [rows, sums_row] floats. */
+/* Computes the sums of one chunk for `count` columns of C, from `column` on, and adds them to C
+ * (or stores them, see part.adds). `left`: the copied rows of op(A). `sums`: memory for [rows,
+ * sums_row] floats. `type`: the type of B. */
 INLINE void multiply_few_columns(const part *t, const float *left, float *sums,
                                  int64_t sums_row, int64_t column, int64_t count,
                                  epic_type type)

@@ -38,7 +38,7 @@ INLINE float scale_1x128(uint32_t max)
 
 /* Returns the scale of a block of 32 elements as an e8m0 byte, an exponent. `max`: bits of the
  * block's largest |x|. The largest e4m3 value is 448 = 1.75 * 2^8. So the exponent of the scale
- * is that of `max` minus 8, plus 1 if the mantissa of `max` is above 1.75. */
+ * is the exponent of `max` minus 8, plus 1 if the mantissa of `max` is above 1.75. */
 INLINE int scale_1x32(uint32_t max)
 {
     if (max >= INFINITY_BITS) return E8M0_NAN;
@@ -54,8 +54,9 @@ INLINE float inverse_of_e8m0(int scale)
     return scale == E8M0_NAN ? float_of(NAN_BITS) : float_of((uint32_t)(254 - scale) << 23);
 }
 
-/* These functions quantize one whole block of a row: 128 or 32 elements, which begin at index
- * `at` of the row. They store the bytes to q, and the block's scale to the row `scales`. */
+/* The next three functions quantize one whole block of a row: the 128 or 32 elements x, which
+ * begin at index `at` of the row. They store the bytes to q, and the block's scale to its
+ * element of `scales`, which has the scales of the whole row. */
 INLINE void quantize_block_1x128(uint8_t *q, void *scales, int64_t at, const float *x)
 {
     const float scale = scale_1x128(largest_bits(x, 128));
@@ -81,9 +82,10 @@ INLINE void quantize_block(uint8_t *q, void *scales, int64_t at, const float *x,
         quantize_block_1x32(q, scales, at, x);
 }
 
-/* Quantizes w times the last `count` elements of a row. The block is filled up with 0, which
- * does not change its scale: w * 0 is NaN only if w is not finite, and then the scale is NaN
- * anyway. */
+/* Quantizes w times the last `count` elements of a row, which begin at index `at` and do not
+ * fill a block of `block` elements. The block is filled up with zeros, which do not change its
+ * scale. Some of them are computed as w * 0, which is NaN if w is not finite; in this case the
+ * scale is NaN anyway. */
 INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, float w,
                                  epic_type type, int64_t at, int64_t count, int block)
 {
@@ -97,7 +99,8 @@ INLINE void quantize_short_block(uint8_t *q, void *scales, const void *row, floa
     memcpy(q, whole, (size_t)count);
 }
 
-/* Quantizes w * row, block by block: n elements to q, one scale per block to `scales`. */
+/* Quantizes w times each of the n elements of a row, in blocks of `block` elements. Stores n
+ * bytes to q, and one scale per block to `scales`. */
 INLINE void quantize_of(uint8_t *q, void *scales, const void *row, float w, epic_type type,
                         int64_t n, int block)
 {

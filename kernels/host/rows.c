@@ -63,7 +63,8 @@ INLINE void sum_strip(const sum_args *args, bool weighted, int64_t at, epic_type
     for (int i = 0; i < STRIP; i++) store_lanes(args->out, out_type, at + i * LANES, sums[i]);
 }
 
-/* Sums the `count` columns (at most LANES) at the end of a row that do not fill a strip. */
+/* Sums `count` columns (at most LANES) from column `at` on. Used for the columns at the end of
+ * a row that do not fill a strip. */
 INLINE void sum_tail(const sum_args *args, bool weighted, int64_t at, int64_t count,
                      epic_type type, epic_type out_type)
 {
