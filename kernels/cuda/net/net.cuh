@@ -86,9 +86,10 @@ static __device__ __noinline__ void post_entry(const OpState &op, uint64_t entry
     write_entry(op, entry, entries, room);
 }
 
-/* Sends to rank q `bytes` bytes (a multiple of 8) that this rank has stored at `from` in
- * heap[q]. Does nothing if q is on this host: heap[q] is then the memory of q. Called by one
- * thread. */
+/* Sends `bytes` bytes (a multiple of 8) at address `from` to rank q. If q is on another host,
+ * heap[q] is this rank's outbox, `from` is in this outbox, and the net copies the bytes to the
+ * same offset in the inbox of q. If q is on this host, heap[q] is the heap of q itself, so the
+ * bytes are already there, and the function does nothing. Called by one thread. */
 __device__ __forceinline__ void post_put(const OpState &op, int q, const void *from,
                                          uint32_t bytes)
 {
@@ -108,9 +109,9 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
     if (lane_id() == 0) post_put(op, q, from, bytes);
 }
 
-/* Called by each warp that has stored a piece of a token's row for rank q. Only the call after
- * the last missing piece posts a put, which sends the whole row: `bytes` bytes at `whole`.
- * `pieces`: number of pieces of the row. Called by a whole warp. */
+/* Called by each warp that has stored a piece of the row of `token` for rank q. Only the call
+ * after the last missing piece posts a put, which sends the whole row: `bytes` bytes at address
+ * `whole`. `pieces`: number of pieces of the row. Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -162,9 +163,9 @@ static __device__ __noinline__ void post_epoch_end(const OpState &op)
     store_relaxed(&control->ended_epochs, epochs + 1);
 }
 
-/* Waits until the next epoch may write to its half of the outbox, which the epoch two before it
- * has also used: the net must have read all data of that epoch. Called by one thread. Returns
- * false if the group has failed. */
+/* Waits until the next epoch (n) may write to its half of the outbox. Epoch n - 2 has used the
+ * same half, so the net must first have read all data of epoch n - 2. Called by one thread.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -212,11 +213,11 @@ static __device__ bool end_round_puts(const OpState &op)
     return __all_sync(ALL_LANES, ok) != 0;
 }
 
-/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`. If the word has the
- * stamp of an older epoch, the announcement has not arrived. Polls of an inbox in host memory
- * are slow, so all warps read a copy in control memory. If the copy is old, a warp to which
- * poll_permit() gives permission reads the word in the inbox, at `from`, and updates the copy.
- * Called by a whole warp, with a different rank in each lane. */
+/* Returns word `which` (P2P_ANNOUNCED_*) of the announcement of `rank`. Does not wait: if the
+ * result has the stamp of an older epoch, the word has not arrived. Polls of an inbox in host
+ * memory are slow, so all warps read a copy in control memory. If the copy is old, a warp for
+ * which poll_permit() returns true reads the word in the inbox, at `from`, and updates the
+ * copy. Called by a whole warp, with a different rank in each lane. */
 __device__ __forceinline__ uint64_t read_announcement_cached(const OpState &op,
                                                              const uint64_t *from, int which,
                                                              int rank)

@@ -80,9 +80,10 @@ static __device__ void announce_operation(const p2p_self &self, const OpState &o
     });
 }
 
-/* Only in backend `hosts`: sets two elements for rank q. op.net->host_box[q] becomes the
- * address in the net inbox, at `offset`, where rows of rank q arrive. op.net->relay[q] becomes
- * the rank that stores these rows into this rank's memory: q itself or a relay. */
+/* Only in backend `hosts`: sets two elements of op.net for rank q. host_box[q] becomes the
+ * address in the net inbox at which rows of rank q arrive; its offset in the inbox is `offset`.
+ * relay[q] becomes the rank that stores these rows into this rank's memory: q itself or a
+ * relay. */
 __device__ __forceinline__ void find_net_boxes(const p2p_self &self, OpState &op, int q,
                                                int64_t offset)
 {
@@ -116,15 +117,17 @@ __device__ __forceinline__ uint64_t read_broken(const p2p_self &self)
     return load_relaxed(HOSTS ? &control_of(self)->net->broken : &group_words(self)->broken);
 }
 
-/* Returns the words `generation` (low half) and `vacant` (high half) of the group. */
+/* Returns two words that describe the members of the group: the number of the generation (low
+ * half) and the bit mask of the vacant seats (high half). */
 __device__ __forceinline__ uint64_t read_members(const p2p_self &self)
 {
     return WITH_VACANT_SEATS ? load_relaxed((const uint64_t *)&group_words(self)->generation)
                              : 0;
 }
 
-/* Stores the members in op. Returns whether `broken` is no failure of this generation. Called
- * by one thread. */
+/* Stores `members`, the result of read_members(), in op. Returns false if `broken`, the result
+ * of read_broken(), shows that the group has failed in this generation. Called by one
+ * thread. */
 __device__ __forceinline__ bool set_members(OpState &op, uint64_t members, uint64_t broken)
 {
     op.generation = (uint32_t)members;
@@ -185,7 +188,7 @@ static __device__ bool begin_operation(OpState &op, const p2p_self &self, uint32
     return true;
 }
 
-/* Does the work of wait_announcements_unfenced() for the ranks `first` to first + 31. */
+/* Like wait_announcements_unfenced() below, but only for the ranks `first` to first + 31. */
 __device__ __forceinline__ bool
 wait_group_announcements(const p2p_self &self, const OpState &op, int first, bool are_copied)
 {
@@ -218,9 +221,10 @@ wait_announcements_unfenced(const p2p_self &self, const OpState &op, bool are_co
     return wait_group_announcements(
         self, op, MANY_RANKS ? (self.num_ranks - 1) / WARP * WARP : 0, are_copied);
 }
-/* Waits for the announcements, and then executes a system fence, so that later loads and stores
- * happen after the announcements have been read. One fence costs less than acquire loads in the
- * polls. */
+
+/* Like wait_announcements_unfenced(), but then executes a system fence, so that later loads and
+ * stores happen after the announcements have been read. One fence costs less than acquire loads
+ * in the polls. */
 __device__ __forceinline__ bool wait_announcements(const p2p_self &self, const OpState &op)
 {
     const bool ok = wait_announcements_unfenced(self, op);

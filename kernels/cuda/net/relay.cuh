@@ -60,8 +60,8 @@ __device__ __forceinline__ uint64_t *wants_word(const p2p_self &self, const OpSt
            token;
 }
 
-/* Waits for the word *wants* of rank `from`, which arrives at address `at`, and sets `wants` to
- * its value. Called by one warp. Returns false if the group has failed. */
+/* Waits for the word *wants* of rank `from`, which arrives at address `at`. `wants` becomes the
+ * value of the word. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at, int from,
                                            uint32_t &wants)
 {
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a row. `ranks`: bit mask of
- * all ranks that need the row. The result contains those of them that are on this host and, for
- * each other host that has some of them, this rank's mate there. */
+ * all ranks that need the row. The result contains the ranks of `ranks` that are on this host
+ * and, for each other host with ranks of `ranks`, this rank's mate on that host. */
 __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
     RankMask mates = no_ranks();

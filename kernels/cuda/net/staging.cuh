@@ -98,8 +98,9 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 }
 
 /* Restores the words of a received piece that hide_poison() has replaced. If the piece has
- * escape words, at `escape`, first waits for them, and then sets them to 0 for the next use.
- * Called by a whole warp. Returns false if the group has failed. */
+ * escape words, first waits for them, and then sets them to 0 for the next use. `escape`:
+ * address at which they arrive. `peer`: the rank that sends them. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -204,6 +205,8 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
 /* Waits until a piece of a row has arrived in staging, and reads it into q. Called by a whole
  * warp. Returns false if the group has failed.
  *
+ *   peer            the rank that stores the row
+ *   staged          address of the row in staging
  *   first, vectors  the row has `vectors` vectors; the piece has those from `first` to
  *                   first + V * 32 - 1
  *   copied          true if q contains an earlier copy of the piece, from the warp's ring in
@@ -244,8 +247,9 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison to a piece in staging. Called after the caller has read the piece, because a
- * receiver polls this memory again two epochs later. */
+/* Stores poison to a piece in staging. The arguments are as in receive_piece(). Called after
+ * the caller has read the piece, because a receiver polls this memory again two epochs
+ * later. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {

@@ -3,10 +3,10 @@
  * peers store rows directly, without staging (docs/internals/windows.md). The *permit* of a
  * rank is a message that allows its peers to do so.
  *
- * An operation is *direct* if all ranks run a kernel with windows, in which every row goes to
- * one place in the output of one rank. Then all rows are stored directly. Otherwise all rows go
- * through staging. All ranks make the same decision, because each rank sends its permit either
- * to all other ranks or to none.
+ * An operation is *direct* if all ranks run a kernel with windows. In a direct operation, all
+ * rows are stored directly into windows. In any other operation, all rows go through staging.
+ * All ranks make the same decision, because each rank sends its permit either to all other
+ * ranks or to none.
  *
  * The memory order is shown below. n is the epoch. Rank s stores rows into the window of rank
  * d.
