@@ -115,9 +115,11 @@ __device__ __forceinline__ void begin_copy(const PackedMove &m, const Unit &unit
     end_copies();
 }
 
-/* Receives the weights of a token's slots or, with layout FLAT, the extras of its row (local
- * experts and weights). Waits for the values that had not arrived when peek_weight() or
- * peek_extras() loaded them. Called by a whole warp. Returns false if the group has failed. */
+/* Receives the weights of the slots of `token`, a token of `rank` or, with layout FLAT, the
+ * extras of its row (local experts and weights). `source`: index of `rank` among this rank's
+ * sources. `weight` and `extras`: the results of peek_weight() and peek_extras(); waits for the
+ * values that had not arrived then. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, int source,
                                                 int32_t token, const int32_t (&slot)[2],
@@ -133,8 +135,9 @@ __device__ __forceinline__ bool receive_weights(const PackedMove &m, int rank, i
     return receive_weight(m, rank, source, token, 1, slot[1], weight);
 }
 
-/* Stores the packed row in `buffer` to all slots of its token on this rank. The caller must
- * have called fence_buffers(), so that the bulk stores read what the lanes have written. */
+/* Stores the packed row in `buffer` to all slots of its token on this rank. `slot`: this lane's
+ * slots (find_slots()). The caller must have called fence_buffers(), so that the bulk stores
+ * read what the lanes have written. */
 __device__ __forceinline__ void fill_all_slots(const PackedMove &m, const int32_t (&slot)[2],
                                                uint32_t buffer)
 {
@@ -270,8 +273,8 @@ __device__ __forceinline__ bool move_unit(PackedMove &m, const Unit &unit, Round
     return token >= p.end || receive_packed<OwnPiece, FLAT>(m, token, unit, buffers);
 }
 
-/* Moves the rows of one round: tokens [m.round_begin, end) of every rank. Returns false if the
- * group has failed. */
+/* Moves the rows of one round: tokens [m.round_begin, end) of every rank. *num_taken: see
+ * take_unit(). Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool move_tokens(PackedMove &m, int32_t end, BulkBuffers &buffers,
                                             int *num_taken)
@@ -365,8 +368,8 @@ __global__ void __launch_bounds__(BLOCK, 1)
     DispatchMove move = {
         {job, op, plan, stride, shape, policy_once(), 0, (int)plan.header.top_k}};
     move.has_new_plan = WITH_PLAN;
-    /* Lane q has the number of tokens of rank q. Until read_counts_once() only the number of this
-     * rank is used, so it is stored in all lanes. */
+    /* Lane q has the number of tokens of rank q. Until read_counts_once() is called, only the
+     * number of tokens of this rank is used, so it is stored in all lanes. */
     move.tokens_of = job.num_tokens;
     if (!WITH_PLAN)
         move.tokens_of = lane_id() < self.num_ranks ? plan.header.tokens_of[lane_id()] : 0;
@@ -409,8 +412,9 @@ extern "C" int p2p_can_dispatch_bulk(const p2p_dispatch_job *job)
 }
 
 /* Sets the number of warps per CTA that move rows, the number of buffers of each of these warps
- * (two to four), and the lag. A kernel that quantizes gets more warps, and usually a longer
- * lag. The values are measured (docs/lab/cuda.md). */
+ * (two to four), and the lag: the number of tokens that are sent before the first token of a
+ * peer is received. A kernel that quantizes gets more warps, and usually a longer lag. The
+ * values are measured (docs/lab/cuda.md). */
 static void deal_packed(p2p_dispatch_job &job, int num_sms)
 {
     const int buffers = (int)count_buffers(job), tokens = job.num_tokens;

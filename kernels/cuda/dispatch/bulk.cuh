@@ -93,8 +93,8 @@ __device__ __forceinline__ void fence_buffers(void)
 
 /* -------------------------------------------------------------- packed rows in buffers ---- */
 
-/* Starts to copy the row and the scales of a token of this rank to a buffer. Called by a whole
- * warp. */
+/* Starts to copy the row and the scales of `token`, a token of this rank, to the buffer at the
+ * shared-memory address `buffer` (also in the functions below). Called by a whole warp. */
 __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uint32_t buffer)
 {
     const p2p_dispatch_job &job = m.job;
@@ -116,8 +116,8 @@ __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
                       (uint32_t)m.own_shape.row_bytes);
 }
 
-/* Starts to copy a packed row of `rank` from staging to a buffer. Words that have not arrived
- * are poison in the buffer. */
+/* Starts to copy the packed row of `token`, a token of the peer `rank`, from staging to a
+ * buffer. Words that have not arrived are poison in the buffer. */
 __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -126,9 +126,10 @@ __device__ __forceinline__ void copy_staged(const PackedMove &m, int rank, int32
         copy_again(buffer + v * 16, staged + v);
 }
 
-/* Quantizes a row of this rank's token into a buffer. Returns true in a lane that has a word of
- * scales that equals poison. This word must be replaced before the row is sent, because the
- * receiver would take it for a word that has not arrived. Called by a whole warp. */
+/* Quantizes the row of `token`, a token of this rank, into a buffer. Returns true in a lane
+ * that has stored a word of scales that equals poison. This word must be replaced before the
+ * row is sent, because the receiver would take it for a word that has not arrived. Called by a
+ * whole warp. */
 __device__ __forceinline__ bool quantize_row(const PackedMove &m, int32_t token,
                                              uint32_t buffer)
 {
@@ -207,9 +208,9 @@ __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t 
     return found;
 }
 
-/* Waits for the words of a packed row of `rank` that were missing when the row was copied to
- * the buffer, and stores them there. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Waits for the words of the packed row of `token`, a token of the peer `rank`, that were
+ * missing when the row was copied to the buffer, and stores these words to the buffer. Called
+ * by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32_t token,
                                             uint32_t buffer)
 {
@@ -225,8 +226,9 @@ __device__ __forceinline__ bool wait_packed(const PackedMove &m, int rank, int32
 }
 
 /* Restores the words of a packed row that the sender had to replace because they equaled
- * poison. The row has arrived and is in a buffer. Called by a whole warp. Returns false if the
- * group has failed. */
+ * poison. The row has arrived from the peer `rank`, whose index among this rank's sources is
+ * `source`, and is in a buffer. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool restore_special_words(const PackedMove &m, int rank, int source,
                                                       int32_t token, uint32_t buffer)
@@ -321,8 +323,9 @@ __device__ __forceinline__ void bulk_padding(const PackedMove &m, int32_t slot,
     if (job.slot_weights) job.slot_weights[slot] = 0.0f;
 }
 
-/* Stores poison to the staging of a row that has been received, so that the staging can be used
- * again. Called by a whole warp. */
+/* Stores poison over the row of `token`, a token of the peer `rank`, in staging, so that the
+ * staging can be used again. Requires that the row has been received. Called by a whole
+ * warp. */
 __device__ __forceinline__ void bulk_restore(const PackedMove &m, int rank, int32_t token,
                                              const BulkBuffers &buffers)
 {

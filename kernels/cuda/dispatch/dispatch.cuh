@@ -23,8 +23,9 @@
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/plan/planner.cuh"
 
-/* Number of 16-byte vectors of each lane in a piece. It is equal in all dispatch kernels, so
- * that sender and receiver agree to which piece an escape word belongs. */
+/* Number of 16-byte vectors that each lane has of a piece. It must be equal in all dispatch
+ * kernels: two ranks may run different kernels, and the sender's escape words for piece i must
+ * describe the words that the receiver finds in its piece i. */
 static constexpr int V = 4;
 
 /* Arguments that all functions of a dispatch kernel share. */
@@ -41,8 +42,9 @@ struct DispatchMove : RowMove<p2p_dispatch_job> {
     __extension__ int32_t num_forward_roles[HOSTS];
 };
 
-/* Returns 1 + the source from which a unit receives; this is the argument that rank_of_role()
- * needs. Returns 0 or less if the unit does not receive. */
+/* If the unit receives, returns 1 plus the index of its source, which is the argument that
+ * rank_of_role() needs. If the unit sends or forwards, returns 0 or a negative value. `walk`
+ * (also in the functions below): the unit. */
 __device__ __forceinline__ int source_role(const DispatchMove &m, const UnitWalk &walk)
 {
     return HOSTS ? walk.role - *m.num_forward_roles : walk.role;
@@ -54,8 +56,9 @@ __device__ __forceinline__ bool is_forward_role(const DispatchMove &m, const Uni
     return HOSTS && walk.role > 0 && source_role(m, walk) <= 0;
 }
 
-/* Returns where choice k of this rank's token goes. If the kernel reads a plan, this is a rank.
- * If the kernel makes the plan, it is an expert id. If there is no choice k, all bits are 1. */
+/* Returns where choice k of `token`, a token of this rank, goes. If the kernel reads a plan,
+ * this is a rank. If the kernel makes the plan, it is an expert id. If k is not below top_k,
+ * all bits are 1. */
 __device__ __forceinline__ uint64_t read_choice(const DispatchMove &m, int32_t token, int k)
 {
     const p2p_plan_job &plan = m.job.plan;
@@ -85,8 +88,9 @@ __device__ __forceinline__ bool choice_goes_to(const DispatchMove &m, uint64_t w
     return (uint32_t)(expert - rank * plan.block) < (uint32_t)plan.block;
 }
 
-/* Returns a bit mask of the choices of this rank's token that go to `rank`. `word`: the result
- * of read_choice() for this lane's choice. Called by a whole warp. */
+/* Returns a bit mask of the choices of `token`, a token of this rank, that go to `rank`. Bit k
+ * stands for choice k. `word`: the result of read_choice() for choice lane_id(). Called by a
+ * whole warp. */
 __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t token, int rank,
                                                uint64_t word)
 {
@@ -98,9 +102,9 @@ __device__ __forceinline__ uint64_t choices_to(const DispatchMove &m, int32_t to
     return chosen;
 }
 
-/* Returns the bits of the weight of choice k of this rank's token. A weight whose bits equal
- * poison (it is a NaN) becomes another NaN, because the receiver would take poison for a weight
- * that has not arrived. */
+/* Returns the bits of the weight of choice k of `token`, a token of this rank. A weight whose
+ * bits equal poison (it is a NaN) becomes another NaN, because the receiver would take poison
+ * for a weight that has not arrived. */
 __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t token, int k)
 {
     uint32_t word = 0;
@@ -109,9 +113,9 @@ __device__ __forceinline__ uint32_t read_weight(const DispatchMove &m, int32_t t
     return replace_poison(word, F32::NAN_WORD);
 }
 
-/* Returns a bit mask of the peers that need this rank's token. If with_weights is true, also
- * sends to each peer the weights of the choices that go to it. `word`: the result of
- * read_choice() for this lane's choice. Called by a whole warp. */
+/* Returns a bit mask of the peers that need `token`, a token of this rank. If with_weights is
+ * true, also sends to each peer the weights of the choices that go to this peer. `word`: the
+ * result of read_choice() for choice lane_id(). Called by a whole warp. */
 __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t token,
                                                  bool with_weights, uint64_t word)
 {
@@ -144,13 +148,15 @@ __device__ __forceinline__ RankMask choose_peers(const DispatchMove &m, int32_t 
     return peers;
 }
 
-/* The index of a token in the array of its escape words. With many ranks, it is counted from
- * the begin of the round, so that the array does not grow with the number of tokens. */
+/* Index of the escape words of `token` in the array of the escape words of all tokens. With
+ * many ranks, it is counted from the first token of the round, so that the array needs space
+ * only for the tokens of one round. */
 #define ESCAPE_TOKEN(m, token) (MANY_RANKS ? (token) - (m).round_begin : (token))
 
-/* Stores a piece of a token's row to the staging of `peers` (bit mask). If the piece contains
- * poison or its stand-in, also sends escape words, with which the receiver restores the poison
- * (net/staging.cuh). For peers on other hosts, the caller must then call post_put_pieces().
+/* Stores piece `piece` of the row of `token` to the staging of `peers` (bit mask). `q`: this
+ * lane's vectors of the piece. If the piece contains poison or its stand-in, also sends escape
+ * words, with which the receiver restores the poison (net/staging.cuh). If some peers are on
+ * other hosts, the caller must afterwards call post_put_pieces() or post_put_when_complete().
  * Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t token, int piece,
@@ -173,7 +179,7 @@ __device__ __forceinline__ void send_to_peers(const DispatchMove &m, int32_t tok
     }
 }
 
-/* Loads this lane's word of chunk `chunk` of the record of a token of `rank`. If the kernel
+/* Loads word chunk * 32 + lane_id() of the record of `token`, a token of `rank`. If the kernel
  * makes the plan, it is possible that the word has not arrived yet. */
 __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank, int32_t token,
                                                 int chunk)
@@ -190,10 +196,13 @@ __device__ __forceinline__ uint64_t peek_record(const DispatchMove &m, int rank,
     return word;
 }
 
-/* Waits for chunk `chunk` of the record of a token of `rank`. `slot` becomes the slot in this
- * lane's word, or -1. `word`: the result of peek_record(). `more` becomes true if later chunks
- * may contain slots. If `keep` is true, also copies the slots into the plan that this kernel
- * makes. Called by a whole warp. Returns false if the group has failed. */
+/* Waits for one chunk of the record of `token`, a token of `rank`: 32 words, one per lane.
+ * `chunk`: 0 for words 0 to 31 of the record, 1 for words 32 to 63. `word`: this lane's word,
+ * as peek_record() has returned it. `slot` becomes the slot that this lane's word contains, or
+ * -1 if the record has no word for this lane. (If the plan is invalid, it is RECORD_DISCARD.)
+ * `more` becomes true if a later chunk may contain slots. If `keep` is true, also copies the
+ * slots into the plan that this kernel makes. Called by a whole warp. Returns false if the
+ * group has failed. */
 __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int32_t token,
                                             int chunk, bool keep, uint64_t word, int32_t &slot,
                                             bool &more)
@@ -212,8 +221,8 @@ __device__ __forceinline__ bool read_record(const DispatchMove &m, int rank, int
     return true;
 }
 
-/* Writes -1 to the unused words at the end of a token's record in the plan. `chunk`: the last
- * chunk that can have slots. */
+/* Writes -1 to the unused words at the end of the record of `token`, a token of `rank`, in the
+ * plan: to all words after chunk `chunk`. Called by a whole warp. */
 __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int32_t token,
                                            int chunk)
 {
@@ -222,8 +231,9 @@ __device__ __forceinline__ void end_record(const DispatchMove &m, int rank, int3
         ((int32_t *)m.plan.records)[at + k] = -1;
 }
 
-/* Returns the address at which weight n of a peer's token arrives on this rank. A peer sends
- * only the weights of choices that go to this rank, without gaps, so n is not k. */
+/* Returns the address at which the weight with index n of a peer's token arrives on this rank.
+ * `source`: index of the peer among this rank's sources. A peer sends only the weights of the
+ * choices that go to this rank, so n is the index of the choice among these choices. */
 __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int source,
                                                     int32_t token, int n)
 {
@@ -232,9 +242,11 @@ __device__ __forceinline__ uint32_t *weight_address(const DispatchMove &m, int s
            (int64_t)token * float_stride(m.top_k) + n;
 }
 
-/* Loads the weight of this lane's slot. For a token of this rank, loads it from the caller's
- * array. For a peer's token, loads it from the heap, where it is poison if it has not arrived.
- * `chunk`: 0 if the slot is among the token's first 32 slots on this rank, otherwise 1. */
+/* Returns the weight of this lane's slot. If `rank`, the token's rank, is this rank, loads the
+ * weight from the caller's array. If it is a peer, with index `source` among this rank's
+ * sources, loads the weight from the heap, where it is poison if it has not arrived. `chunk`: 0
+ * if the slot is among the token's first 32 slots on this rank, otherwise 1. `slot`: this
+ * lane's slot; -1: the lane has none, and the result is 0. Called by a whole warp. */
 __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int chunk, int32_t slot)
 {
@@ -253,7 +265,8 @@ __device__ __forceinline__ uint32_t peek_weight(const DispatchMove &m, int rank,
 
 /* Writes the weight of this lane's slot to slot_weights. For a peer's token, first waits for
  * the weight, and then stores poison to the heap for the next use. `word`: the result of
- * peek_weight(). Called by a whole warp. Returns false if the group has failed. */
+ * peek_weight(), which the caller has called with the same arguments. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, int source,
                                                int32_t token, int chunk, int32_t slot,
                                                uint32_t word)
@@ -273,8 +286,9 @@ __device__ __forceinline__ bool receive_weight(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index in
- * the row of the piece's first vector. `slot`: this lane's slot, or -1. Called by one warp. */
+/* Stores the piece q to the slots of all lanes, one slot after the other. `vector`: index of
+ * the piece's first vector in the row. `slot`: this lane's slot; -1: the lane has none. Called
+ * by one warp. */
 template <bool EXACT>
 __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector, int32_t slot,
                                            const uint4 (&q)[V])
@@ -292,9 +306,10 @@ __device__ __forceinline__ void fill_slots(const DispatchMove &m, int32_t vector
     }
 }
 
-/* Reads a piece of a row of `rank` into q. If the row is this rank's, reads it from the
- * caller's rows. If it is a peer's, waits for the piece in staging, and stores poison there for
- * the next use. If `copied` is true, q contains an earlier copy, in which words that had not
+/* Reads piece `piece` of the row of `token`, a token of `rank`, into q. If `rank` is this rank,
+ * reads the piece from the caller's rows. If it is a peer, with index `source` among this
+ * rank's sources, waits for the piece in staging, and stores poison there for the next use. If
+ * `copied` is true, q contains an earlier copy of the piece, in which words that had not
  * arrived are poison. Called by a whole warp. Returns false if the group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int rank, int source,
@@ -349,8 +364,8 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 }
 
 /* Special values of slab_bits. NOT_KNOWN: the warp has not yet decided whether it zeroes
- * padding slots (slots without a token) while it receives tokens. NOT_WITH_TOKENS: it does not,
- * so pad_all() zeroes them at the end. */
+ * padding slots (slots without a token) while it receives tokens. NOT_WITH_TOKENS: it zeroes no
+ * padding slots then; pad_all() zeroes all of them at the end. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 
@@ -391,9 +406,10 @@ __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const Plan
 }
 
 /* Returns how many tokens of each source are received before step `step` of the list of units,
- * in which token `step` is sent. Receiving begins after max(m.num_early_tokens, lag) tokens
- * have been sent. Then one of every 2^catch_up steps receives two tokens, until receiving is
- * only `lag` tokens behind sending. */
+ * in which token `step` is sent. The lag (job.lag) is the number of tokens by which receiving
+ * stays behind sending. Receiving begins after max(m.num_early_tokens, lag) tokens have been
+ * sent. Then one of every 2^catch_up steps receives two tokens, until receiving is only `lag`
+ * tokens behind sending. */
 __device__ __forceinline__ int32_t received_before(const DispatchMove &m, int32_t step)
 {
     const int32_t behind = max(step - max(m.num_early_tokens, m.job.lag), 0);

@@ -11,8 +11,9 @@
 
 #include "cuda/dispatch/dispatch.cuh"
 
-/* Loads the row word of a token of `rank` (the index of its row on this rank) into all lanes.
- * If the kernel makes the plan, it is possible that the word has not arrived yet. */
+/* Loads the row word of `token`, a token of `rank`, into all lanes: the index of the token's
+ * row on this rank. If the kernel makes the plan, it is possible that the word has not arrived
+ * yet. */
 __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, int32_t token)
 {
     const p2p_self &self = m.job.plan.self;
@@ -20,9 +21,8 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* Writes `first` to the plan as the only element for a token of `rank`: element 0 of the
- * token's top_k elements in `entries` becomes `first`, and the others become -1. Called by a
- * whole warp. */
+/* The plan's array `entries` has top_k elements for `token`, a token of `rank`. Sets element 0
+ * of them to `first`, and the other elements to -1. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {
@@ -31,11 +31,11 @@ __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32
         ((int32_t *)entries)[at + k] = k ? -1 : first;
 }
 
-/* Waits for the row word of a token of `rank` (the index of the token's row on this rank).
- * `word`: the result of peek_row(). In lane 0, `slot` becomes the index of the row; in all
- * other lanes, it becomes -1. `more` becomes false. If `keep` is true, also copies the index
- * into the plan that this kernel makes. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Waits for the row word of `token`, a token of `rank`. `word`: the result of peek_row(). In
+ * lane 0, `slot` becomes the index of the token's row on this rank, or -1 if it has no row. In
+ * all other lanes, `slot` becomes -1. `more` becomes false, because there are no other words
+ * (see read_record()). If `keep` is true, also copies the index into the plan that this kernel
+ * makes. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_row(const DispatchMove &m, int rank, int32_t token,
                                          bool keep, uint64_t word, int32_t &slot, bool &more)
 {
@@ -67,8 +67,9 @@ struct FlatExtras {
     uint32_t weight; /* poison if it has not arrived yet */
 };
 
-/* Loads the extras of the token's choices on this rank, as far as they have arrived. `chunk`: 0
- * for the first 32 choices, 1 for the next 32 choices. */
+/* Loads the extras of the choices that `token`, a token of `rank`, has on this rank, as far as
+ * they have arrived. `source`: index of `rank` among this rank's sources. `chunk`: 0 for the
+ * first 32 of these choices, 1 for the next 32. */
 __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int rank, int source,
                                                   int32_t token, int chunk)
 {
@@ -85,11 +86,11 @@ __device__ __forceinline__ FlatExtras peek_extras(const DispatchMove &m, int ran
     return extras;
 }
 
-/* Waits for the local expert of this lane's choice. `expert` becomes the local expert, or -1 if
- * there is no such choice. `word`: the result of peek_record(). `chunk`: as in peek_extras().
- * `more` becomes true if there may be more choices in later chunks. If the kernel makes the
- * plan, also copies the experts into the plan. Called by a whole warp. Returns false if the
- * group has failed. */
+/* Waits for the local expert of this lane's choice. `rank`, `token`, `chunk`: as in
+ * peek_extras(). `word`: FlatExtras.expert. `expert` becomes the local expert, or -1 if this
+ * lane has no choice. `more` becomes true if a later chunk may contain choices. If the kernel
+ * makes the plan, also copies the experts into the plan. Called by a whole warp. Returns false
+ * if the group has failed. */
 __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, int32_t token,
                                                int chunk, uint64_t word, int32_t &expert,
                                                bool &more)
@@ -135,9 +136,9 @@ __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int
     return ok;
 }
 
-/* Receives the extras of a token, and stores them for row `row` of the receive buffer.
- * `extras`: the result of peek_extras() for the first 32 choices. Called by a whole warp.
- * Returns false if the group has failed. */
+/* Receives the extras of `token`, a token of `rank`, and stores them for row `row` of the
+ * receive buffer. `source`: as in peek_extras(). `extras`: the result of peek_extras() for the
+ * first 32 choices. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_extras(const DispatchMove &m, int rank, int source,
                                                int32_t token, int32_t row, FlatExtras extras)
 {

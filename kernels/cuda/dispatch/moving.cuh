@@ -118,11 +118,11 @@ __device__ __forceinline__ device_padding padding_of(const PlanView &plan, int s
             min(__ldcg(&plan.padding[slab].count), (int32_t)plan.header.alignment)};
 }
 
-/* Calls write(slot) for the padding slots that one unit must zero. `spans`: number of units
- * that zero padding slots; these are the units that receive spans of this rank's tokens.
- * `span`: index of this unit among them. Unit s zeroes padding slots of slab s mod 2^slab_bits,
- * and the units of a slab divide its padding slots among themselves. The code contains no
- * divisions, because a division would wait for earlier stores. */
+/* Calls write(slot) for the padding slots that one unit must zero. Padding slots are zeroed by
+ * the units that receive spans of this rank's tokens. `spans`: number of these units. `span`:
+ * index of this unit among these units. The unit with index s zeroes padding slots of slab s
+ * mod 2^slab_bits, and the units of a slab divide its padding slots among themselves. The code
+ * contains no divisions, because a division would wait for earlier stores. */
 template <class Write>
 __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int slab_bits,
                                                       int span, int spans, Write write)
@@ -138,8 +138,8 @@ __device__ __forceinline__ void for_each_padding_slot(const PlanView &plan, int 
 }
 
 /* Calls write(slot, piece) for this warp's share of the padding of this rank's `owned` slabs
- * (one per local expert). `warps` warps divide the padding piece by piece. `warp`: index of
- * this warp among them. `pieces`: number of pieces per row. padding_in(slab) returns the
+ * (one per local expert). `warps` warps share the work, piece by piece. `warp`: index of this
+ * warp among these warps. `pieces`: number of pieces per row. padding_in(slab) returns the
  * padding slots of a slab. Called by a whole warp. */
 template <class PaddingIn, class Write>
 __device__ __forceinline__ void for_each_padding_of(PaddingIn padding_in, int owned, int pieces,

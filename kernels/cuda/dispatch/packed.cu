@@ -15,9 +15,10 @@
 #include "cuda/dispatch/packed_slots.cuh"
 #include "cuda/dispatch/relay.cuh"
 
-/* The pieces that a unit moves: `count` pieces from piece `first` on (0 or less: none). is_own:
- * true if they are pieces of the caller's rows, false if they are pieces of packed rows. If the
- * kernel quantizes, a caller's row and its packed row have different numbers of pieces. */
+/* The pieces that a unit moves: `count` pieces from piece `first` on. If `count` is 0 or less,
+ * the unit moves no pieces. is_own: true if they are pieces of the caller's rows, false if they
+ * are pieces of packed rows. If the kernel quantizes, a caller's row and its packed row have
+ * different numbers of pieces. */
 struct Pieces {
     int first, count;
     bool is_own;
@@ -147,7 +148,8 @@ template <class OwnPiece> struct PieceFeed {
     }
 };
 
-/* Loads piece i of a token of this rank directly from memory, not through the ring buffer. */
+/* Loads piece i of `token`, a token of this rank, directly from memory, not through the ring
+ * buffer. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t token, int i,
                                                OwnPiece &piece)
@@ -161,7 +163,8 @@ __device__ __forceinline__ void load_own_piece(const PackedMove &m, int32_t toke
     piece.make_raw(m, raw);
 }
 
-/* Returns piece i of a token of this rank. `copied`: true if the piece is in the ring. */
+/* Sets `piece` to piece i of `token`, a token of this rank. `copied`: true if the piece is in
+ * the ring of `feed`. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ void get_piece(const PackedMove &m, int32_t token, int i,
                                           bool copied, PieceFeed<OwnPiece> &feed,
@@ -305,8 +308,9 @@ static __device__ __noinline__ void send_early_tokens(const PackedMove m)
     }
 }
 
-/* Receives one token of a unit's source, or two tokens if receiving catches up with sending
- * (received_before()). If the source is this rank itself, also zeroes some padding slots.
+/* Receives the pieces of one token of the unit's source, or of two tokens if receiving catches
+ * up with sending (received_before()). `word`: this lane's word of the record of the first
+ * token (read_ahead()). If the source is this rank itself, also zeroes some padding slots.
  * slab_bits: log2 of the number of slabs (one per local expert), rounded up; negative: do not
  * zero padding slots. Returns false if the group has failed. */
 template <class OwnPiece, bool FAST, bool FLAT>

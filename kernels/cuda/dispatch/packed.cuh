@@ -97,7 +97,7 @@ static __device__ __noinline__ void store_part(uint8_t *row, int32_t i, int64_t 
         if (at + w * 4 < row_bytes) ((uint32_t *)(row + at))[w] = words[w];
 }
 
-/* Stores vector `at` of a packed row to a slot: to the slot's row or to its scales. */
+/* Stores vector number `at` of a packed row, q, to a slot: to the slot's row or its scales. */
 __device__ __forceinline__ void store_vector(const PackedMove &m, int32_t slot, int32_t at,
                                              uint4 q)
 {
@@ -187,7 +187,8 @@ __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *he
            ((int64_t)(token - m.round_begin) * m.shape.pieces + piece) * WARP;
 }
 
-/* Replaces E8M0_STAND_IN by E8M0_NANS in the scales of the piece that begins at `vector`. */
+/* Replaces E8M0_STAND_IN by E8M0_NANS in the scales of a piece. `vector`: index of the piece's
+ * first vector in the packed row. */
 __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector, uint4 (&q)[V])
 {
 #pragma unroll
@@ -200,10 +201,11 @@ __device__ __forceinline__ void restore_nans(const PackedMove &m, int32_t vector
     }
 }
 
-/* Waits for a piece of a peer's packed row in staging, reads it into q, restores the words that
- * the sender has replaced, and stores poison to the staging. If `copied` is true, q contains an
- * earlier copy, in which words that had not arrived are poison. Called by a whole warp. Returns
- * false if the group has failed. */
+/* Waits for piece `piece` of the packed row of `token`, a token of the peer `rank`, in staging.
+ * Reads the piece into q, restores the words that the sender has replaced, and stores poison to
+ * the staging. `source`: index of `rank` among this rank's sources. If `copied` is true, q
+ * contains an earlier copy of the piece, in which words that had not arrived are poison. Called
+ * by a whole warp. Returns false if the group has failed. */
 template <bool QUANTIZED>
 __device__ __forceinline__ bool receive_packed_piece(const PackedMove &m, int rank, int source,
                                                      int32_t token, int piece, bool copied,
@@ -298,8 +300,8 @@ struct JoinedPiece {
             return load_again((in_row ? row : scales) + (int64_t)i * 16);
         return load_part(in_row ? row : scales, i, in_row ? job.row_bytes : job.scale_bytes);
     }
-    /* Completes a piece that was read from the ring: if the scales are unaligned, loads them
-     * from memory, because the ring copies only aligned vectors. */
+    /* Completes a piece that was read from the ring buffer in shared memory. The ring copies
+     * only aligned vectors, so if the scales are unaligned, loads the scales from memory. */
     __device__ __forceinline__ void complete_scales(const PackedMove &m, int32_t token,
                                                     int piece)
     {
@@ -406,8 +408,9 @@ struct QuantizedPiece {
             F16::unpack_floats(high, x + 8);
         }
     }
-    /* Quantizes this lane's vectors of 16-bit elements. Processes one run after the other,
-     * because the floats of both runs would need too many registers. */
+    /* Quantizes this lane's vectors of 16-bit elements: a run of 16 elements in vectors 0 and
+     * 1, and a second run in vectors 2 and 3 (vector_of()). Converts and quantizes the first
+     * run before the second, because floats for both runs would need too many registers. */
     __device__ __forceinline__ void make_raw(const PackedMove &m, const uint4 (&raw)[V])
     {
         const uint32_t how = m.job.quantize;

@@ -7,11 +7,12 @@
 #include "cuda/dispatch/flat.cuh"
 #include "cuda/dispatch/packed.cuh"
 
-/* Waits for the record of a token of `rank`. In lane n, slot[0] becomes slot n of the token,
- * and slot[1] becomes slot 32 + n; they become -1 if there is no such slot. With layout FLAT,
- * slot[0] of lane 0 becomes the token's row. `word`: the result of peek_record() or peek_row().
- * If `keep` is true, also copies the record into the plan that this kernel makes. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Waits for the record of `token`, a token of `rank`. In lane n, slot[0] becomes slot n of the
+ * token on this rank, and slot[1] becomes slot 32 + n; each becomes -1 if the token has no such
+ * slot. With layout FLAT, slot[0] of lane 0 becomes the index of the token's row instead.
+ * `word`: the result of peek_record() for chunk 0, or of peek_row() if FLAT. If `keep` is true,
+ * also copies the record into the plan that this kernel makes. Called by a whole warp. Returns
+ * false if the group has failed. */
 template <bool FLAT>
 __device__ __forceinline__ bool find_slots(const PackedMove &m, int rank, int32_t token,
                                            bool keep, uint64_t word, int32_t (&slot)[2])
@@ -44,8 +45,8 @@ __device__ __forceinline__ void clear_rows(const PackedMove &m, int64_t first, i
         zero_floats(m.job.slot_weights, first, m.job.recv_rows, thread, threads);
 }
 
-/* Zeroes the tail (the slots after the last slab, which is the range of slots of one expert).
- * The caller tests whether this is wanted. Called by all CTAs. Returns false if the group has
+/* Zeroes the tail: the slots after the last slab (the slots of the last local expert). The
+ * caller tests whether job.zero_tail is set. Called by all CTAs. Returns false if the group has
  * failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const PackedMove &m)
 {

@@ -64,7 +64,7 @@ template <bool EXACT> struct PieceFeed {
         open_unit();
     }
     /* Starts to copy one more piece. Then waits for the oldest piece of the ring and reads it
-     * into q. its_vector: index in the row of the first vector of the oldest piece. */
+     * into q. its_vector: index of the first vector of the oldest piece in its row. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t its_vector)
     {
         copy_next();
@@ -113,9 +113,10 @@ __device__ __forceinline__ void send_unit(const DispatchMove &m, const UnitWalk 
                        peers);
 }
 
-/* Only for tokens with more than 32 choices: stores a piece to the token's slots after the
- * first 32 slots. With piece 0, also receives the weights of these slots. Returns false if the
- * group has failed. */
+/* Only for tokens with more than 32 choices: stores piece q of `token`, a token of `rank`, to
+ * those slots of the token that follow its first 32 slots. If `piece` is 0, also receives the
+ * weights of these slots. `source`: index of `rank` among this rank's sources. Returns false if
+ * the group has failed. */
 template <bool EXACT>
 __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank, int source,
                                                 int32_t token, int piece, const uint4 (&q)[V])
@@ -133,9 +134,10 @@ __device__ __forceinline__ bool fill_more_slots(const DispatchMove &m, int rank,
     return true;
 }
 
-/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. `word`: this lane's word of the record, from peek_record() or, if FLAT, peek_row().
- * `copied`: true if the pieces are in the ring. Returns false if the group has failed. */
+/* Receives the pieces that the unit `walk` moves of `token`, and stores them to the token's
+ * slots on this rank. `word`: this lane's word of the token's record, from peek_record() or, if
+ * FLAT, peek_row(). `copied`: true if the pieces are in the ring of `feed`. Returns false if
+ * the group has failed. */
 template <bool EXACT, bool FLAT>
 __device__ __forceinline__ bool receive_token(const DispatchMove &m, int32_t token,
                                               const UnitWalk &walk, uint64_t word, bool copied,
@@ -249,8 +251,9 @@ template <bool EXACT> __device__ __forceinline__ void send_early(const DispatchM
         send_early_tokens<EXACT>(m);
 }
 
-/* Receives one token of a unit's source, or two tokens if receiving catches up with sending
- * (received_before()). If the source is this rank itself, also zeroes some padding slots.
+/* Receives the pieces of one token of the unit's source, or of two tokens if receiving catches
+ * up with sending (received_before()). `word`: this lane's word of the record of the first
+ * token (read_ahead()). If the source is this rank itself, also zeroes some padding slots.
  * slab_bits: log2 of the number of slabs (one per local expert), rounded up; negative: do not
  * zero padding slots. Returns false if the group has failed. */
 template <bool EXACT, bool FLAT>
@@ -356,8 +359,8 @@ template <bool FLAT> __device__ __forceinline__ void clear_outputs(const Dispatc
         zero_floats(m.job.slot_weights, 0, m.job.recv_rows, threadIdx.x, BLOCK);
 }
 
-/* Zeroes the tail (the slots after the last slab, which is the range of slots of one expert).
- * The caller tests whether this is wanted. Called by all CTAs. Returns false if the group has
+/* Zeroes the tail: the slots after the last slab (the slots of the last local expert). The
+ * caller tests whether job.zero_tail is set. Called by all CTAs. Returns false if the group has
  * failed. */
 template <bool FLAT> __device__ __forceinline__ bool clear_tail(const DispatchMove &m)
 {

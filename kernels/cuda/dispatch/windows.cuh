@@ -56,8 +56,8 @@ __device__ __forceinline__ bool open_windows(const WindowMove &m)
 
 /* -------------------------------------------------------------------------------- rows ---- */
 
-/* Sends the weight of choice k of a token to a peer. n: number of choices of the token with
- * lower k that go to this peer. */
+/* Sends the weight of choice k of `token`, a token of this rank, to the peer `rank`. `n`:
+ * number of choices of the token with lower k that go to this peer. */
 __device__ __forceinline__ void send_weight(const WindowMove &m, int32_t token, int k, int rank,
                                             int n)
 {
@@ -123,10 +123,11 @@ __device__ __forceinline__ bool receive_one(const WindowMove &m, int role, int32
     return !with_weights || receive_weight(m, rank, source, token, 0, slot, weight);
 }
 
-/* Only for layers with one choice per token. `slot` becomes the slot on this rank of this
- * lane's token of `rank`, or -1 if the token has no slot here. If the kernel makes the plan,
- * waits for the token's record, and copies it into the plan. Called by a whole warp. Returns
- * false if the group has failed. */
+/* Only for layers with one choice per token. Each lane passes its own `token`, a token of
+ * `rank`. `exists`: false if rank `rank` has no token with this index. `slot` becomes the
+ * token's slot on this rank, or -1 if the token has no slot on this rank. If the kernel makes
+ * the plan, waits for the token's record, and copies it into the plan. Called by a whole warp.
+ * Returns false if the group has failed. */
 __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32_t token,
                                             bool exists, int32_t &slot)
 {
@@ -149,9 +150,9 @@ __device__ __forceinline__ bool read_single(const WindowMove &m, int rank, int32
     return ok;
 }
 
-/* Receives up to 32 tokens from `first` on, one token per lane. Requires that the tokens have
- * one choice each, and were not sent early. Called by a whole warp. Returns false if the group
- * has failed. */
+/* Receives the data that comes with the rows of up to 32 tokens of rank rank_of_role(role),
+ * from token `first` on, one token per lane. Requires that the tokens have one choice each, and
+ * were not sent early. Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_singles(const WindowMove &m, int role, int32_t first)
 {
     const int rank = rank_of_role(m.job.plan.self, role);
