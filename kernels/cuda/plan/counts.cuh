@@ -97,9 +97,9 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A warp handles one group of tokens after the other: as many tokens as have their choices in
- * its 32 lanes (TokenLanes). If a warp has at most this many groups, each lane keeps its
- * choices in registers, so that it need not load them again to compute their slots. */
+/* A warp handles its tokens in groups of 32 / top_k tokens (TokenLanes). If it has at most this
+ * many groups, each lane keeps its choices in registers, so that it need not load them again to
+ * compute their slots. */
 #define COUNTED_BATCHES 4
 
 /* The choices that this lane has counted. Element i is the lane's choice in the warp's i-th
@@ -501,8 +501,8 @@ __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self
     const uint64_t *from = (const uint64_t *)op.heap + counts + e;
     /* load: sum of the counts of all ranks. low: sum of the counts of lower ranks. */
     uint32_t load = 0, low = 0;
-    /* bad: ranks that have found wrong data of their own. others: ranks whose rank_of_expert
-     * differs from this rank's table. */
+    /* bad: ranks whose own data is wrong. others: ranks whose rank_of_expert differs from this
+     * rank's table. */
     RankMask bad = no_ranks(), others = no_ranks();
     bool ok = true;
 #pragma unroll 1

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Decides a plan from the counts of all ranks: which choices are kept, where the slab of each
- * expert begins, and whether the plan is valid. The functions of plan/planner.cuh call those of
- * this file after the counts have arrived. A *choice* is a token and one of its top_k experts.
- * A slab is the range of slots of one expert.
+ * expert begins, and whether the plan is valid. plan/planner.cuh calls the functions of this
+ * file after the counts have arrived. A *choice* is a token and one of its top_k experts. A
+ * slab is the range of slots of one expert.
  *
  *   decide_plan          computes loads, kept choices and slabs
  *   wait_faults          waits until all ranks with wrong data have sent a description of it

@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* EPIC_BY_K: an expert that cannot keep all its choices first keeps the choices with k = 0,
  * then the choices with k = 1, and so on. (A *choice* is a token and one of its top_k experts;
- * k is its index among them.) The slots of the kept choices are still in the order of tokens.
- * So each choice has two positions:
+ * k is the index of this expert among the top_k experts.) The slots of the kept choices are
+ * still in the order of tokens. So each choice has two positions:
  *
- *   keep position   its index in the order (k, rank, token) among the choices of its expert.
- *                   The expert keeps the choices with the lowest keep positions
- *   slot position   its index in the order (rank, token, k) among the kept choices of its
- *                   expert. It decides the slot
+ *   keep position   index of the choice among all choices of its expert, in the order (k, rank,
+ *                   token). The expert keeps the choices with the lowest keep positions
+ *   slot position   index of the choice among the kept choices of its expert, in the order
+ *                   (rank, token, k). It decides the slot
  *
  * To find keep positions, the ranks count the choices of each k separately. Tally (counter) k *
  * num_experts + e counts the choices of expert e with this k. The keep position of a choice is

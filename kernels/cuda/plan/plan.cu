@@ -27,9 +27,9 @@
 
 /* Layout FLAT: waits for the row words that rank `source` sends for some of its tokens, and
  * stores them in the plan. The row's index becomes element 0 of the token's record, and the
- * other elements become -1. Called by one warp, which handles the tokens from first_token on,
- * as many as have their choices in its 32 lanes. `num_tokens`: number of tokens of rank
- * `source`. `records`: the plan's array of records. Returns false if the group has failed. */
+ * other elements become -1. Called by one warp, which handles the next 32 / top_k tokens from
+ * first_token on (at least one). `num_tokens`: number of tokens of rank `source`. `records`:
+ * the plan's array of records. Returns false if the group has failed. */
 static __device__ bool store_rows(const OpState &op, const p2p_plan_job &job, int32_t *records,
                                   int source, int32_t first_token, int32_t num_tokens)
 {

@@ -102,8 +102,8 @@ struct Planner {
     /* layers with replicas: hash of the caller's table logical_of_expert */
     uint32_t table_hash;
     /* Only layers with replicas: the lowest expert with an invalid entry in logical_of_expert.
-     * If there is none: num_experts plus the lowest logical expert without a replica. If there
-     * is none of these either: NO_INDEX. */
+     * If all entries are valid: num_experts plus the lowest logical expert without a replica.
+     * If nothing is wrong: NO_INDEX. */
     uint32_t bad_replica;
     RankMask bad_ranks; /* the ranks whose choices or tables are wrong */
     /* num_warps: number of warps of a CTA that count choices. tokens_per_cta, tokens_per_warp:

@@ -68,7 +68,7 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
  * logical expert.
  *
  * p.bad_replica becomes the index of the first invalid entry of the caller's table. The planner
- * uses 0 in place of invalid entries. If there is none and EPIC_DROP_ABSENT is not set,
+ * uses 0 in place of invalid entries. If all entries are valid and EPIC_DROP_ABSENT is not set,
  * p.bad_replica becomes num_experts plus the first absent logical expert. Called by all threads
  * of the CTA, after begin_planner(). */
 static __device__ void read_replicas(Planner &p, const p2p_plan_job &job, const OpState &op)

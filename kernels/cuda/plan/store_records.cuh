@@ -9,9 +9,9 @@
 #include "cuda/plan/planner.cuh"
 
 /* Waits for the records that rank `source` sends about some of its tokens, and copies them to
- * the plan, one word per lane. Called by one warp, which handles the tokens from first_token
- * on, as many as have their choices in its 32 lanes. `num_tokens`: number of tokens of rank
- * `source`. `records`: the plan's array of records. Returns false if the group has failed. */
+ * the plan, one word per lane. Called by one warp, which handles the next 32 / top_k tokens
+ * from first_token on (at least one). `num_tokens`: number of tokens of rank `source`.
+ * `records`: the plan's array of records. Returns false if the group has failed. */
 static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
                                      int32_t *records, int source, int32_t first_token,
                                      int32_t num_tokens)
@@ -58,11 +58,11 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
 }
 
 /* Calls keep(source, first, tokens) for each group of tokens that this warp handles. A group
- * has as many tokens as have their choices in the 32 lanes of a warp. keep() copies the records
- * of the group. source: rank of the tokens. first: first token of the group. tokens: number of
- * tokens of rank `source`. `tokens_of`: number of tokens of each rank. `warps`: number of warps
- * that share the work. `warp`: index of the calling warp among these warps. If keep() returns
- * false, stops and returns false. */
+ * has 32 / top_k tokens (at least one) of one rank. keep() copies the records of the group.
+ * source: rank of the tokens. first: first token of the group. tokens: number of tokens of rank
+ * `source`. `tokens_of`: number of tokens of each rank. `warps`: number of warps that share the
+ * work. `warp`: index of the calling warp among these warps. If keep() returns false, stops and
+ * returns false. */
 template <class Keep>
 __device__ __forceinline__ bool for_each_token_group(const p2p_plan_job &job,
                                                      const RankNumbers &tokens_of, int warp,
