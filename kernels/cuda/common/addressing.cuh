@@ -39,8 +39,9 @@ struct OpState { /* State of the running operation. Each CTA has a copy in share
      * later time. */
     mutable uint64_t deadline;
     uint32_t epoch, signature;
-    /* The sizes that this rank announces. rows: number of rows of the receive buffer; 0: there
-     * is none. */
+    /* The sizes that this rank announces. tokens: its number of tokens. capacity: number of
+     * slots that it may use; 0: no limit. rows: number of rows of its receive buffer; 0: the
+     * operation has no receive buffer. */
     int32_t tokens, capacity, rows;
     uint32_t last; /* 1 if this CTA has finished after all other CTAs of the grid */
     /* 1: an earlier operation of this rank still ran when this one began, which is an error */

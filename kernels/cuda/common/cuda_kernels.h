@@ -334,8 +334,8 @@ typedef struct p2p_dispatch_job {
      * (epic_quantize); 0: it does not. */
     uint32_t type, quantize;
     /* scales_aligned: 1 if the scales of every row begin at a multiple of 16 bytes, and
-     * scale_bytes is a multiple of 16. scales_in_words: 1 if the same is true for recv_scales
-     * with multiples of 4. */
+     * scale_bytes is a multiple of 16. scales_in_words: 1 if every row of recv_scales begins at
+     * a multiple of 4 bytes, and scale_bytes is a multiple of 4. */
     int32_t scales_aligned, scales_in_words;
     /* The next three fields are only for bulk stores (dispatch/bulk.cuh). The launcher sets
      * `warps` and num_buffers. */

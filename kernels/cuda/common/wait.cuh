@@ -236,8 +236,8 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 }
 
 #ifndef LOW_LATENCY
-/* 1 in files with low-latency kernels, whose waits poll more often. They can do so because few
- * rows compete with their polls for memory bandwidth. */
+/* 1 in files with low-latency kernels, whose waits poll more often. This does not slow down the
+ * rows, because low-latency kernels move only few rows. */
 #define LOW_LATENCY 0
 #endif
 #ifndef SPINS_TO_SLEEP
