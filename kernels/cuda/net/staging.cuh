@@ -207,11 +207,11 @@ __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const ui
  *
  *   peer            the rank that stores the row
  *   staged          address of the row in staging
- *   first, vectors  the row has `vectors` vectors; the piece has those from `first` to
+ *   first, vectors  the row has `vectors` vectors; the piece has the vectors from `first` to
  *                   first + V * 32 - 1
  *   copied          true if q contains an earlier copy of the piece, from the warp's ring in
  *                   shared memory. In this copy, words that had not arrived are poison. The
- *                   piece in staging is polled only if there are such words
+ *                   piece in staging is polled only if q contains such words
  *
  * While nothing has arrived, each lane polls only its first vector, because polls take memory
  * bandwidth that rows need. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How kernels store rows into windows of peers. A window is memory of a rank into which its
  * peers store rows directly, without staging (docs/internals/windows.md). The *permit* of a
- * rank is a message that allows its peers to do so.
+ * rank is a message that allows its peers to store rows into its window.
  *
  * An operation is *direct* if all ranks run a kernel with windows. In a direct operation, all
  * rows are stored directly into windows. In any other operation, all rows go through staging.
@@ -160,9 +160,9 @@ __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState
 
 /* -------------------------------------------------------------------------- completion ---- */
 
-/* Counts this CTA as one of the `ctas` remote CTAs that have stored their rows. The last of
- * them reports to all peers that this rank has stored all its rows. Called by all threads of a
- * CTA. */
+/* Counts this CTA as one of the `ctas` remote CTAs that have stored their rows. The remote CTA
+ * that is counted last reports to all peers that this rank has stored all its rows. Called by
+ * all threads of a CTA. */
 __device__ __forceinline__ void count_stores(const p2p_self &self, const OpState &op, int ctas)
 {
     __syncthreads();
