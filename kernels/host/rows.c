@@ -193,8 +193,8 @@ static void fence_copies(void)
 }
 #else
 #define LINE 256 /* number of bytes that copy_line() copies at a time */
-/* rows with fewer bytes are copied by memcpy(), because unaligned bytes are a large part of
- * them */
+/* rows with fewer bytes are copied by memcpy(), because the bytes at their ends that are not
+ * aligned are a large part of such a row */
 #define MIN_PAST_CACHES 1024
 
 /* Copies LINE bytes with non-temporal stores. `to` must be aligned to sizeof(lanes). */
