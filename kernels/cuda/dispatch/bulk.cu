@@ -227,7 +227,7 @@ struct RoundProgress { /* The state of a warp in the running round. */
     int32_t end;       /* the first token after the running round */
     bool has_counts;   /* true: the number of tokens of each rank is known */
     /* log2 of the number of slabs (one per expert, rounded up) in which this warp also zeroes
-     * padding slots; negative: none, or not known yet */
+     * padding slots; negative: NOT_KNOWN or NOT_WITH_TOKENS (dispatch.cuh) */
     int slab_bits;
 };
 

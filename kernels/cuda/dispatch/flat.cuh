@@ -21,8 +21,8 @@ __device__ __forceinline__ uint64_t peek_row(const DispatchMove &m, int rank, in
     return (uint32_t)__ldg(m.plan.records + record_index(self, rank, token, m.top_k));
 }
 
-/* The plan's array `entries` has top_k elements for `token`, a token of `rank`. Sets element 0
- * of them to `first`, and the other elements to -1. Called by a whole warp. */
+/* The plan's array `entries` has top_k elements for `token`, a token of `rank`. Sets the first
+ * of these elements to `first`, and the others to -1. Called by a whole warp. */
 __device__ __forceinline__ void store_entries(const DispatchMove &m, const int32_t *entries,
                                               int rank, int32_t token, int32_t first)
 {

@@ -121,8 +121,8 @@ template <class OwnPiece> struct PieceFeed {
             ring.wait_next();
         }
     }
-    /* Reads piece i of a token of this rank from the ring. Unaligned scales are read from
-     * memory, because the ring copies only aligned vectors. */
+    /* Reads piece i of `token`, a token of this rank, from the ring. Unaligned scales are read
+     * from memory, because the ring copies only aligned vectors. */
     __device__ __forceinline__ void read_own_piece(JoinedPiece &piece, int32_t token, int i)
     {
         read_piece(piece.q, i, m.shape);
