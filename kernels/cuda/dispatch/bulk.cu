@@ -36,8 +36,9 @@
 
 /* A unit of work: the packed row of one token, which one warp sends or receives. */
 struct Unit {
-    /* step: position in the list of units. role: 0 for a token of this rank, n for a token of
-     * the n-th peer (rank_of_role()). */
+    /* step: index of the step of the list in which the unit is. role: 0 if the unit's token is
+     * a token of this rank; n if it is a token of the rank that is n above this rank
+     * (rank_of_role()). */
     int step, role;
     /* In lane k: choice k of the token (one of its top_k experts), and word k of the token's
      * record (its slots on this rank). take_unit() loads both before the warp moves the row. */
@@ -162,9 +163,9 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Processes a unit of a token of this rank: sends the row to the peers that need it, waits for
- * the token's record, and stores the row to the token's slots on this rank. Called by a whole
- * warp. Returns false if the group has failed. */
+/* Processes the unit `unit` of `token`, a token of this rank: sends the row to the peers that
+ * need it, waits for the token's record, and stores the row to the token's slots on this rank.
+ * Called by a whole warp. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -188,9 +189,9 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Processes a unit of a peer's token: waits for the row, stores it to the token's slots on this
- * rank, and stores poison back to staging. Called by a whole warp. Returns false if the group
- * has failed. */
+/* Processes the unit `unit` of `token`, a token of a peer: waits for the row, stores it to the
+ * token's slots on this rank, and stores poison back to staging. Called by a whole warp.
+ * Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)
@@ -231,8 +232,8 @@ struct RoundProgress { /* The state of a warp in the running round. */
     int slab_bits;
 };
 
-/* At the first call, waits until each rank has announced its number of tokens. Before that, a
- * warp moves only tokens of this rank. Returns false if the group has failed. */
+/* At the first call, waits until each rank has announced its number of tokens. Before the first
+ * call, a warp moves only tokens of this rank. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p)
 {
     if (!p.has_counts && !read_token_counts(m)) return false;

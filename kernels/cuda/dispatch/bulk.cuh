@@ -107,8 +107,8 @@ __device__ __forceinline__ void copy_own(const PackedMove &m, int32_t token, uin
         copy_again(buffer + v * 16, (v < m.row_vectors ? row : second) + (int64_t)v * 16);
 }
 
-/* Prefetches into the L2 cache the row of a token of this rank that the warp will quantize
- * next. */
+/* Prefetches into the L2 cache the row of `token`, a token of this rank, which the warp will
+ * quantize next. */
 __device__ __forceinline__ void prefetch_own(const PackedMove &m, int32_t token)
 {
     if (lane_id() == 0)

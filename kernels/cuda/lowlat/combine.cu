@@ -102,9 +102,10 @@ struct CombineUnits {
                                (int64_t)unit.token * job.top_k + lane_id());
         return unit;
     }
-    /* Calls do_unit(unit, is_first) for each unit of this worker, until do_unit() returns
-     * false. If `is_loaded` is true, the caller has already read the first unit into
-     * first_unit, and is_first is true in the call for this unit. */
+    /* Calls do_unit(unit, is_first) for each own unit of this worker, or for each of its units
+     * of peers' tokens (`own` is false). If do_unit() returns false, stops and returns false.
+     * If `is_loaded` is true, the caller has already read the first unit into first_unit, and
+     * is_first is true in the call for this unit; in all other calls is_first is false. */
     template <class Do>
     __device__ __forceinline__ bool for_each_unit(bool own, Unit first_unit, bool is_loaded,
                                                   Do do_unit) const

@@ -55,8 +55,9 @@ struct LowlatMove : PackedMove {
     }
 };
 
-/* A piece of a token of `rank` that a warp is receiving. The warp first loads all vectors of
- * the piece. Later it waits for those words that had not arrived when they were loaded. */
+/* Piece `piece` of the row of `token`, a token of `rank`, which a warp is receiving. The warp
+ * first loads all vectors of the piece. Later it waits for those words that had not arrived
+ * when they were loaded. */
 struct PendingPiece {
     int32_t token, piece;
     int rank;
@@ -66,25 +67,26 @@ struct PendingPiece {
     uint4 q[V];
 };
 
-/* The weights and the record (list of slots on this rank) of a token of `rank` that a warp is
- * receiving. In this file, the weights and the record of a token are called its *words*. */
+/* The weights and the record (list of slots on this rank) of `token`, a token of `rank`, which
+ * a warp is receiving. In this file, the weights and the record of a token are called the
+ * *words* of the token. */
 struct PendingWords {
     int32_t token;
     int rank;
     /* this lane's word of the token's record (a slot or -1); used only without has_new_plan */
     uint64_t record_word;
-    /* The slot of this lane's choice, or -1. Set only if the token and the choice's expert are
-     * on this rank and the kernel reads a plan. */
+    /* The slot of this lane's choice (choice lane_id()). It is -1 unless the kernel reads a
+     * plan, the token is a token of this rank, and the choice's expert is on this rank. */
     int32_t own_slot;
     /* For a token of this rank: the weight of this lane's choice. For a token of a peer: lane n
      * has the weight of the token's n-th slot on this rank, or poison if it has not arrived. */
     uint32_t weight;
 };
 
-/* Loads the value that shows where choice k of a token of this rank goes. With has_new_plan,
- * this is the caller's expert id; otherwise it is the rank in the plan's table rank_of. The
- * plan's header has not been checked yet, so if the plan turns out to be invalid, the caller
- * must not use the value. */
+/* Returns a value that shows where choice k of `token`, a token of this rank, goes. With
+ * has_new_plan, this is the caller's expert id; otherwise it is the rank in the plan's table
+ * rank_of. The function is called before the plan's header has been checked. If the plan then
+ * turns out to be invalid, the caller must not use the value. */
 __device__ __forceinline__ uint64_t read_choice_ahead(const LowlatMove &m, int32_t token, int k)
 {
     const p2p_dispatch_job &job = m.job;
@@ -268,9 +270,9 @@ struct WeightSender {
 
 /* --------------------------------------------------------------------------- receiving ---- */
 
-/* Sets p.rank, p.token and p.piece for received unit u. A received unit is one piece. The order
- * of units: all pieces of this rank's tokens, then token 0 of each peer, then token 1 of each
- * peer, and so on. */
+/* Sets p.rank, p.token and p.piece for received unit number u. A received unit is one piece.
+ * The units are numbered in this order: all pieces of this rank's tokens, then all pieces of
+ * token 0 of each peer, then of token 1 of each peer, and so on. */
 template <class Rows>
 __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingPiece &p)
 {
@@ -286,8 +288,8 @@ __device__ __forceinline__ void locate_unit(const LowlatMove &m, int u, PendingP
     p.rank = wrap_rank(self.rank + 1 + row % peers, self.num_ranks);
 }
 
-/* Returns the number of units that this rank receives. This includes all tokens of all ranks,
- * because it is not yet known which tokens have slots on this rank. */
+/* Returns the number of received units. There is a unit for each piece of all tokens of all
+ * ranks, because it is not yet known which tokens have slots on this rank. */
 template <class Rows> __device__ __forceinline__ int num_units(const LowlatMove &m)
 {
     const int peers = m.job.plan.self.num_ranks - 1;
@@ -301,9 +303,10 @@ __device__ __forceinline__ int source_number_of(const LowlatMove &m, int rank)
     return wrap_rank(rank + self.num_ranks - self.rank - 1, self.num_ranks);
 }
 
-/* Loads this lane's word of the record of a token of `rank` (the token's slots on this rank)
- * from the plan in memory. The plan's header has not been checked yet, so if the plan turns out
- * to be invalid, the caller must not use the value. */
+/* Returns this lane's word of the record of `token`, a token of `rank`, from the plan in memory
+ * (a record is the list of a token's slots on this rank). The function is called before the
+ * plan's header has been checked. If the plan then turns out to be invalid, the caller must not
+ * use the value. */
 __device__ __forceinline__ uint64_t read_record_ahead(const LowlatMove &m, int rank,
                                                       int32_t token)
 {

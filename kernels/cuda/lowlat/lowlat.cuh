@@ -74,9 +74,9 @@ struct CtaRange {
     }
 };
 
-/* Prefetches the kernel's parameters, one line of 64 bytes per warp. Called first in a kernel,
- * so that the loads of all lines overlap. Otherwise each first use of a line would wait for
- * memory. */
+/* Prefetches the kernel's parameters, one line of 64 bytes per warp. Called at the start of a
+ * kernel, so that the loads of all lines overlap. Without this call, the first use of each line
+ * would wait for memory. */
 template <class Job> __device__ __forceinline__ void prefetch_params(const Job &job)
 {
     const int at = (int)(threadIdx.x / WARP) * 16;

@@ -114,9 +114,9 @@ __device__ __forceinline__ uint4 sum_loaded(const CombineState &c, SlotRows &row
     return ROW::pack_floats(acc[0]);
 }
 
-/* Stores this rank's partial sum for one piece of a peer's token to the peer's staging. In
- * dispatch_backward (with slot_floats), the first piece also sends the gradients of the slots'
- * weights. The caller has loaded `rows`. */
+/* Stores this rank's partial sum for unit u, one piece of a peer's token, to the peer's
+ * staging. In dispatch_backward (with slot_floats), the unit with the token's first piece also
+ * sends the gradients of the slots' weights. The caller has loaded `rows`. */
 template <class ROW, bool EXACT>
 __device__ __forceinline__ void send_sum(const CombineState &c, SlotRows &rows, const Unit &u)
 {
@@ -185,10 +185,10 @@ __device__ __forceinline__ bool add_by_rank(const CombineState &c, const Unit &u
     return true;
 }
 
-/* Stores the sum of all ranks' partial sums for one piece of a token of this rank to the
- * output. In dispatch_backward (with choice_floats), the first piece also receives the
- * gradients of the choices' weights. The caller has loaded `rows`. Returns false if the group
- * has failed. */
+/* Adds the partial sums of all ranks for unit u, one piece of a token of this rank, and stores
+ * the sum to the output. In dispatch_backward (with choice_floats), the unit with the token's
+ * first piece also receives the gradients of the choices' weights. The caller has loaded
+ * `rows`. Returns false if the group has failed. */
 template <class ROW, bool EXACT, int AT_ONCE>
 __device__ __forceinline__ bool receive_sum(const CombineState &c, SlotRows &rows,
                                             const Unit &u)
