@@ -492,9 +492,9 @@ __device__ __forceinline__ bool wait_rank_counts(const OpState &op, const uint64
     });
 }
 
-/* Executes step 3 of exchange_counts() for tally e: adds the counts of all ranks to p.load and
- * the counts of lower ranks to p.before_cta. `counts`: as in publish_count(). Returns false if
- * the group has failed. */
+/* Executes step 3 of exchange_counts() (below) for tally e: sets p.load[e] to the sum of the
+ * counts of all ranks, and adds the counts of lower ranks to p.before_cta[e]. `counts`: as in
+ * publish_count(). Returns false if the group has failed. */
 __device__ __forceinline__ bool add_rank_counts(Planner &p, const p2p_self &self,
                                                 const OpState &op, int64_t counts, int e)
 {

@@ -41,7 +41,7 @@ static __device__ bool store_records(const OpState &op, const p2p_plan_job &job,
             /* In all other cases, the word with RECORD_LAST is the last word of a record. So a
              * lane waits for its word only if no lower lane of its token has this flag. */
             const bool needed = reads && !(last_words & lanes_below());
-            /* true: a record of at most 32 words, whose last word has not arrived yet */
+            /* true: the record has at most 32 words, and its last word has not arrived yet */
             const bool is_open = !last_words && lanes.num_chunks == 1;
             return __all_sync(ALL_LANES, !needed || (has_arrived && !(reads && is_open))) != 0;
         });

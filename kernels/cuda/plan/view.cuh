@@ -29,8 +29,8 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
  * `hosts`, also the value of the unused words at the end of a record. */
 #define RECORD_ABSENT 0x7fffffffu
 /* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
- * has no slot. The row may already be on its way, so the rank must receive it, and discards
- * it. */
+ * has no slot. The token's row may already be on its way. So the receiving rank must receive
+ * the row, and then discards it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this lane. */
