@@ -456,8 +456,8 @@ typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;
     int64_t plan_bytes;
-    /* [num_rows, count]: the floats of this rank's experts; in each replica, the sum replaces
-     * them */
+    /* [num_rows, count]: the floats of this rank's experts. On return, every replica of a
+     * logical expert has the sum over all its replicas. */
     float *data;
     int64_t count; /* number of floats in `data` per expert of this rank */
     int32_t num_rows;
@@ -474,16 +474,16 @@ cudaError_t p2p_launch_dispatch_packed(const p2p_dispatch_job *job, int num_sms,
 int p2p_can_dispatch_bulk(const p2p_dispatch_job *job);
 cudaError_t p2p_launch_dispatch_bulk(const p2p_dispatch_job *job, int num_sms,
                                      cudaStream_t stream);
-/* For jobs with windows and aligned rows without scales. */
+/* Requires a job with windows, and aligned rows without scales. */
 cudaError_t p2p_launch_dispatch_windows(const p2p_dispatch_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_combine(const p2p_combine_job *job, int num_sms, cudaStream_t stream);
-/* For jobs with windows, aligned rows and one choice per token. */
+/* Requires a job with windows, aligned rows, and one choice per token. */
 cudaError_t p2p_launch_combine_windows(const p2p_combine_job *job, int num_sms,
                                        cudaStream_t stream);
 cudaError_t p2p_launch_combine_backward(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
-/* For jobs with windows and aligned rows, without weights and quantization. */
+/* Requires a job with windows and aligned rows, without weights and without quantization. */
 cudaError_t p2p_launch_backward_windows(const p2p_combine_backward_job *job, int num_sms,
                                         cudaStream_t stream);
 cudaError_t p2p_launch_lowlat_plan(const p2p_plan_job *job, int num_sms, cudaStream_t stream);

@@ -29,8 +29,8 @@
 #include "rules/device_layout.h"
 
 #define WITH_WINDOWS (!HOSTS && !MANY_RANKS) /* 1: contexts can have windows */
-/* 1: seats of a group can become vacant (docs/internals/members.md). The build defines
- * EPIC_GPU_REGROUP with the option of this name. */
+/* 1: seats of a group can become vacant (docs/internals/members.md). The CMake option
+ * EPIC_GPU_REGROUP defines the macro EPIC_GPU_REGROUP. */
 #ifdef EPIC_GPU_REGROUP
 #define WITH_VACANT_SEATS (!HOSTS && !MANY_RANKS)
 #else
@@ -108,8 +108,8 @@ typedef struct p2p_heap {
     /* For each planner CTA of this rank, the index of the first invalid choice (wrong expert
      * id) that it has found. Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
-    /* For each rank: its number of choices of each expert. In FLAT layers, also the number of
-     * rows that its tokens need on each rank. With replicas, a hash of logical_of_expert comes
+    /* For each rank: how many choices of its tokens go to each expert. In FLAT layers, also how
+     * many rows its tokens need on each rank. With replicas, a hash of logical_of_expert comes
      * last. Stamped words [2][num_ranks][MAX_TALLIES]. */
     int64_t counts;
     /* Only for a FLAT plan that drops choices and finds keep limits by bisection
@@ -117,8 +117,8 @@ typedef struct p2p_heap {
      * the bisection: the number of rows that the source's tokens need on each rank. Stamped
      * words [2][num_ranks][SEARCHES][p2p_search_words()]. */
     int64_t searches;
-    /* Only if plan/resolve.cuh chooses the replicas. For each rank: its number of choices of
-     * each logical expert. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
+    /* Only if plan/resolve.cuh chooses the replicas. For each rank: how many choices of its
+     * tokens go to each logical expert. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
     /* For each planner CTA of this rank: the number of choices of each expert that it has
      * counted. Only this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend
@@ -214,8 +214,8 @@ typedef struct p2p_net_control {
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* For each source rank, about how far its rows have arrived: the index of a 16-byte vector
-     * in the part of the staging for this rank. Stamped words. */
+    /* For each source rank, about how far its rows have arrived: the index of the last 16-byte
+     * vector that was seen to arrive, in the source's part of the staging. Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     /* announcements of all ranks (stamped words); the first index is the parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
@@ -399,9 +399,9 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
      * even number of floats (float_stride()). */
     h.choices = device_round_up(max_tokens * device_round_up(max_top_k, 2), 64);
     h.source_bytes = p2p_source_bytes(num_ranks, max_tokens, max_row_bytes, staging_bytes);
-    /* There are 32 escape words per piece of 2 KB of each token. With longer rows, a round has
-     * fewer tokens. One more piece per token suffices for packed rows (a row and its scales),
-     * which may have more pieces than a row of max_row_bytes. */
+    /* Each piece (2 KB) of a token's row has 32 escape words. There is space for one piece more
+     * per token than a row of max_row_bytes has, because packed rows (a row and its scales) may
+     * be longer. If rows are longer still, a round has fewer tokens, so the space suffices. */
     h.escape_words = (max_tokens + 1) * ((max_row_bytes + 2047) / 2048 + 1) * 32;
     if (MANY_RANKS) {
         /* With many ranks, the number of tokens of a round limits the size. With rows of r
