@@ -38,9 +38,9 @@
 
 /* The permits of the peers. Each CTA has a copy in shared memory. */
 struct WindowState {
-    /* for each rank, the address of its output in this rank's address space */
+    /* for each rank, the address of its output (in its window) in this rank's address space */
     uint8_t *output[DEVICE_MAX_RANKS];
-    /* for each rank, the number of rows at this address that this rank may store */
+    /* for each rank, the number of rows of its output that this rank may store */
     int32_t rows[DEVICE_MAX_RANKS];
     /* for each rank, the number of its tokens that always go through staging */
     int32_t num_early_tokens[DEVICE_MAX_RANKS];
@@ -228,10 +228,11 @@ template <int THREADS> struct RowList {
     uint32_t count;
 };
 
-/* Processes `items` items: calls make(begin, end), which makes a list of the rows of the items
- * [begin, end), and then copies the rows of this list. Repeats this until the team has
- * processed all items. A list is made of at most `most` items. All CTAs of a team get about
- * equally many items. make() is called by all threads of a CTA, and must end with a barrier.
+/* Copies the rows of `items` items (an item is a token or another unit of the caller). Calls
+ * make(begin, end), which makes a list of the rows of the items [begin, end), and then copies
+ * the rows of this list. Repeats both steps until the team has processed all items. A list has
+ * the rows of at most `most` items. All CTAs of a team get about equally many items. make() is
+ * called by all threads of a CTA, and must end with a barrier.
  *
  *   from   rows to copy
  *   own    output of this rank, if the team is not remote
