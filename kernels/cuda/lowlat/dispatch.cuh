@@ -280,8 +280,8 @@ __device__ __forceinline__ bool open_operation(const LowlatMove &m, LowlatShared
     return may_send;
 }
 
-/* Phase 1 of a worker: if its first piece to receive belongs to a token of this rank, loads
- * this piece from the caller's memory. */
+/* Phase 1 of a worker: sets first.piece to the first piece that the worker receives. If the
+ * piece belongs to a token of this rank, also loads the piece from the caller's memory. */
 template <class Rows, bool WITH_PLAN>
 __device__ __forceinline__ void load_own_piece(const LowlatMove &m, FirstUnits &first)
 {

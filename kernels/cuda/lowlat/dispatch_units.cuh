@@ -31,8 +31,8 @@
 #include "cuda/lowlat/plan.cuh"
 
 /* Arguments that all functions of this kernel share. has_new_plan (in a base class) is true if
- * the kernel itself makes the plan. It then finds slots in tables in shared memory; otherwise
- * it reads a plan in memory. */
+ * the kernel itself makes the plan. In this case the kernel finds slots in tables in shared
+ * memory. If has_new_plan is false, the kernel reads a plan in device memory. */
 struct LowlatMove : PackedMove {
     const LowlatPlan *tables; /* with has_new_plan: the tables of the plan, in shared memory */
     /* with has_new_plan: the plan's epic_result */
@@ -181,8 +181,8 @@ struct WeightSender {
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* If the CTA of this control warp receives rows, selects the warp's first tokens. For this
-     * lane's choice, then loads `weight` and `word`. If it selects no tokens, loads nothing. */
+    /* Called by control warps. If the CTA receives rows, selects the first tokens of this warp,
+     * and loads `word` and `weight` for this lane's choice. Otherwise does nothing. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)

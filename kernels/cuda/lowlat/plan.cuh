@@ -321,7 +321,7 @@ __device__ __forceinline__ int32_t needed_by(const LowlatPlan &tables, const p2p
                : 0;
 }
 
-/* needed_by() for this rank. */
+/* Returns the number of slots that this rank needs in its receive buffer. */
 __device__ __forceinline__ int32_t needed_here(const LowlatPlan &tables,
                                                const p2p_plan_job &job)
 {
