@@ -37,8 +37,8 @@
 /* A unit of work: the packed row of one token, which one warp sends or receives. */
 struct Unit {
     /* step: index of the step of the list in which the unit is. role: 0 if the unit's token is
-     * a token of this rank; n if it is a token of the rank that is n above this rank
-     * (rank_of_role()). */
+     * a token of this rank; n if it is a token of the rank that is n above this rank, modulo
+     * num_ranks (rank_of_role()). */
     int step, role;
     /* In lane k: choice k of the token (one of its top_k experts), and word k of the token's
      * record (its slots on this rank). take_unit() loads both before the warp moves the row. */
@@ -242,8 +242,9 @@ __device__ __forceinline__ bool read_counts_once(PackedMove &m, RoundProgress &p
     return true;
 }
 
-/* Zeroes some padding slots. It is called after a unit of this rank's token, so that padding
- * needs no separate pass. Called by a whole warp. Returns false if the group has failed. */
+/* Zeroes some of the padding slots. Called after each unit of `token`, a token of this rank, so
+ * that padding needs no separate pass. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool pad_with_token(PackedMove &m, int32_t token, RoundProgress &p,
                                                const BulkBuffers &buffers)
 {

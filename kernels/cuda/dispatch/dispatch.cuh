@@ -392,8 +392,8 @@ __device__ __forceinline__ bool read_token_counts(DispatchMove &m)
     return true;
 }
 
-/* Sets `tokens` to the numbers of tokens in the plan. If the kernel makes the plan, sets them
- * to 0. */
+/* Sets `tokens` to the number of tokens of each rank, which the plan contains. If the kernel
+ * makes the plan (WITH_PLAN), these numbers are not known yet, so sets them to 0. */
 template <bool WITH_PLAN>
 __device__ __forceinline__ void read_plan_tokens(RankNumbers &tokens, const PlanView &plan,
                                                  const p2p_self &self)

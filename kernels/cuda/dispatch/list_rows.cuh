@@ -8,16 +8,17 @@
 #include "cuda/dispatch/moving.cuh"
 #include "cuda/net/windows.cuh"
 
-/* Lists rows of this rank's tokens [begin, end): the rows that go to peers (is_remote), or the
- * rows that stay on this rank. There is one thread for each choice of these tokens (a choice is
- * a token and one of its top_k experts). Called by all threads of a CTA, and ends with a
- * barrier.
+/* Lists rows of this rank's tokens [begin, end) in `list`. If is_remote is true, lists the rows
+ * that go to peers, otherwise the rows that stay on this rank. There is one thread for each
+ * choice of these tokens (a choice is a token and one of its top_k experts). Called by all
+ * threads of a CTA, and ends with a barrier.
  *
  *   slot_of  [num_tokens, top_k]: slot of each choice, from the plan
  *   rows     number of rows of this rank's output
- *   each(token, k, rank, n)  called for each choice that goes to a peer (is_remote) or stays on
- *                            this rank. n: number of choices of the token with lower k that
- *                            go to the same rank */
+ *   each(token, k, rank, n)  called for each choice that goes to a peer (is_remote is true) or
+ *                            stays on this rank (is_remote is false). rank: the rank to which
+ *                            choice k of `token` goes. n: number of choices of the token with
+ *                            lower k that go to the same rank */
 template <int THREADS, class M, class Each>
 __device__ __forceinline__ void list_rows(const M &m, const p2p_self &self,
                                           const WindowState &w, RowList<THREADS> &list,

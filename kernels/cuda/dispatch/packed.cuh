@@ -386,8 +386,8 @@ struct QuantizedPiece {
         for (int v = 0; v < V; v++)
             raw[v] = load_row_again(row, piece * V * WARP + vector_of(v), m.own_shape, 0);
     }
-    /* Quantizes the vectors that load_raw() has loaded. If rows are not aligned, loads them
-     * first. */
+    /* Quantizes the vectors `raw` that load_raw() has loaded. If rows are not aligned,
+     * load_raw() has loaded nothing, so this function also loads the piece. */
     __device__ __forceinline__ void make_piece(const PackedMove &m, int32_t token, int piece,
                                                const uint4 (&raw)[V])
     {
