@@ -94,8 +94,8 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm256_and_si256(_mm256_castps_si256(b), sizes)));
 }
 
-/* Returns the bits of the largest lane. No lane may have its sign bit set. A NaN counts as
- * larger than any number. */
+/* Returns the bits of the largest element of `a`. No element may have its sign bit set. A NaN
+ * counts as larger than any number. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     const __m256i bits = _mm256_castps_si256(a);

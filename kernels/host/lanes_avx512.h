@@ -94,8 +94,8 @@ INLINE lanes lanes_max_size(lanes a, lanes b)
                          _mm512_and_si512(_mm512_castps_si512(b), sizes)));
 }
 
-/* Returns the bits of the largest lane. No lane may have its sign bit set. A NaN counts as
- * larger than any number. */
+/* Returns the bits of the largest element of `a`. No element may have its sign bit set. A NaN
+ * counts as larger than any number. */
 INLINE uint32_t lanes_largest_bits(lanes a)
 {
     return (uint32_t)_mm512_reduce_max_epi32(_mm512_castps_si512(a));

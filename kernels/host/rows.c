@@ -207,9 +207,9 @@ INLINE void copy_line(char *to, const char *from)
 }
 
 /* Implements host_kernels.copy with non-temporal stores. An ordinary store would first read the
- * destination, and a non-temporal store saves this read. The destinations are results, which
- * are larger than the caches and not read soon, and staging rings, which another core reads
- * that shares no cache with this core. */
+ * destination, and a non-temporal store saves this read. Keeping the data in this core's caches
+ * would not help: the destinations are results, which are larger than the caches, and staging
+ * rings, which are read by a core that shares no cache with this core. */
 static void copy_row(void *to, const void *from, size_t n)
 {
     if (n < MIN_PAST_CACHES) {
