@@ -427,8 +427,8 @@ typedef struct p2p_combine_backward_job {
     /* size in bytes of a row of d_rows_scales, and of a row of d_rows */
     int64_t scale_bytes, quantized_bytes;
     uint32_t quantize; /* an epic_quantize; 0: d_rows is not quantized */
-    /* 1: rows of d_rows are aligned, so that a lane can store its elements of a vector at
-     * once */
+    /* 1: the rows of d_rows are aligned so that a lane can store all its elements of a vector
+     * with one store instruction */
     int32_t quantized_whole;
     /* 1: the scales of each row begin at a multiple of 4 bytes, and their size is a multiple of
      * 4 */
