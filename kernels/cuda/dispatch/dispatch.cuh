@@ -365,7 +365,7 @@ __device__ __forceinline__ const volatile device_plan_header *header_of(const Di
 
 /* Special values of slab_bits. NOT_KNOWN: the warp has not yet decided whether it zeroes
  * padding slots (slots without a token) while it receives tokens. NOT_WITH_TOKENS: it zeroes no
- * padding slots then; pad_all() zeroes all of them at the end. */
+ * padding slots while it receives tokens, and pad_all() zeroes all of them at the end. */
 #define NOT_KNOWN (-1)
 #define NOT_WITH_TOKENS (-2)
 

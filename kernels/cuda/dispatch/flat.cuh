@@ -111,10 +111,11 @@ __device__ __forceinline__ bool receive_expert(const DispatchMove &m, int rank, 
     return true;
 }
 
-/* Waits for the weight of this lane's choice. `there`: true if the lane has a choice. If the
- * token is a peer's, the weight in the heap is then replaced by poison for the next use.
- * `word`: on entry the word from peek_extras(), which may be poison; on return the weight.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Waits for the weight of this lane's choice. `rank`, `source`, `token`, `chunk`: as in
+ * peek_extras(). `there`: true if the lane has a choice. If the token is a peer's, replaces the
+ * weight in the heap by poison for the next use. `word`: on entry FlatExtras.weight, which may
+ * be poison; on return the weight. Called by a whole warp. Returns false if the group has
+ * failed. */
 __device__ __forceinline__ bool receive_choice_weight(const DispatchMove &m, int rank,
                                                       int source, int32_t token, int chunk,
                                                       bool there, uint32_t &word)

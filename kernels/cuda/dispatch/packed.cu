@@ -107,7 +107,7 @@ template <class OwnPiece> struct PieceFeed {
         open_unit();
     }
     /* Starts to copy one more piece. Then waits for the oldest piece of the ring and reads it
-     * into q. */
+     * into q. `piece`: index of the oldest piece in its row. `shape`: the shape of this row. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int piece, const RowShape &shape)
     {
         copy_next();
@@ -128,8 +128,7 @@ template <class OwnPiece> struct PieceFeed {
         read_piece(piece.q, i, m.shape);
         piece.complete_scales(m, token, i);
     }
-    /* Reads the elements of piece i of a token of this rank from the ring, and quantizes
-     * them. */
+    /* Reads the elements of piece i of this rank's token from the ring, and quantizes them. */
     __device__ __forceinline__ void read_own_piece(QuantizedPiece &piece, int32_t, int i)
     {
         uint4 raw[V];
@@ -201,9 +200,10 @@ __device__ __forceinline__ void send_unit(const PackedMove &m, const UnitWalk &w
     }
 }
 
-/* Receives the pieces of a unit for one token, and stores them to the token's slots on this
- * rank. In lane n, slot[0] is slot n of the token, and slot[1] is slot 32 + n. `copied`: true
- * if the pieces are in the ring. Returns false if the group has failed. */
+/* Receives the pieces that the unit `walk` moves of `token`, and stores them to the token's
+ * slots on this rank. In lane n, slot[0] is slot n of the token, and slot[1] is slot 32 + n
+ * (-1: there is no such slot). `copied`: true if the pieces are in the ring of `feed`. Returns
+ * false if the group has failed. */
 template <class OwnPiece, bool FAST>
 __device__ __forceinline__ bool move_pieces(const PackedMove &m, int32_t token,
                                             const UnitWalk &walk, const int32_t (&slot)[2],

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(BLOCK, 1)
                            (shape.pieces + job.span - 1) / job.span);
         windows.is_direct = 0;
     }
-    /* The second warp permits the stores while the first warp reads the plan. */
+    /* The second warp sends the permit of this rank while the first warp reads the plan. */
     if (is_last_cta() && threadIdx.x / WARP == 1)
         permit_stores(self, job.recv_place, job.recv_rows, num_early_tokens);
     open_plan<WITH_PLAN>(plan, job);
