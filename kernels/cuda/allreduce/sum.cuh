@@ -214,7 +214,6 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 {
     uint4 q[MAX_UNROLLED_RANKS];
     float x[MAX_UNROLLED_RANKS][4];
-    if (s.order == EPIC_TREE && vacant_seats(s.op)) return add_ranks_looped(s, sum);
     if (!receive_floats(s, q)) return false;
 #pragma unroll
     for (int r = 0; r < MAX_UNROLLED_RANKS; r++) F32::unpack_floats(q[r], x[r]);
@@ -238,7 +237,8 @@ static __device__ __forceinline__ bool add_ranks_unrolled(const RankSum &s, floa
 }
 
 /* Waits for the vectors of all ranks, and sets x to their sum. s.order selects the order of the
- * additions: in ascending order of ranks, or in a binary tree. MANY: true if the group has more
+ * additions: in ascending order of ranks, or in a binary tree. If seats are vacant, only
+ * add_ranks_looped() adds in a tree. MANY: true if the group has more
  * than MAX_UNROLLED_RANKS ranks. Called by one warp. Returns false if the group has failed. */
 template <bool MANY> __device__ __forceinline__ bool add_ranks(const RankSum &s, float (&x)[4])
 {
