@@ -36,7 +36,7 @@ DispatchArgs = struct(
     *words("layer plan plan_bytes"),
     *words(*(ROWS.format(n) for n in ("tokens", "recv", "scales", "scaled"))),
     *words("weights slot_weights recv_expert"),
-    *uints("type quantize flags pad"),
+    *uints("type quantize flags reserved"),
 )
 CombineArgs = struct(
     "CombineArgs",

@@ -876,7 +876,7 @@ typedef struct epic_window_info {
     int64_t bytes;      /* size of the window, as the caller passed it */
     uint32_t is_direct; /* 1: peers store into it directly.  0: it is ordinary memory, as on
                            backend mpi */
-    uint32_t reserved;  /* must be 0 */
+    uint32_t reserved;  /* always 0 */
 } epic_window_info;
 
 /* Allocates a window on every rank.  The memory is zero, and is aligned to a page.  epic_close
@@ -2008,8 +2008,9 @@ typedef struct epic_members_info {
  * generations for a moment.  `out` may be NULL.
  * Errors:  (a) EPIC_EINVAL (also while an operation of this rank is running); EPIC_ENOTSUP
  *          (a backend other than "shm" and "threads", except "p2p" with at most 32 ranks in a
- *          build with the CMake option EPIC_GPU_REGROUP; or a context with windows); EPIC_ENOMEM; EPIC_EDEVICE.  Also
- *          EPIC_EPEER if too few members made the call; EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
+ *          build with the CMake option EPIC_GPU_REGROUP; or a context with windows);
+ *          EPIC_ENOMEM; EPIC_EDEVICE.  Also EPIC_EPEER if too few members made the call;
+ *          EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
  * Threads: collective over the members.  No other call may be running on ctx.
  * CUDA:    waits until all work of this process on the device has ended.  If other ranks of the
  *          group are threads of this process on the same device, the caller must synchronize the

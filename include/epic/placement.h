@@ -44,7 +44,9 @@ typedef struct epic_placement {
 } epic_placement;
 
 /* Frees the arrays of a placement that epic_placement_read() has filled in, and clears it.
- * Threads: any. */
+ * Errors:  none.
+ * Threads: local.
+ * CUDA:    no difference. */
 static inline void epic_placement_free(epic_placement *place)
 {
     free(place->rank_of_expert);
@@ -95,8 +97,10 @@ static inline int32_t *epic_placement_list(FILE *file, const char *word, uint32_
     return NULL;
 }
 
-/* Reads the placement in the file `path`.  Returns NULL on success; the caller frees *out
- * later. Otherwise returns the reason, a constant string, and *out is empty.  Threads: any. */
+/* Reads the placement in the file `path`.  Returns NULL on success; the caller frees *out later.
+ * Errors:  returns the reason, a constant string, and *out is empty.
+ * Threads: local.
+ * CUDA:    no difference; the arrays are in host memory. */
 static inline const char *epic_placement_read(epic_placement *out, const char *path)
 {
     uint32_t version;
