@@ -10,7 +10,8 @@
  *   local CTAs    the other CTAs. They copy rows to slots of this rank, and write padding
  *
  * If there is only one CTA, it is both a remote CTA and a local CTA. The kernel moves only rows
- * that are aligned to 16 bytes. */
+ * that are aligned to 16 bytes. net/windows.cuh lists which stores a rank must see before which
+ * loads. */
 #include "cuda/combine/backward_plain.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/dispatch/list_rows.cuh"

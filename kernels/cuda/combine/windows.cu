@@ -11,7 +11,8 @@
  *                 gradients of the weights
  *
  * If there is only one CTA, it is both a remote CTA and a local CTA. The kernel moves only rows
- * that are aligned to 16 bytes. */
+ * that are aligned to 16 bytes. net/windows.cuh lists which stores a rank must see before which
+ * loads. */
 #include "cuda/combine/plain.cuh"
 #include "cuda/common/launch.cuh"
 #include "cuda/net/windows.cuh"

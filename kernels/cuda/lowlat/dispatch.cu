@@ -12,7 +12,9 @@
  *
  *   control warps   send the expert ids, announce the operation, write the plan's header and
  *                   slabs, end the operation
- *   workers         receive the ids, compute the plan's tables, write the records */
+ *   workers         receive the ids, compute the plan's tables, write the records
+ *
+ * lowlat/lowlat.cuh explains the memory order. */
 #include "cuda/lowlat/dispatch.cuh"
 #include "cuda/plan/store_records.cuh"
 
