@@ -299,8 +299,8 @@ static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, cons
     }
 }
 
-/* Returns the address in `heap` of the fault words of `rank`. They describe the first wrong
- * value in the arrays that the caller passed on that rank. */
+/* Returns the address in `heap` of the fault words that `rank` sends. These words describe the
+ * first wrong value in the arrays that the caller passed on that rank. */
 __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpState &op,
                                                  uint8_t *heap, int rank)
 {

@@ -314,9 +314,9 @@ static __device__ __noinline__ bool wait_faults(const Planner &p, const p2p_self
     return true;
 }
 
-/* Reports an error to the host process: the first wrong value of the lowest rank that has wrong
- * data. That rank has sent the value to all ranks, so all ranks report the same error. Called
- * by one thread of CTA 0. */
+/* Reports wrong data to the host process. The error names the lowest rank that has wrong data,
+ * and the first wrong value of this rank. The rank has sent this value to all ranks, so all
+ * ranks report the same error. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_fault(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op)
 {
@@ -344,8 +344,8 @@ static __device__ __noinline__ void report_fault(const Planner &p, const p2p_pla
     report_data_error(job.self, notice);
 }
 
-/* Reports an error to the host process: the lowest rank whose capacity is less than the number
- * of slots that it needs. Called by one thread of CTA 0. */
+/* Reports an overflow to the host process. The error names the lowest rank whose capacity is
+ * less than the number of slots that it needs. Called by one thread of CTA 0. */
 static __device__ __noinline__ void report_overflow(const Planner &p, const p2p_plan_job &job,
                                                     const OpState &op)
 {
