@@ -181,8 +181,8 @@ struct WeightSender {
         : m(move), first_token(move.job.num_tokens)
     {
     }
-    /* Called by control warps. If the CTA receives rows, selects the first tokens of this warp,
-     * and loads `word` and `weight` for this lane's choice. Otherwise does nothing. */
+    /* Called by control warps. If the CTA receives rows and the call has weights, selects the
+     * first tokens of this warp, and loads `word` and `weight` for this lane's choice. */
     __device__ __forceinline__ void read_ahead()
     {
         if (is_control_warp() && m.receivers.contains_this_cta() && m.job.weights)
