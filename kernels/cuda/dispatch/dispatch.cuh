@@ -335,8 +335,8 @@ __device__ __forceinline__ bool receive_row_piece(const DispatchMove &m, int ran
     return true;
 }
 
-/* Zeroes a piece of the row of a padding slot. With piece 0, also zeroes the slot's weight.
- * Called by a whole warp. */
+/* Zeroes piece `piece` of the row of `slot`, a padding slot. If `piece` is 0, also zeroes the
+ * slot's weight. Called by a whole warp. */
 template <bool EXACT>
 __device__ __forceinline__ void pad_piece(const DispatchMove &m, int32_t slot, int piece)
 {

@@ -177,9 +177,9 @@ __device__ __forceinline__ void for_each_slot(const PackedMove &m, int32_t slot,
 
 /* ----------------------------------------------------------------------------- staging ---- */
 
-/* Returns the address in `heap` of the escape words of a piece of a packed row. They show which
- * words of the piece the sender has replaced. `source`: index of the sender among the sources
- * of the heap's owner (dispatch/dispatch.cuh). */
+/* Returns the address in `heap` of the escape words of piece `piece` of the packed row of
+ * `token`. The escape words show which words of the piece the sender has replaced. `source`:
+ * index of the sender among the sources of the heap's owner (dispatch/dispatch.cuh). */
 __device__ __forceinline__ uint32_t *escapes_at(const PackedMove &m, uint8_t *heap, int source,
                                                 int32_t token, int piece)
 {
