@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import parametrize
 
 import epic.torch
 from epic.torch.pretrained import Block
+from parts import group_of, meshes
 from test_pretrained import SOME_MODELS, last_block, model_of, on_two, transformers
 
 IDS = torch.randint(3, 64, (4, 7), generator=torch.Generator().manual_seed(4))
@@ -145,6 +147,55 @@ def test_computed_parameters(tmp_path: Path) -> None:
     wanted = logits_of(loaded, IDS)
     for answer in answers:
         assert (wanted - answer).abs().max() < 1e-5 * answer.abs().max()
+
+
+def save_sharded(rank: int, folder: Path) -> None:
+    """Train and save a model under fully_shard over the other axis of the mesh."""
+    with group_of(2, max_tokens=256) as group:
+        model = model_of("Qwen3Moe")
+        model.lm_head.weight = model.model.embed_tokens.weight  # fully_shard keeps them tied
+        model.config.tie_word_embeddings = True
+        wanted = model.state_dict() if rank == 0 else {}
+        wanted = {name: value.clone() for name, value in wanted.items()}
+        epic.torch.replace_moe(model, group)
+        for layer in (*model.model.layers, model):
+            fully_shard(layer, mesh=meshes[2]["dp"])
+        epic.torch.save_pretrained(model, folder / "first", group)
+        train_step(model, rank % 2, group)
+        logits = logits_of(model, IDS)  # fully_shard keeps parameters of the root after forward
+        epic.torch.save_pretrained(model, folder / "second", group)
+        assert torch.equal(logits_of(model, IDS), logits)
+        train_step(model, rank % 2, group)
+        with pytest.raises(epic.torch.EpicUnsupportedError, match="sharded by fully_shard"):
+            epic.torch.restore_moe(model, group)
+        if rank == 0:
+            load = transformers.AutoModelForCausalLM.from_pretrained
+            first, second = load(folder / "first"), load(folder / "second")
+            assert first.state_dict().keys() == wanted.keys()
+            assert all(same_bits(v, wanted[name]) for name, v in first.state_dict().items())
+            second.config._attn_implementation = "eager"
+            assert second.config.architectures == ["Qwen3MoeForCausalLM"]
+            assert (logits_of(second, IDS) - logits).abs().max() < 1e-5 * logits.abs().max()
+
+
+def test_save_under_fully_shard(world: Any, tmp_path: Path) -> None:
+    """Check that transformers loads what 2 x 2 ranks save, before and after training."""
+    world.run(save_sharded, tmp_path)
+
+
+def sharded_over_the_group(rank: int, folder: Path) -> None:
+    """Save a model whose experts fully_shard has mixed up."""
+    with group_of(4) as group:
+        model = model_of("Qwen3Moe")
+        epic.torch.replace_moe(model, group)
+        fully_shard(model, mesh=meshes[4]["ep"])
+        with pytest.raises(epic.torch.EpicArgumentError, match="which have different experts"):
+            epic.torch.save_pretrained(model, folder, group)
+
+
+def test_save_under_fully_shard_over_the_group(world: Any, tmp_path: Path) -> None:
+    """Check that it is refused."""
+    world.run(sharded_over_the_group, tmp_path)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:

@@ -3,9 +3,10 @@
 
 After replace_moe the model of a rank has the experts of this rank only. This module gathers the
 experts of all ranks, one rank's experts at a time. It writes them into a block of the original
-class, under the original names.
+class, under the original names. To save a model it also gathers what fully_shard has sharded.
 """
 
+import contextlib
 import copy
 import os
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from epic.torch.families import FAMILIES, fill_block, router_of, unwrapped, wrap
 from epic.torch.groups import Group
 from epic.torch.module import EXPERT_WEIGHTS, MoE
 from epic.torch.pretrained import Block, allow_saving, refuse_saving
-from epic.torch.state import check_sharding
+from epic.torch.state import check_sharding, experts_in
 from epic.torch.sums import sum as sum_over_ranks
 
 
@@ -64,6 +65,46 @@ def gather_experts(group: Group, own: Tensor, keep: bool, device: Any) -> Tensor
     return None if whole is None else whole.flatten(0, 1)
 
 
+def complete(value: Any) -> Any:
+    """Return a tensor with all its elements. Collective on its mesh if it is a DTensor."""
+    if not hasattr(value, "full_tensor"):
+        return value
+    # With CPU offload the part is in CPU memory, where NCCL cannot read it.
+    return value.detach().to(value.device_mesh.device_type).full_tensor()
+
+
+@contextlib.contextmanager
+def complete_parameters(model: nn.Module, blocks: list[Block], keep: bool) -> Iterator[None]:
+    """Give a model complete parameters in CPU memory in place of its DTensors.
+
+    Collective on the meshes of the DTensors.
+
+    Args:
+        model: The model.
+        blocks: Blocks of the model, whose parameters stay unchanged.
+        keep: Whether this rank needs the parameters. If False, the model stays unchanged.
+    """
+    ignored = {id(p) for block in blocks for p in block.parameters()}
+    sharded = [
+        (module, name, p)
+        for module in model.modules()
+        for name, p in module._parameters.items()
+        if hasattr(p, "full_tensor") and id(p) not in ignored
+    ]
+    whole: dict[int, nn.Parameter] = {}  # tied parameters stay tied
+    for p in {id(p): p for _, _, p in sharded}.values():
+        value = complete(p)
+        if keep:
+            whole[id(p)] = nn.Parameter(value.cpu(), requires_grad=p.requires_grad)
+    try:
+        for module, name, p in sharded:
+            module._parameters[name] = whole.get(id(p), p)
+        yield
+    finally:
+        for module, name, p in sharded:
+            module._parameters[name] = p
+
+
 def original_block(
     block: Block, group: Group, keep: bool, device: Any, adapters_only: bool = False
 ) -> nn.Module | None:
@@ -85,6 +126,7 @@ def original_block(
     place = device or group.device
 
     def gather(name: str, value: Tensor) -> Tensor:
+        value = complete(value)
         if name in EXPERT_WEIGHTS:
             full = gather_experts(group, value, keep, place)
             return value if full is None else full
@@ -107,12 +149,12 @@ def original_block(
 
 
 def check_restorable(model: nn.Module, group: Group) -> None:
-    """Raise an error if restore_moe cannot restore a model.
+    """Raise an error if the blocks of a model cannot be converted to their original classes.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded one, or one
-            has an adapter that was added after replace_moe.
-        EpicArgumentError: fully_shard shards another parameter over ranks of the group.
+        EpicUnsupportedError: The model has no replaced block, or one has an adapter that was added
+            after replace_moe.
+        EpicArgumentError: fully_shard shards experts over ranks of the group.
     """
     blocks = list(replaced_blocks(model))
     if not blocks:
@@ -127,12 +169,7 @@ def check_restorable(model: nn.Module, group: Group) -> None:
                 f"{name}.moe has an adapter on {later.pop()} that replace_moe did not find: must "
                 "be added before replace_moe, under the name that transformers has for it"
             )
-        if any(hasattr(p, "placements") for p in block.parameters()):
-            raise EpicUnsupportedError(
-                f"{name} is sharded by fully_shard: must be complete on its rank; save with "
-                "epic.torch.sharded_state instead"
-            )
-    check_sharding(group, model.named_parameters())
+        check_sharding(group, experts_in(unwrapped(block.moe)))
 
 
 def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
@@ -151,9 +188,8 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
         The number of blocks that were restored.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded one, or one
-            has an adapter that was added after `replace_moe`.
-        EpicArgumentError: fully_shard shards another parameter over ranks of the group.
+        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded a parameter,
+            or a block has an adapter that was added after `replace_moe`.
         EpicError: A rank failed, was late, or made a different call.
 
     Example:
@@ -162,6 +198,12 @@ def restore_moe(model: nn.Module, group: Group, *, device: Any = None) -> int:
         epic.torch.restore_moe(model, group, device="cpu")
         model.generate(ids)  # without EPIC
     """
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "full_tensor"):
+            raise EpicUnsupportedError(
+                f"{name} is sharded by fully_shard: must be complete on its rank; call restore_moe "
+                "before fully_shard, or write the model with epic.torch.save_pretrained"
+            )
     check_restorable(model, group)
     found = list(replaced_blocks(model))
     for parent, name, block in found:
@@ -185,6 +227,9 @@ def save_pretrained(
     With data parallelism several groups have equal models. Then only the group that contains
     process 0 of torch.distributed as its rank 0 writes. The other groups do not wait for it.
 
+    The parameters may be sharded by fully_shard over ranks that are in different groups. Then all
+    ranks of all groups call it, and the CPU memory of the rank that writes contains the model.
+
     Args:
         model: A model that `replace_moe` has changed.
         folder: The folder, on a disk that rank 0 can write to.
@@ -192,9 +237,9 @@ def save_pretrained(
         **options: Arguments of the model's own save_pretrained, such as max_shard_size.
 
     Raises:
-        EpicUnsupportedError: The model has no replaced block, fully_shard has sharded one, or one
-            has an adapter that was added after `replace_moe`.
-        EpicArgumentError: fully_shard shards another parameter over ranks of the group.
+        EpicUnsupportedError: The model has no replaced block, or one has an adapter that was added
+            after `replace_moe`.
+        EpicArgumentError: fully_shard shards experts over ranks of the group.
         EpicError: A rank failed, was late, or made a different call.
         OSError: Rank 0 could not write the folder. All other ranks raise this error. Rank 0 raises
             the error that it got.
@@ -207,24 +252,28 @@ def save_pretrained(
 
     """
     check_restorable(model, group)
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # of fully_shard, which keeps some parameters after forward
+            module.reshard()
     writes = group.rank == 0 and (not dist.is_initialized() or dist.get_rank() == 0)
     found = list(replaced_blocks(model))
     # A model of peft writes its adapters only.
     only = any(kind.__name__ == "PeftModel" for kind in type(model).__mro__)
     blocks = [original_block(block, group, writes, "cpu", only) for *_, block in found]
     failure: Exception | None = None
-    if writes:
-        refusing = allow_saving(model)
-        try:
-            for (parent, name, _), original in zip(found, blocks, strict=True):
-                setattr(parent, name, original)
-            model.save_pretrained(folder, **options)
-        except Exception as error:  # raised after the sum below, in which the other ranks wait
-            failure = error
-        finally:
-            for parent, name, block in found:
-                setattr(parent, name, block)
-            refuse_saving(refusing)
+    with complete_parameters(model, [block for *_, block in found], writes):
+        if writes:
+            refusing = allow_saving(model)
+            try:
+                for (parent, name, _), original in zip(found, blocks, strict=True):
+                    setattr(parent, name, original)
+                model.save_pretrained(folder, **options)
+            except Exception as error:  # raised after the sum below, in which the other ranks wait
+                failure = error
+            finally:
+                for parent, name, block in found:
+                    setattr(parent, name, block)
+                refuse_saving(refusing)
     failed = torch.full((1,), float(failure is not None), device=group.device)
     failed = sum_over_ranks(group, failed)
     if failure is not None:
