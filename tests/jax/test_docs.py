@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import epic.jax
 import reference
-from conftest import make_mesh
+from conftest import line_of, make_mesh
 from forked import server
 from pages import Program, find_block, list_programs
 from steps import ALL, mapped, numbers
@@ -201,3 +201,23 @@ def test_loss_of_step(capsys: pytest.CaptureFixture[str]) -> None:
                 names["loss_of_step"](run, jnp.int32(late), x)
             assert ("a rank is gone" in capsys.readouterr().out) == printed
             epic.jax.close(group)
+
+
+def test_find_non_finite() -> None:
+    """Check that the part of the guide names the layer, and that finite layers raise nothing."""
+    block = find_block("debugging", "# find the first row of these layers")
+    options = epic.jax.Moe.of(num_experts=4, top_k=1, hidden=8, inner=8)
+    mesh = line_of(2)
+    w = {
+        "w_gate": numbers(1, 8, 4),
+        "w_gate_up": numbers(2, 4, 8, 16),
+        "w_down": numbers(3, 4, 8, 8),
+    }
+    broken = {**w, "w_gate": np.full((8, 4), np.nan, np.float32)}
+    names: dict[str, Any] = {"epic": epic, "jax": jax, "P": P, "mesh": mesh, "options": options}
+    with epic.jax.open(mesh, "ep", max_tokens=8, max_row_bytes=64) as group:
+        names |= {"group": group, "x": numbers(4, 8, 8)}
+        exec(block, names | {"layers": {"a": epic.jax.MoeWeights(**w)}})
+        with pytest.raises(epic.jax.EpicNonFiniteError, match=r"layer 'b', rank 0, token 0"):
+            layers = {name: epic.jax.MoeWeights(**v) for name, v in (("a", w), ("b", broken))}
+            exec(block, names | {"layers": layers})

@@ -14,7 +14,7 @@ from epic.jax import gemm
 
 # These are described in the modules that all bindings share.
 SHARED = {"EpicArgumentError", "EpicError", "EpicUnsupportedError", "Experts", "Layer", "Moe"}
-SHARED |= {"Router", "RoutingStats", "Tcp", "error_code"}
+SHARED |= {"EpicNonFiniteError", "Router", "RoutingStats", "Tcp", "error_code"}
 
 
 def public_objects() -> Iterator[tuple[str, Any]]:

@@ -43,7 +43,9 @@ class EpicUnsupportedError(EpicError, NotImplementedError):
 
 
 class EpicNonFiniteError(EpicError, FloatingPointError):
-    """A row of a layer contains a NaN or an infinity; epic.torch.check_finite raises it.
+    """A row of a layer contains a NaN or an infinity.
+
+    `epic.torch.check_finite` and `epic.jax.check_finite` raise it.
 
     Attributes:
         layer: Name of the layer in the model.

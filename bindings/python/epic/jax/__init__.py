@@ -7,7 +7,13 @@ from types import ModuleType
 
 from epic import _native
 from epic.bootstrapping import Tcp
-from epic.errors import EpicArgumentError, EpicError, EpicUnsupportedError, error_code
+from epic.errors import (
+    EpicArgumentError,
+    EpicError,
+    EpicNonFiniteError,
+    EpicUnsupportedError,
+    error_code,
+)
 from epic.invariance import Difference, InvarianceReport
 from epic.jax import export_types, sharded
 from epic.jax.dispatching import (
@@ -20,6 +26,7 @@ from epic.jax.dispatching import (
 )
 from epic.jax.e4m3 import scaled, unscaled
 from epic.jax.experts import ExpertWeights, experts
+from epic.jax.finite import check_finite, find_non_finite
 from epic.jax.gate_up import from_maxtext, merge_gate_up, split_gate_up, to_maxtext
 from epic.jax.groups import Group, check, close, open
 from epic.jax.invariance import check_invariance
@@ -38,6 +45,7 @@ __all__ = [
     "Difference",
     "EpicArgumentError",
     "EpicError",
+    "EpicNonFiniteError",
     "EpicUnsupportedError",
     "ExpertWeights",
     "Experts",
@@ -55,6 +63,7 @@ __all__ = [
     "balance_loss",
     "bias_update",
     "check",
+    "check_finite",
     "check_invariance",
     "close",
     "combine",
@@ -65,6 +74,7 @@ __all__ = [
     "dispatch_quantized",
     "error_code",
     "experts",
+    "find_non_finite",
     "from_maxtext",
     "merge_gate_up",
     "moe",

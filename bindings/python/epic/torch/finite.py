@@ -16,6 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from epic.errors import EpicNonFiniteError
+from epic.non_finite import (
+    D_EXPERT,
+    D_INPUT,
+    D_OUTPUT,
+    EXPERT,
+    INPUT,
+    LOGITS,
+    OUTPUT,
+    SHARED,
+    STAGES,
+)
 from epic.options import Layer
 from epic.torch import combining, steps
 from epic.torch.experts import ExpertWeights
@@ -23,20 +34,6 @@ from epic.torch.module import MoE
 from epic.torch.moe import EXPERT_WEIGHTS, MoeWeights, logits_of, run_experts, run_shared_expert
 from epic.torch.router import route
 from epic.torch.sums import sum as sum_over_ranks
-
-# The checked values, in the order in which forward and backward compute them. STAGES has the name
-# and the remedy of each for the error.
-INPUT, LOGITS, EXPERT, SHARED, OUTPUT, D_OUTPUT, D_EXPERT, D_INPUT = range(8)
-STAGES = (
-    ("the input row", "look at the layers before this one"),
-    ("the row of router logits", "look at the weights of the router"),
-    ("the row that the expert returned", "look at the weights of the expert, and for overflow"),
-    ("the row of the shared expert", "look at the weights of the shared expert"),
-    ("the sum of the experts' rows", "look for overflow of the dtype of the rows"),
-    ("the gradient of the output row", "look at the loss and at the layers after this one"),
-    ("the gradient that the expert returned", "look at the weights of the expert"),
-    ("the gradient of the input row", "look at the weights of the router and the shared expert"),
-)
 
 
 class Finding(NamedTuple):
