@@ -43,7 +43,7 @@ endif
 gpu-test-torch: gpu-here gpu-build-torch
 	@$(GPU_TORCH) GPU_PYTHON=$(GPU_PYTHON) tests/torch/gpu/run.sh
 
-# Trains with the examples for recipe, torchtitan and transformers.
+# Trains with the examples for recipe, torchtitan, transformers, Megatron-Core and TRL.
 gpu-test-torch-trainers: gpu-here gpu-build-torch
 	@$(GPU_TORCH) timeout -k 5 570 $(GPU_PYTHON) -W ignore tests/torch/gpu/trainers.py
 
