@@ -12,6 +12,7 @@
 
 #define MAX_ROW_BYTES 24576
 #define NUM_TAGS 16
+#define NUM_TAGS_SANITIZED 6
 /* Groups of more ranks run fewer cases and tags, with little staging, because every rank computes
  * the expected results of all ranks. */
 #define FEW_RANKS 8
@@ -217,13 +218,14 @@ static void *run_tag(void *self)
 }
 
 /* Starts operations of 16 tags in a different order on every rank, which host contexts
- * allow. */
+ * allow. Programs with a sanitizer, where threads are slow, start fewer. */
 static bool many_tags(const member *m)
 {
     if (suite_there->device) return true;
     epic_context *ctx = open_group(m, 0, false);
     if (!ctx) return is_vacant(m);
-    const int num_tags = has_many_ranks(m) ? 2 : NUM_TAGS;
+    const int most = run_is_sanitized() && run_scale() < 1 ? NUM_TAGS_SANITIZED : NUM_TAGS;
+    const int num_tags = has_many_ranks(m) ? 2 : most;
     tagged tags[NUM_TAGS];
     pthread_t threads[NUM_TAGS];
     run_random random = {run_mix(m->seed, 77 + (uint64_t)m->bootstrap->rank)};
