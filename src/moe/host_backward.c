@@ -147,12 +147,12 @@ static void store_dense_gradients(const moe_job *j, const backward_call *c)
     const epic_moe_gradients *g = &c->gradients;
     store_gradient(j, c, g->w_gate, p.w_gate, p.b_gate);
     store_gradient(j, c, g->b_gate, p.b_gate, p.scale);
-    store_gradient(j, c, g->scale_of_expert, p.scale, p.gate_up);
+    store_gradient(j, c, g->scale_of_expert, p.scale, p.gate_padding);
     store_gradient(j, c, g->shared_gate_up, p.gate_up, p.down);
     store_gradient(j, c, g->shared_down, p.down, p.b_gate_up);
     store_gradient(j, c, g->shared_b_gate_up, p.b_gate_up, p.b_down);
     store_gradient(j, c, g->shared_b_down, p.b_down, p.w_shared_gate);
-    store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.end);
+    store_gradient(j, c, g->w_shared_gate, p.w_shared_gate, p.shared_padding);
 }
 
 /* Copies the gradients of forced weights (topk_weights_in) to the caller's array, if the caller
