@@ -99,11 +99,12 @@ static epic_result prepare_stepwise(epic_group *g, uint64_t id)
     return result;
 }
 
-static void enter_stepwise(epic_group *g, const seat_set *members)
+static epic_result enter_stepwise(epic_group *g, const seat_set *members)
 {
     pass_step();
-    real->enter(g, members);
+    const epic_result result = real->enter(g, members);
     pass_step();
+    return result;
 }
 
 /* Lets the calls of this process pass their steps. */
