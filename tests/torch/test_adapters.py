@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
 
 import epic.torch
 from epic.torch.families import unwrapped
@@ -125,6 +126,27 @@ def train_adapters(rank: int, name: str, ep: int, folder: str) -> None:
 def test_adapters(world: Any, name: str, ep: int, tmp_path: Path) -> None:
     """Check adapters with one expert or several experts per rank."""
     world.run(train_adapters, name, ep, str(tmp_path))
+
+
+def save_sharded(rank: int, folder: str) -> None:
+    """Save adapters of a model under fully_shard, and load them with peft alone."""
+    with group_of(2, max_tokens=256) as group:
+        model: Any = adapted("Qwen3Moe")
+        epic.torch.replace_moe(model, group)
+        for layer in (*model.base_model.model.model.layers, model):
+            fully_shard(layer, mesh=meshes[2]["dp"])
+        wanted = logits_of(model, IDS)
+        epic.torch.save_pretrained(model, folder, group)
+        if rank == 0:
+            stock = peft.PeftModel.from_pretrained(model_of("Qwen3Moe"), folder)
+            assert relative(logits_of(model_of("Qwen3Moe"), IDS), wanted) > 1e-2
+            assert relative(logits_of(stock.train(), IDS), wanted) < 1e-5
+
+
+@pytest.mark.night
+def test_save_under_fully_shard(world: Any, tmp_path: Path) -> None:
+    """Check that peft loads what 2 x 2 ranks save."""
+    world.run(save_sharded, str(tmp_path))
 
 
 def make_run(ep: int, group: epic.torch.Group) -> tuple[Any, Any, epic.torch.TrainingState]:
