@@ -255,16 +255,20 @@ __device__ __forceinline__ uint64_t find_failure(const OpState &op, int phase, u
 /* Returns true if a wait whose deadline has passed may fail, because the host process has run
  * after the deadline. `time`: current device time.
  *
- * The process may be suspended, for example by Ctrl-Z or in a frozen container. Such a stop
- * must not cause a timeout: the device's clock continues, but usually the peers are also
- * stopped, and launch nothing. So a wait fails only after a host thread has run later than the
- * deadline. Each run of that thread is a beat (P2P_AWAKE). The first call after the deadline
- * stores its time in control->due. A later call that sees a new beat copies this time to
- * control->overdue. Waits whose deadline is earlier than control->overdue may then fail.
+ * The process may be suspended, for example by Ctrl-Z or in a frozen container. This must not
+ * cause a timeout: the device's clock continues, but usually the peers' processes are also
+ * suspended, and launch nothing. So a wait fails only after a host thread has run later than
+ * the deadline. That thread counts its runs (beats, P2P_AWAKE). Two calls are needed:
  *
- * If the host thread has counted a stop, the time limit of all waits restarts, at most
- * P2P_POSTPONE_LIMIT times without progress. Only one thread of the rank at a time reads the
- * word `awake` in host memory. */
+ *   1. The first call after the deadline stores its time in control->due.
+ *   2. A later call finds that the count of beats has changed, so the host thread has run after
+ *      the time `due`. It copies this time to control->overdue, and sets `due` to 0.
+ *
+ * A wait may fail if its deadline is earlier than control->overdue.
+ *
+ * The host thread also counts how often the process was suspended (stops). If that count has
+ * changed, the time limit of all waits restarts, at most P2P_POSTPONE_LIMIT times without
+ * progress. Only one thread of the rank at a time reads the word `awake` in host memory. */
 static __device__ bool has_host_run_after(const OpState &op, uint64_t deadline, uint64_t time)
 {
     p2p_control *control = control_of(op);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of packed rows. A packed row is a row and its scales as one sequence of 16-byte
- * vectors (dispatch/packed.cuh). This kernel moves each packed row as a whole, by bulk stores
- * (dispatch/bulk.cuh). It reads a plan, or makes the plan first. Rows are aligned to 16 bytes.
- * The kernel may quantize rows before it sends them.
+/* Implements dispatch of packed rows. A packed row is a row and its scales as one sequence of
+ * 16-byte vectors (dispatch/packed.cuh). This kernel moves each packed row as a whole, by bulk
+ * stores (dispatch/bulk.cuh). It reads a plan, or makes the plan first. Rows are aligned to 16
+ * bytes. The kernel may quantize rows before it sends them.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes] (*)
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
@@ -163,9 +163,10 @@ __device__ __forceinline__ bool prepare_packed(const PackedMove &m, int32_t toke
     return __any_sync(ALL_LANES, special) != 0;
 }
 
-/* Processes the unit `unit` of `token`, a token of this rank: sends the row to the peers that
- * need it, waits for the token's record, and stores the row to the token's slots on this rank.
- * Called by a whole warp. Returns false if the group has failed. */
+/* Sends the packed row of `token`, a token of this rank, to the peers that need it. Then waits
+ * for the token's record (its slots on this rank), and stores the row to these slots. `unit`:
+ * this warp's work on the row. Called by a whole warp. Returns false if the group has
+ * failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t token,
                                                 const Unit &unit, uint32_t buffer)
@@ -189,9 +190,10 @@ __device__ __forceinline__ bool send_own_packed(const PackedMove &m, int32_t tok
     return !here || receive_weights<FLAT>(m, rank, 0, token, slot, extras, weight);
 }
 
-/* Processes the unit `unit` of `token`, a token of a peer: waits for the row, stores it to the
- * token's slots on this rank, and stores poison back to staging. Called by a whole warp.
- * Returns false if the group has failed. */
+/* Receives the packed row of `token`, a token of a peer: waits for the row in staging, and
+ * stores it to the token's slots on this rank. Then marks the row's place in staging as not
+ * written, by storing poison there. `unit`: this warp's work on the row. Called by a whole
+ * warp. Returns false if the group has failed. */
 template <class OwnPiece, bool FLAT>
 __device__ __forceinline__ bool receive_packed(const PackedMove &m, int32_t token,
                                                const Unit &unit, const BulkBuffers &buffers)

@@ -186,11 +186,14 @@ struct ScanResult { /* The result of scan_packed() for this lane's vectors. */
     bool missing, special;
 };
 
-/* Checks a packed row in a buffer. `missing`: a word is poison, so it has not arrived.
- * `special`: the sender may have replaced a word that equaled poison, because the row contains
- * a stand-in. In a quantized row (QUANTIZED), a word of scales that equals E8M0_STAND_IN is
- * special. In other rows, a word that equals poison or its stand-in, without regard to sign
- * bits, is special. */
+/* Checks a packed row in a buffer, before the row is sent or after it was received.
+ *
+ * - missing: a word is poison. In a received row, this word has not arrived.
+ * - special: a word equals poison or its stand-in, the word that a sender sends in place of
+ *   poison. A row to send then needs send_special(). In a received row, the stand-in may have
+ *   been poison originally, so restore_special_words() must check it. In a quantized row
+ *   (QUANTIZED), only E8M0_STAND_IN in the scales counts. In other rows, sign bits are
+ *   ignored. */
 template <bool QUANTIZED>
 __device__ __forceinline__ ScanResult scan_packed(const PackedMove &m, uint32_t buffer)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of rows without scales: moves rows of tokens to the slots of their experts. The
- * kernel reads a plan, or makes the plan first.
+/* Implements dispatch of rows without scales: moves rows of tokens to the slots of their
+ * experts. The kernel reads a plan, or makes the plan first.
  *
  *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
  *   recv    [recv_rows, row_bytes]    output: one slot per choice of an expert of this rank,

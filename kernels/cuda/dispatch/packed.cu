@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of packed rows (a row and its scales, dispatch/packed.cuh), piece by piece. The
- * caller passes the scales, or this kernel computes them when it quantizes the rows. The kernel
- * reads a plan, or makes the plan first.
+/* Implements dispatch of packed rows (a row and its scales, dispatch/packed.cuh). The kernel
+ * moves rows piece by piece. The caller passes the scales, or the kernel computes the scales
+ * when it quantizes the rows. The kernel reads a plan, or makes the plan first.
  *
  *   tokens  [num_tokens, token_bytes]   scales       [num_tokens, scale_bytes] (*)
  *   recv    [recv_rows, row_bytes]      recv_scales  [recv_rows, scale_bytes]
@@ -420,10 +420,15 @@ __device__ __forceinline__ bool pad_all(PackedMove &m)
     return true;
 }
 
-/* The template argument OwnPiece packs the rows of this rank: JoinedPiece copies rows and
- * scales, and QuantizedPiece quantizes rows. FAST: rows are aligned to 16 bytes and, if the
- * kernel quantizes them, have elements of 16 bits. Pieces are copied through the ring only with
- * FAST. WITH_PLAN: the kernel also makes the plan. */
+/* Template arguments:
+ *
+ *   OwnPiece   packs the rows of this rank: JoinedPiece copies rows and scales, and
+ *              QuantizedPiece quantizes rows
+ *   FAST       rows are aligned to 16 bytes and, if the kernel quantizes them, have elements of
+ *              16 bits. Only then does PieceFeed copy pieces ahead, into a ring buffer in
+ *              shared memory.
+ *   WITH_PLAN  the kernel also makes the plan
+ *   FLAT       the layout of the receive buffer is EPIC_FLAT */
 template <class OwnPiece, bool FAST, bool WITH_PLAN, bool FLAT>
 __global__ void __launch_bounds__(BLOCK, 1)
     dispatch_packed_kernel(const __grid_constant__ p2p_dispatch_job job)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Packed rows: a row and its scales (for example, the scales of an fp8 row), which are sent
- * together as one sequence of 16-byte vectors. So scales need no separate unit of work and no
- * separate message.
+/* Packs, sends and receives packed rows. A packed row is a row and its scales (for example, the
+ * scales of an fp8 row), sent together as one sequence of 16-byte vectors. So scales need no
+ * separate unit of work and no separate message.
  *
  *   row_vectors vectors  vectors of scales
  *   [ row            | ] [ scales    | ]     the last vector of each is filled up with zeros

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch with relays, for backend `hosts` with several ranks per host. A row crosses the net
- * once for every other host that needs it. The sender sends the row to its *mate* on that host:
- * if the sender is the i-th rank of its own host, the mate is the i-th rank of the other host.
- * The mate forwards the row to the ranks of its host that need it (net/relay.cuh).
+/* Implements dispatch with relays, for backend `hosts` with several ranks per host. A row
+ * crosses the net once for every other host that needs it. The sender sends the row to its
+ * *mate* on that host: if the sender is the i-th rank of its own host, the mate is the i-th
+ * rank of the other host. The mate forwards the row to the ranks of its host that need it
+ * (net/relay.cuh).
  *
  * All units form a list, which is divided into steps. Step i has these units, in this order.
  * `lag` is the number of tokens that are sent before the first token is forwarded and received.

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* dispatch of rows without scales, if the receive buffer of this rank lies in a window. If the
- * receive buffers of all ranks lie in windows, rows are stored directly into their slots
- * (windows.cuh). Otherwise all rows go through staging, like in dispatch.cu.
+/* Implements dispatch of rows without scales, if the receive buffer of this rank lies in a
+ * window (memory into which peers can store). If the receive buffers of all ranks lie in
+ * windows, rows are stored directly into their slots (windows.cuh). Otherwise all rows go
+ * through staging, like in dispatch.cu.
  *
  *   tokens  [num_tokens, row_bytes]   input: rows of this rank's tokens
  *   recv    [recv_rows, row_bytes]    output, in a window of this rank: rows by slot

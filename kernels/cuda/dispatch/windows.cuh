@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parts of a direct dispatch, in which rows are stored into windows of the peers, without
+/* Implements direct dispatch, in which ranks store rows into windows of their peers, without
  * staging (net/windows.cuh). In a direct dispatch every token has at most one slot on each
  * rank, because the layer has one choice per token (top-1) or its layout is FLAT.
  *

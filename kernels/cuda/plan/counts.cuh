@@ -178,10 +178,10 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
            record_index(job.self, job.self.rank, 0, (int)job.layer.top_k);
 }
 
-/* Returns the id by which the planner counts a choice: the id of its expert, or a negative
- * value if the choice has no expert. Exception: some layers with replicas (copies of a logical
- * expert) choose the replica only after counting. For these layers, the function returns the id
- * of the logical expert, as in the caller's array. */
+/* Returns the id by which the planner counts a choice, or a negative value if the choice has no
+ * expert. If job.resolves is set, resolve_replicas() has already chosen a replica (a copy of a
+ * logical expert), and the id is that of the replica. Otherwise it is the id in the caller's
+ * array. In a layer with replicas, that is the id of the logical expert. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
