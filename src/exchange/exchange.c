@@ -177,9 +177,10 @@ static epic_result exchange_check_peers(exchange *x, uint64_t now, bool late)
     return exchange_break_group(x, EPIC_EPEER, any_ended ? ended : closed, sentence);
 }
 
-/* Breaks the group with EPIC_ETIMEOUT, because the deadline has passed. There is one exception:
- * if this process was suspended during the search for culprits, the peers probably were
- * suspended too. In this case restarts the deadline and returns EPIC_OK. */
+/* Searches for the culprits, and breaks the group with EPIC_ETIMEOUT, because the deadline has
+ * passed. If deadline_look() finds that this process was suspended during the search, the peers
+ * probably were suspended too. So the deadline has restarted, and the function returns EPIC_OK
+ * without breaking the group. */
 static epic_result exchange_report_timeout(exchange *x)
 {
     uint64_t culprits[RANK_WORDS] = {0};

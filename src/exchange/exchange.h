@@ -221,11 +221,12 @@ typedef struct scatter {
  * while it can neither send nor read. Returns EPIC_OK, or the failure of the group. */
 epic_result scatter_run(exchange *x, const scatter *s);
 
-/* The callbacks of a collect flow, whose first argument is `self`. Sender and receiver must
- * agree: is_sent(home, item) on this rank equals is_received(this rank, item) on the home. */
+/* The callbacks of a collect flow, whose first argument is `self`. The home of an item is the
+ * rank that owns the item and receives the rows for it. Sender and receiver must agree: on rank
+ * r, is_sent(h, item) must equal the result of is_received(r, item) on rank h. */
 typedef struct collect {
     void *self;
-    const int64_t *items; /* [num_ranks]: number of items of each home */
+    const int64_t *items; /* [r]: number of items whose home is rank r */
     row_split split;
     /* size in bytes of the trailer after the first piece of a row; 0: rows have no trailer */
     int64_t trailer;

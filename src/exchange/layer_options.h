@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The options of a layer that must be equal on all ranks, as 32-bit words of an op header.
+/* Lists the options of a layer that must be equal on all ranks. They are sent as 32-bit words
+ * of an op header (the first message of each rank in an operation).
  *
  * If an option differs between ranks, for example the activation, all shapes still fit but the
  * results are wrong. Therefore the first op header of each pass contains a hash of all options.

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The weights of float64 layers in dispatch, and their gradients in combine (stages.h). */
+/* Float64 layers: sends the weights of each token with its row in dispatch, and returns the
+ * gradients of the weights by a combine (stages.h). */
 #include <string.h>
 
 #include "moe/stages.h"

@@ -62,8 +62,8 @@ uint32_t moe_padding_flag(const moe_job *j);
 void moe_attach_f64_weights(moe_job *j, epic_dispatch_args *how);
 /* Writes the weight of each slot to saved.slot_weights. Called after dispatch. */
 void moe_select_slot_weights(moe_job *j);
-/* Sends the gradients in work.d_slot_weights to the home ranks of the tokens, which write them
- * to work.d_weights. Collective. */
+/* Sends the gradients in work.d_slot_weights to the ranks that own the tokens. Those ranks
+ * write them to work.d_weights. Collective. */
 epic_result moe_combine_weight_gradients(moe_job *j);
 
 /* Computes the losses of one block on the host, and writes them as reals to *balance and *z.

@@ -69,7 +69,8 @@ static bool count_fates(const int32_t *fates, int64_t count, epic_plan_info *out
     return true;
 }
 
-/* Copies the fates of all choices chunk by chunk, and adds them to the counts in *out. */
+/* Copies the fates of all choices to the host, chunk by chunk. Counts the choices that were
+ * kept, that have no expert, and that were dropped for each reason. Adds the counts to *out. */
 static epic_result read_fates(const unsigned char *from, int64_t choices, device_fetch fetch,
                               epic_plan_info *out)
 {
