@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions for all kinds of bootstraps: argument checks, the bootstrap of a single rank, and
- * lists of ranks for error texts. */
+/* Implements what all kinds of bootstraps share: checks arguments, creates the bootstrap of a
+ * single rank, and lists ranks in error texts. */
 #include "bootstrap/bootstrap.h"
 
 #include <stdarg.h>

@@ -198,9 +198,9 @@ static epic_result join_rank_0(connector *c, epic_link *link)
         return retry_after_silence(c, "it did not receive our hello");
     if (epic_frame_receive_all(link->socket, &theirs, sizeof theirs, &limit) != FRAME_DONE)
         return retry_after_silence(c, "it sent no hello");
-    if (theirs.magic != HELLO_MAGIC ||
-        /* a socket that is accidentally connected to itself receives this rank's own hello */
-        theirs.rank != 0)
+    /* A socket that is accidentally connected to itself receives this rank's own hello, whose
+     * rank is not 0. */
+    if (theirs.magic != HELLO_MAGIC || theirs.rank != 0)
         return retry_after_answer(c, "what listens there is not rank 0 of EPIC");
 
     TRY(check_rank_0(c, &theirs));

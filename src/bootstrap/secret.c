@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* HMAC-SHA-256 and SHA-256 from libcrypto, which is loaded when a secret is set. */
+/* Computes HMAC-SHA-256 and SHA-256 with libcrypto, which is loaded only if a secret is set. */
 #include "bootstrap/secret.h"
 
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The time limit of a wait in a bootstrap.
+/* Limits the time of a wait in a bootstrap.
  *
  * A limit counts only the time in which this process ran, because it is a deadline
  * (base/deadline.h). A deadline detects that the process was suspended, for example by SIGSTOP,

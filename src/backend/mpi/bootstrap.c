@@ -78,11 +78,12 @@ static bool receive_roll_call(MPI_Comm comm, bool *missing)
     return true;
 }
 
-/* Receives roll calls. Sends this rank's own roll call once, as soon as `late` is set or a roll
- * call of another rank has arrived. missing[m->rank] is true until this rank has sent its roll
- * call. Ignores MPI errors, because roll calls only improve an error text. Sets
- * MPI_ERRORS_RETURN during the call, because the communicator's error handler may end the
- * program. */
+/* Receives the roll calls ("I am here" messages) that have arrived. Sends this rank's own roll
+ * call once: when half of the time limit has passed (`late`), or when a roll call of another
+ * rank has arrived. missing[m->rank] is true until this rank has sent its roll call.
+ *
+ * Ignores MPI errors, because roll calls only improve an error text. Sets MPI_ERRORS_RETURN
+ * during the call, because the communicator's error handler may end the program. */
 static void exchange_roll_calls(const bootstrap *m, MPI_Comm comm, bool *missing, bool late)
 {
     MPI_Errhandler theirs;

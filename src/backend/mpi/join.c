@@ -326,7 +326,7 @@ static bool cancel_requests(epic_group *group)
 
 /* Breaks the group, because a peer died or did not receive rows before the deadline. The
  * communicator of a broken group is never freed, so that MPI cannot reuse its id and deliver
- * late messages to another group. */
+ * delayed messages of this group to another group. */
 static void break_with_timeout(epic_group *group)
 {
     const epic_failure_info failure = {.result = EPIC_ETIMEOUT,

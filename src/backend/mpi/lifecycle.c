@@ -4,9 +4,9 @@
  *
  * The communicator of a group is freed only after all peers have left the group too. If the
  * communicator were freed earlier, MPI could reuse its id for another group, and that group
- * would receive late messages of the first group. Communicators are freed when this rank opens
- * or leaves another group, and in MPI_Finalize. The communicator of a broken group is never
- * freed. */
+ * would receive delayed messages of the first group. Communicators are freed when this rank
+ * opens or leaves another group, and in MPI_Finalize. The communicator of a broken group is
+ * never freed. */
 #include <unistd.h>
 
 #include "backend/mpi/group.h"

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The memory of a group: tables, then rings, in one mapping. The system allocates a page only
- * when it is first accessed. */
+/* Allocates the memory of a group in one mapping: first the tables, then the rings (the buffers
+ * for rows). The system allocates a page only when it is first accessed. */
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>

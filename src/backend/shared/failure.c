@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The failure of a group: the first failure that any rank reports is stored in the segment
- * (shared memory), and all ranks return it. Also determines whether a peer is gone. */
+/* Stores the first failure that any rank reports in the segment (shared memory), so that all
+ * ranks return this failure. Also determines whether a peer is gone. */
 #include <time.h>
 
 #include "backend/shared/shared.h"

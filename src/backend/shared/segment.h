@@ -5,9 +5,11 @@
  * (rows). When the reader of a ring does not need an entry any more, it *drops* the entry, so
  * that the writer may reuse its memory (backend/transport.h).
  *
- * segment: header, then blocks [max_in_flight][num_ranks], then the staging of all ranks block:
- * rank state (used only in the first block of a rank), one slot; page-aligned staging: for each
- * slot, the broadcast ring, then one ring to each peer in rank order; page-aligned
+ *   segment  the header, blocks [max_in_flight][num_ranks], then the staging of all ranks
+ *   block    the rank state (used only in the first block of a rank) and one slot;
+ *            page-aligned
+ *   staging  for each slot: the broadcast ring (read by all peers), then one ring to each peer
+ *            in rank order; page-aligned
  *
  * Blocks come first and are contiguous, because this makes a new segment cheap for many ranks.
  * Small operations use only blocks. If each block were next to its large staging, the blocks

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Sleep and wake protocol of op slots.
+/* Lets the owner of an op slot (called slot here) sleep until a peer wakes it.
  *
  * The futex of a slot has the value idle, armed or asleep. The slot's owner checks whether a
  * peer has changed something (for example sent entries), and calls wait() if not. If the futex
