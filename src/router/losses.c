@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The auxiliary losses of the router, and the update of its bias.
+/* Computes the auxiliary losses of the router, and updates the router's bias.
  *
  * T is the number of tokens of all ranks, E the number of experts, z_t the logits of token t,
  * and P_te the probability of expert e for token t (loss_template.h):

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of the router for one token, as tables of functions (row_template.h). */
+/* Declares tables of the functions that compute the router for one token (row_template.h). */
 #ifndef EPIC_ROUTER_ROW_H
 #define EPIC_ROUTER_ROW_H
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The arithmetic of the router for one token. row_f32.c and row_f64.c include this file, with
+/* Implements the router for one token. row_f32.c and row_f64.c include this file, with
  * REAL defined as float or double. OF(name) appends _f32 or _f64 to a name that other files
  * use. Every sum has a fixed order (sum_block), so all processors compute the same bits. */
 #include <string.h>

@@ -1,13 +1,15 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Scores of a token and their gradients. row_template.h includes this file. router.score
- * selects the score of logit z: softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z itself. */
+/* Computes the scores of a token and their gradients. row_template.h includes this file.
+ * router.score selects the score of logit z: softmax(z), sigmoid(z), sqrt(log(1 + e^z)) or z
+ * itself. */
 
 #include "rules/scalar_template.h"
 
-/* A row is summed in blocks of this many elements, each with SUM_LANES partial sums. */
+/* A row is summed in blocks of this many elements (not CUDA blocks), each with SUM_LANES
+ * partial sums. */
 #define SUM_BLOCK 1024
-/* Number of partial sums of a block. It is the number of lanes of a warp, so that host and CUDA
- * kernels add in the same order and get the same bits. */
+/* Number of partial sums of a block of elements. It is the number of lanes of a warp, so that
+ * host and CUDA kernels add in the same order and get the same bits. */
 #define SUM_LANES 32
 
 /* Converts n elements of `type` to REAL. If REAL is double, `type` is EPIC_F64. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Weights of a token's chosen experts, and their gradients. row_template.h includes this file.
+/* Computes the weights of a token's chosen experts, and their gradients. row_template.h
+ * includes this file.
  *
  * If choice i is expert e, its weight is parts[i] / divisor * scale * scale_of_expert[e].
  *
@@ -17,7 +18,7 @@
 typedef struct shares {
     REAL parts[MAX_CHOSEN]; /* 0 for a choice without an expert */
     REAL divisor;           /* if it is 0, every weight is 0 */
-    /* true: the divisor depends on the parts, so backward must differentiate it */
+    /* true: the divisor depends on `parts`, so backward must also differentiate the divisor */
     bool is_divisor_variable;
 } shares;
 

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of a plan in CUDA memory: sizes and offsets, for host code and for kernels.
+/* Computes the layout of a plan in CUDA memory (sizes and offsets), for host code and kernels.
  *
  * The plan is a header, followed by arrays of int32. The offsets of the arrays depend only on
  * the sizes of the group and of the layer. P is num_experts rounded up to a power of two. In
@@ -145,7 +145,9 @@ DEVICE_LAYOUT_BOTH static inline int64_t device_locals(const device_plan_layout 
     return at->bytes;
 }
 
-/* Returns the offset of the array `logical` (replicas). The array expert_of follows it. */
+/* Returns the offset of the array `logical`, which exists only in layers with replicas. In the
+ * layout FLAT, `logical` follows `locals`, which is as large as `records`. Otherwise `logical`
+ * follows `records`. The array expert_of follows `logical`. */
 DEVICE_LAYOUT_BOTH static inline int64_t device_logical(const device_plan_layout *at,
                                                         uint32_t layout)
 {

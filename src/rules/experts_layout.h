@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The layout of the experts' workspace on a device, for host code that computes its size and
- * for the CUDA backends.
+/* Computes the layout of the experts' workspace on a device. Host code needs the workspace's
+ * size, and the CUDA backends need its offsets.
  *
  * `width` is the number of columns of an expert's first GEMM: 2 * inner, or inner if the layer
  * is ungated. "E4M3 weights" are EPIC_E4M3 elements with scales. If a layer has them, the rows

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The workspace for the GEMMs of a layer's gate on a device, for host code that computes its
- * size and for the CUDA backends. The gate computes logits = x w_gate, with one column for each
- * expert and zero-expert.
+/* Computes the layout of the workspace for the GEMMs of a layer's gate on a device. Host code
+ * needs the workspace's size, and the CUDA backends need its offsets. The gate computes
+ * logits = x w_gate, with one column for each expert and zero-expert.
  *
  * These GEMMs have few columns and long sums. Small GEMMs use split-K: they divide each sum
  * into slices, so that there is work for the whole GPU. They need memory for the partial sums
@@ -9,9 +9,10 @@
  * each float32 value as the sum of three bf16 values, its *components*. They need memory for
  * the components.
  *
- * In the functions below, `tokens` is the number of this rank's tokens, and `block` the maximum
- * number of tokens of a block (moe/moe.h). Backward computes up to GATE_BLOCKS blocks in one
- * call. */
+ * A block (not a CUDA block) is a part of this rank's tokens, over which the layer sums
+ * gradients separately (moe/moe.h). In the functions below, `tokens` is the number of this
+ * rank's tokens, and `block` is the maximum number of tokens of a block. Backward computes up
+ * to GATE_BLOCKS blocks in one call. */
 #ifndef EPIC_GATE_LAYOUT_H
 #define EPIC_GATE_LAYOUT_H
 
@@ -142,12 +143,14 @@ static inline gate_pairs gate_pairs_of(int64_t tokens, int64_t hidden, int64_t c
     return at;
 }
 
-/* The blocks first to first + count - 1, for which one call of gate_backward computes
- * gradients. Block b of a rank begins at token b * units / total * unit, with integer division.
- * The gradients of w_gate and b_gate are computed for each block, and then added in a binary
- * tree. */
+/* The range of blocks for which one call of gate_backward computes gradients: blocks first to
+ * first + count - 1. Block b of a rank begins at token b * units / total * unit, with integer
+ * division. The gradients of w_gate and b_gate are computed for each block, and then added in a
+ * binary tree. */
 typedef struct gate_blocks {
     int64_t first, count; /* count: a power of two, at most GATE_BLOCKS */
+    /* total: number of blocks of the rank. unit: each block begins at a multiple of this many
+     * tokens. units: number of the rank's tokens, divided by unit. */
     int64_t total, units, unit;
 } gate_blocks;
 

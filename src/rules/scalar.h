@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Functions such as exp() from which scores are computed, for host code and CUDA kernels.
+/* Implements functions such as exp(), from which host code and CUDA kernels compute scores.
  *
  * The float32 functions use only additions, multiplications and divisions, in a fixed order and
  * without fused operations. So every compiler and device computes the same bits, and chooses

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The score of one logit and the derivative of the score, with the same bits on the host and on
- * CUDA devices. Include this file after scalar.h, with two macros defined: REAL is float or
- * double, and OF(name) is name_f32 or name_f64. */
+/* Computes the score of one logit and the derivative of the score. The results have the same
+ * bits on the host and on CUDA devices. Include this file after scalar.h, with two macros
+ * defined: REAL is float or double, and OF(name) is name_f32 or name_f64. */
 
 /* Below this logit, sqrt(log(1 + e^z)) equals e^(z/2) except for the last bit. */
 #define SMALL_LOGIT (sizeof(REAL) == sizeof(float) ? -17 : -37)
