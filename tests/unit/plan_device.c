@@ -94,7 +94,7 @@ static void check_damage(void)
         words[i] ^= 1u << i % 32;
     }
     check_refused(&m, m.size - 1, "plan_bytes");
-    m.fate[TOKENS * TOP_K - 1] = EPIC_FATE_RANK_FULL - 1;
+    m.fate[TOKENS * TOP_K - 1] = EPIC_FATE_ABSENT - 1;
     check_refused(&m, m.size, "out of range");
     free(m.bytes);
 }

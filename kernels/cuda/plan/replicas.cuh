@@ -170,8 +170,9 @@ static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
     __syncthreads();
 }
 
-/* Returns whether a choice is dropped because its expert is absent. `id`: planned_id() of the
- * choice, which may be invalid. */
+/* Returns whether a choice is dropped because its expert is absent. Without EPIC_DROP_ABSENT,
+ * an absent expert is an error in the data, and its choices are not dropped. `id`:
+ * planned_id() of the choice, which may be invalid. */
 template <int FEATURES>
 __device__ __forceinline__ bool is_absent_choice(const Planner &p, const p2p_plan_job &job,
                                                  const OpState &op, int64_t id)
@@ -180,6 +181,7 @@ __device__ __forceinline__ bool is_absent_choice(const Planner &p, const p2p_pla
     if (!job.layer.num_logical)
         return vacant_seats(op) && id >= 0 && id < job.layer.num_experts &&
                is_vacant(op, p.owner[id]);
+    if (!(job.layer.flags & EPIC_DROP_ABSENT)) return false;
     if (job.resolves) return id == EPIC_FATE_ABSENT;
     return id >= 0 && id < job.layer.num_logical && num_replicas_of(p, (int)id) == 0;
 }
