@@ -134,7 +134,7 @@ static int run_rank(team_rank *me)
                                          .tokens = {all[TOKEN_ROWS], TOKENS, ROW},
                                          .recv = {all[SLOT_ROWS], SLOTS, ROW}};
     /* a low-latency plan: the ids of 16 tokens, two words each, in one ring entry */
-    const bool few = !relays && order == EPIC_BY_RANK;
+    const bool few = !relays;
     uint64_t before[3] = {0};
     if (p2p_ops.plan(me->group, &plan) != EPIC_OK) team_stop();
     const uint64_t announced =
