@@ -107,6 +107,20 @@ def run_product(group: epic.torch.Group, members: Any, folder: Path) -> None:
     assert torch.equal(gradient, w.sum(2)[names["topk_idx"].long()].sum(1))
 
 
+def run_permutation(group: epic.torch.Group, members: Any, folder: Path) -> None:
+    """Check the order of the rows and the sums against loops over the choices of this rank."""
+    names = names_of(group)
+    ids, tokens, weights = draw(group.rank)
+    exec(find_block("torch", "alone = "), names)
+    order = [(e, t, k) for e in range(E) for t, k in (ids == e).nonzero().tolist()]
+    assert names["plan"].expert_rows.tolist() == [int((ids == e).sum()) for e in range(E)]
+    for slot, (_, t, k) in enumerate(order):
+        assert torch.equal(names["permuted"][slot], tokens[t])
+        assert names["slot_weights"][slot] == weights[t, k]
+    assert torch.equal(names["restored"], tokens * weights.sum(1, keepdim=True))
+    names["alone"].close()
+
+
 def run_flat(group: epic.torch.Group, members: Any, folder: Path) -> None:
     """Let expert e multiply rows by e + 1, and check what comes back."""
     names = names_of(group)
