@@ -612,6 +612,8 @@ typedef struct epic_plan_args {
     const struct epic_moe *moe;       /* the layer whose options epic_plan compares between the
                                          ranks (epic_moe); NULL: no comparison */
     const int32_t *capacity_limit;    /* [1]; NULL: no limit other than capacity */
+    int64_t *expert_rows_i64;         /* out [num_local_experts]: like expert_rows */
+    int64_t *expert_tokens_i64;       /* out [num_local_experts]: like expert_tokens */
 } epic_plan_args;
 
 /* Makes a plan.  The slots are ordered by local expert, source rank, token, k.  The length of a

@@ -226,7 +226,9 @@ epic_result check_plan_args(const epic_context *ctx, const epic_plan_args *a,
         ARRAY_OUT(a, expert_tokens, local, 4),
         ARRAY_OUT(a, load, experts, 4),
         ARRAY_OUT(a, logical_load, layer->num_logical, 4),
-        ARRAY_OUT(a, demand, 1, 4)};
+        ARRAY_OUT(a, demand, 1, 4),
+        ARRAY_OUT(a, expert_rows_i64, local, 8),
+        ARRAY_OUT(a, expert_tokens_i64, local, 8)};
     return CHECK_ARRAYS(arrays);
 }
 

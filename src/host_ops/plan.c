@@ -213,8 +213,11 @@ static void write_counts(planning *p, epic_result result)
         const bool flat = p->layer.layout == EPIC_FLAT;
         const int32_t padded =
             flat ? q->slab_count[l] : q->slab_begin[l + 1] - q->slab_begin[l];
-        if (args->expert_rows) args->expert_rows[l] = result ? 0 : padded;
-        if (args->expert_tokens) args->expert_tokens[l] = result ? 0 : q->slab_count[l];
+        const int32_t rows = result ? 0 : padded, tokens = result ? 0 : q->slab_count[l];
+        if (args->expert_rows) args->expert_rows[l] = rows;
+        if (args->expert_tokens) args->expert_tokens[l] = tokens;
+        if (args->expert_rows_i64) args->expert_rows_i64[l] = rows;
+        if (args->expert_tokens_i64) args->expert_tokens_i64[l] = tokens;
     }
     if (args->load && q->absent_load == args->load)
         for (uint32_t e = 0; e < p->layer.num_experts; e++) args->load[e] += q->count[e];

@@ -68,12 +68,18 @@ uint32_t case_type(run_random *common, bool wide)
 
 typedef struct plan_outputs { /* each may be NULL */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
+    int64_t *expert_rows_i64, *expert_tokens_i64;
 } plan_outputs;
 
 static int32_t *some(seat *s, run_random *common, int64_t count)
 {
     if (run_chance(common, 15)) return NULL;
     return case_rows(s, count, 4).data;
+}
+
+static int64_t *some_i64(seat *s, run_random *common, int64_t count)
+{
+    return run_chance(common, 60) ? NULL : case_rows(s, count, 8).data;
 }
 
 /* Returns the load of an expert, also of an absent one. */
@@ -93,6 +99,9 @@ static void check_counts(seat *s, const plan_outputs *out)
     for (int64_t l = 0; l < p->num_local; l++) {
         if (out->expert_rows) CHECK_EQ(out->expert_rows[l], p->expert_rows[at + l]);
         if (out->expert_tokens) CHECK_EQ(out->expert_tokens[l], p->expert_tokens[at + l]);
+        if (out->expert_rows_i64) CHECK_EQ(out->expert_rows_i64[l], p->expert_rows[at + l]);
+        if (out->expert_tokens_i64)
+            CHECK_EQ(out->expert_tokens_i64[l], p->expert_tokens[at + l]);
     }
     for (uint32_t e = 0; out->load && e < s->w->layer.num_experts; e++)
         if (out->load[e] != load_of(s->w, e)) CHECK_EQ(out->load[e], load_of(s->w, e));
@@ -167,7 +176,9 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
                           .logical_load = w->logical_of && run_chance(common, 85)
                                               ? case_rows(s, w->layer.num_logical, 4).data
                                               : NULL,
-                          .demand = some(s, common, 1)};
+                          .demand = some(s, common, 1),
+                          .expert_rows_i64 = some_i64(s, common, w->plan->num_local),
+                          .expert_tokens_i64 = some_i64(s, common, w->plan->num_local)};
     void *ids = world_topk_idx(w, s->rank, wide);
     const int64_t id_bytes = s->num_tokens * w->layer.top_k * (wide == EPIC_I64 ? 8 : 4);
     const void *ids_here = case_copy(s, ids, id_bytes);
@@ -194,7 +205,9 @@ static epic_plan_args plan_args(seat *s, run_random *common, plan_outputs *out)
         .expert_tokens = out->expert_tokens,
         .load = out->load,
         .logical_load = out->logical_load,
-        .demand = out->demand};
+        .demand = out->demand,
+        .expert_rows_i64 = out->expert_rows_i64,
+        .expert_tokens_i64 = out->expert_tokens_i64};
 }
 
 epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
@@ -209,6 +222,8 @@ epic_plan_args case_lend_plan(seat *s, const epic_plan_args *args)
     a.load = case_lend(s, a.load);
     a.logical_load = case_lend(s, a.logical_load);
     a.demand = case_lend(s, a.demand);
+    a.expert_rows_i64 = case_lend(s, a.expert_rows_i64);
+    a.expert_tokens_i64 = case_lend(s, a.expert_tokens_i64);
     a.capacity_limit = case_lend(s, a.capacity_limit);
     return a;
 }

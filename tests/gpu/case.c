@@ -239,6 +239,9 @@ void make_inputs(bench *b, arrays *a)
     a->limit = kind > 1 ? case_upload(b, &limit, sizeof limit, 0) : NULL;
     a->expert_rows = take_arena(b, experts, 0);
     a->expert_tokens = take_arena(b, experts, 0);
+    const bool has_i64 = case_hash(c->seed, 48, 0, 0) & 1;
+    a->expert_rows_i64 = has_i64 ? take_arena(b, 2 * experts, 0) : NULL;
+    a->expert_tokens_i64 = has_i64 ? take_arena(b, 2 * experts, 0) : NULL;
     a->load = take_arena(b, experts, 0);
     a->demand = take_arena(b, 4, 0);
     a->tokens = case_upload(b, rows, (size_t)(tokens * c->row_bytes), c->offset);
@@ -271,7 +274,9 @@ static epic_plan_args plan_args(bench *b, const arrays *a)
                             .expert_rows = a->expert_rows,
                             .expert_tokens = a->expert_tokens,
                             .load = a->load,
-                            .demand = a->demand};
+                            .demand = a->demand,
+                            .expert_rows_i64 = a->expert_rows_i64,
+                            .expert_tokens_i64 = a->expert_tokens_i64};
 }
 
 static epic_dispatch_args dispatch_args(bench *b, const arrays *a)

@@ -59,6 +59,7 @@ typedef struct arrays { /* inputs and outputs of plan and dispatch */
     void *plan, *ids;
     int32_t *table, *logical, *expert_rows, *expert_tokens, *load, *demand, *recv_expert;
     int32_t *limit; /* capacity_limit; NULL in half of the cases */
+    int64_t *expert_rows_i64, *expert_tokens_i64; /* NULL in half of the cases */
     int64_t capacity;
     void *tokens, *recv, *scales, *recv_scales;
     float *weights, *slot_weights;

@@ -17,6 +17,9 @@ void check_plan(bench *b, const arrays *a)
             *demand = case_download(b, a->demand, 4);
     int32_t *rows = case_download(b, a->expert_rows, experts * 4);
     int32_t *kept = case_download(b, a->expert_tokens, experts * 4);
+    const bool has_i64 = a->expert_rows_i64 != NULL;
+    int64_t *rows_i64 = has_i64 ? case_download(b, a->expert_rows_i64, experts * 8) : NULL;
+    int64_t *kept_i64 = has_i64 ? case_download(b, a->expert_tokens_i64, experts * 8) : NULL;
     uint8_t *plan = case_download(b, a->plan, a->plan_bytes);
     const device_plan_header *h = (const device_plan_header *)plan;
     const device_plan_layout at = device_plan_layout_of(
@@ -32,6 +35,10 @@ void check_plan(bench *b, const arrays *a)
             report_wrong(b, "plan: expert_tokens of %zu is %d", e, kept[local]);
         if (rows[local] != (r->result ? 0 : p->expert_rows[at_rank]))
             report_wrong(b, "plan: expert_rows of %zu is %d", e, rows[local]);
+        if (has_i64 && (kept_i64[local] != (r->result ? 0 : p->expert_tokens[at_rank]) ||
+                        rows_i64[local] != (r->result ? 0 : p->expert_rows[at_rank])))
+            report_wrong(b, "plan: int64 counts of %zu are %lld, %lld", e,
+                         (long long)rows_i64[local], (long long)kept_i64[local]);
     }
     if (r->result == EPIC_OK) {
         if (h->slots_of[me] != p->num_slots[me])
@@ -45,6 +52,8 @@ void check_plan(bench *b, const arrays *a)
     free(demand);
     free(rows);
     free(kept);
+    free(rows_i64);
+    free(kept_i64);
     free(plan);
 }
 

@@ -92,6 +92,8 @@ static const wrong wrongs[] = {
     {PLAN, BAD, "rank_of_expert", "0x1001", {SET(plan.rank_of_expert, 0x1001)}},
     {PLAN, BAD, "capacity_limit", "0x1001", {SET(plan.capacity_limit, 0x1001)}},
     {PLAN, BAD, "load", "0x1001", {SET(plan.load, 0x1001)}},
+    {PLAN, BAD, "expert_rows_i64", "0x1004", {SET(plan.expert_rows_i64, 0x1004)}},
+    {PLAN, BAD, "expert_tokens_i64", "0x1004", {SET(plan.expert_tokens_i64, 0x1004)}},
 
     {DISPATCH, BAD, "layer", "NULL", {SET(dispatch.layer, 0)}},
     {DISPATCH, BAD, "layer.num_experts", "must be 24", {SET(layer.num_experts, 12)}},

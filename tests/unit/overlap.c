@@ -51,6 +51,8 @@ static void try_steps(step *s)
     WITH(epic_plan, step_plan(s, 1), a.topk_idx = s->expert_rows, "topk_idx", "expert_rows");
     WITH(epic_plan, step_plan(s, 1), a.load = a.expert_tokens, "load", "expert_tokens");
     WITH(epic_plan, step_plan(s, 1), a.demand = s->load + 1, "demand", "load");
+    WITH(epic_plan, step_plan(s, 1), a.expert_rows_i64 = (void *)s->recv;
+         a.expert_tokens_i64 = (void *)s->recv, "expert_rows_i64", "expert_tokens_i64");
     WITH(epic_plan, step_plan(s, 1), a.topk_idx = (void *)(s->plan + 64), "plan", "topk_idx");
 
     WITH(epic_dispatch, step_dispatch(s, 1), a.recv.data = s->x, "recv.data", "tokens.data");

@@ -83,14 +83,20 @@ static void counts_after_error(const epic_bootstrap *bootstrap, void *self)
     const int32_t table[6] = {1, 1, 1, 1, 1, 0};
     const int32_t ids[TOKENS] = {0, bootstrap->rank == 0 ? 6 : 1, 2, 3};
     int32_t rows[5], tokens[5];
+    int64_t rows_i64[5], tokens_i64[5];
     memset(rows, 1, sizeof rows);
     memset(tokens, 1, sizeof tokens);
+    memset(rows_i64, 1, sizeof rows_i64);
+    memset(tokens_i64, 1, sizeof tokens_i64);
     epic_plan_args args = plan_args(&s, ids, TOKENS);
     args.rank_of_expert = table;
     args.expert_rows = rows;
     args.expert_tokens = tokens;
+    args.expert_rows_i64 = rows_i64;
+    args.expert_tokens_i64 = tokens_i64;
     check_result(epic_plan(s.ctx, &args), EPIC_EINVAL);
     for (int e = 0; e < 5; e++) CHECK(rows[e] == 0 && tokens[e] == 0);
+    for (int e = 0; e < 5; e++) CHECK(rows_i64[e] == 0 && tokens_i64[e] == 0);
     check_result(epic_check(s.ctx), EPIC_OK);
     close_seat(&s);
 }

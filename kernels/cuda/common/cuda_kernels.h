@@ -230,6 +230,7 @@ typedef struct p2p_plan_job {
     const int32_t *logical_of_expert;
     /* outputs with the shapes of epic_plan_args (epic.h); NULL: not needed */
     int32_t *expert_rows, *expert_tokens, *load, *logical_load, *demand;
+    int64_t *expert_rows_i64, *expert_tokens_i64;
     /* In device memory: the maximum number of slots that this rank may use (values below 1
      * count as 1). NULL: no limit. */
     const int32_t *capacity_limit;

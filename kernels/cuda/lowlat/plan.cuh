@@ -551,8 +551,7 @@ static __device__ void write_slabs(const LowlatPlan &tables, const p2p_plan_job 
         padding[l] = {rows == count ? 0 : begin + count, rows - count};
         if (l >= job.block) continue;
         slab_begin[l] = begin;
-        if (job.expert_tokens && good) job.expert_tokens[l] = count;
-        if (job.expert_rows && good) job.expert_rows[l] = rows;
+        if (good) write_expert_counts(job, l, rows, count);
     }
 }
 

@@ -117,9 +117,19 @@ __device__ __forceinline__ int32_t *expert_table(const p2p_plan_job &job)
     return logical_table(job) + device_round_up(job.layer.num_experts * 4ll, 128) / 4;
 }
 
+/* Writes the numbers of rows and tokens of a local expert to the caller's outputs. */
+static __device__ __forceinline__ void write_expert_counts(const p2p_plan_job &job, int local,
+                                                           int32_t rows, int32_t tokens)
+{
+    if (job.expert_rows) job.expert_rows[local] = rows;
+    if (job.expert_tokens) job.expert_tokens[local] = tokens;
+    if (job.expert_rows_i64) job.expert_rows_i64[local] = rows;
+    if (job.expert_tokens_i64) job.expert_tokens_i64[local] = tokens;
+}
+
 /* Sets p.slab_start for each expert of `rank`. With layout FLAT, which has no slabs, sets
  * p.local_expert instead. For this rank's own experts, CTA 0 also writes the plan's tables
- * slab_begin and padding, and the caller's expert_tokens and expert_rows. Returns the number of
+ * slab_begin and padding, and the caller's counts (write_expert_counts()). Returns the number of
  * slots that the rank needs. Called by one warp. */
 template <int FEATURES>
 static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int rank)
@@ -151,8 +161,7 @@ static __device__ int64_t place_slabs(Planner &p, const p2p_plan_job &job, int r
             const int local = owned + __popc(owners & lanes_below());
             slab_begin[local] = FLAT ? 0 : p.slab_start[e];
             padding[local] = {p.slab_start[e] + count, rows - count};
-            if (job.expert_tokens) job.expert_tokens[local] = count;
-            if (job.expert_rows) job.expert_rows[local] = rows;
+            write_expert_counts(job, local, rows, count);
             if (FEATURES & PLAN_DROPS_OR_REPLICAS && job.layer.num_logical)
                 expert_table(job)[local] = e;
         }
@@ -392,8 +401,7 @@ static __device__ void write_plan_outputs(const Planner &p, const p2p_plan_job &
         logical_table(job)[e] = p.logical_of[e] == NO_LOGICAL ? EPIC_ABSENT : p.logical_of[e];
     for (int l = thread; l < h.num_local; l += threads) {
         const bool none = h.result != EPIC_OK || l >= h.owned;
-        if (none && job.expert_rows) job.expert_rows[l] = 0;
-        if (none && job.expert_tokens) job.expert_tokens[l] = 0;
+        if (none) write_expert_counts(job, l, 0, 0);
     }
 }
 

@@ -44,6 +44,8 @@ static epic_result fill_plan(const epic_group *g, p2p_plan_job *job, const epic_
     job->logical_of_expert = args->logical_of_expert;
     job->expert_rows = args->expert_rows;
     job->expert_tokens = args->expert_tokens;
+    job->expert_rows_i64 = args->expert_rows_i64;
+    job->expert_tokens_i64 = args->expert_tokens_i64;
     job->load = args->load;
     job->logical_load = args->logical_load;
     job->demand = args->demand;
