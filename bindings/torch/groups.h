@@ -37,6 +37,7 @@ typedef struct group_layer {
     int64_t capacity; /* number of slots per rank that suffices for any choice of experts */
     /* size of a plan in bytes without the counts that follow it; a multiple of 16 */
     int64_t plan_bytes;
+    bool has_int64_counts; /* expert_rows and expert_tokens are int64; otherwise int32 */
 } group_layer;
 
 /* Stores a layer in a group. Returns the id of the layer, which also identifies the group and

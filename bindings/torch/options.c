@@ -44,10 +44,11 @@ epic_layer read_layer_with_flags(torch_call *call, uint32_t *flags)
 }
 
 TORCH_EXPORT int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs,
-                                          int64_t leaves, int64_t capacity, int64_t plan_bytes)
+                                          int64_t leaves, int64_t capacity, int64_t plan_bytes,
+                                          int64_t has_int64_counts)
 {
     const group_layer layer = {unpack_layer((uint64_t)rules, (uint64_t)slabs, (uint64_t)leaves),
-                               capacity, plan_bytes};
+                               capacity, plan_bytes, has_int64_counts != 0};
     return group_add_layer(group, &layer);
 }
 

@@ -45,7 +45,7 @@ epic_layer read_layer_with_flags(torch_call *call, uint32_t *flags);
  * packed in the same way as the arguments of read_layer(). Returns the id of the layer, or 0 on
  * failure. */
 int64_t epic_torch_layer_add(int64_t group, int64_t rules, int64_t slabs, int64_t leaves,
-                             int64_t capacity, int64_t plan_bytes);
+                             int64_t capacity, int64_t plan_bytes, int64_t has_int64_counts);
 epic_router read_router(torch_call *call);
 
 /* The options of a whole layer. If a program composes the layer of single operators, Python

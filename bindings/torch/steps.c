@@ -69,7 +69,8 @@ static void check_lengths(torch_call *call, const plan_job *job)
 /* Creates the result of plan: one tensor that contains the plan and, after it, its counts. With
  * several tensors the call would need more host time. The counts are expert_rows,
  * expert_tokens, load, demand and logical_load. With a placement table, expert_rows and
- * expert_tokens have room for all experts of the layer. */
+ * expert_tokens have room for all experts of the layer. They are int64 if the layer was stored
+ * with this option. All other counts are int32. */
 static void plan_results(torch_call *call, plan_job *job)
 {
     check_lengths(call, job);
@@ -78,18 +79,25 @@ static void plan_results(torch_call *call, plan_job *job)
                   logical = job->stored.layer.num_logical;
     const int64_t ranks = epic_num_ranks(call->use.ctx), even = (experts + ranks - 1) / ranks;
     const int64_t local = job->args.rank_of_expert != NULL ? experts : even;
-    const int64_t count = 2 * local + experts + 1 + logical;
-    const int64_t count_bytes = count * (int64_t)sizeof(int32_t);
+    const bool has_int64 = job->stored.has_int64_counts;
+    const int64_t local_words = (has_int64 ? 4 : 2) * local; /* words have 32 bits */
+    const int64_t count_bytes =
+        (local_words + experts + 1 + logical) * (int64_t)sizeof(int32_t);
     const call_array memory = call_memory(call, "plan", job->stored.plan_bytes + count_bytes);
     if (call->failed) return;
     job->args.plan = memory.data;
     job->args.plan_bytes = job->stored.plan_bytes;
-    int32_t *counts = (int32_t *)(void *)((char *)memory.data + job->stored.plan_bytes);
-    job->args.expert_rows = counts;
-    job->args.expert_tokens = counts + local;
-    job->args.load = counts + 2 * local;
-    job->args.demand = counts + 2 * local + experts;
-    if (logical != 0) job->args.logical_load = counts + 2 * local + experts + 1;
+    void *counts = (char *)memory.data + job->stored.plan_bytes;
+    if (has_int64) {
+        job->args.expert_rows_i64 = counts;
+        job->args.expert_tokens_i64 = (int64_t *)counts + local;
+    } else {
+        job->args.expert_rows = counts;
+        job->args.expert_tokens = (int32_t *)counts + local;
+    }
+    job->args.load = (int32_t *)counts + local_words;
+    job->args.demand = job->args.load + experts;
+    if (logical != 0) job->args.logical_load = job->args.demand + 1;
 }
 
 /* Reads the last arguments of plan and plan_dispatch: capacity_limit and, in the overload

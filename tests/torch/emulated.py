@@ -118,6 +118,23 @@ def case_capacity_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> 
         assert same(*results)
 
 
+def case_int64_counts(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
+    """Check counts in int64, with and without an alignment, in plan and in plan_dispatch."""
+    x, w, ids, _ = Data(UNEVEN[:2] + (0, 0)).mine(on_gpu.rank)
+    for layer in (LAYER, epic.torch.Layer(8, ids.shape[-1], alignment=3)):
+        results = []
+        for group, dtype in ((on_gpu, torch.int64), (on_host, torch.int32)):
+            more: dict[str, Any] = {"counts_dtype": dtype}
+            plans = [
+                epic.torch.plan(group, layer, ids, **more),
+                epic.torch.plan_dispatch(group, layer, ids, x, w, **more)[0],
+            ]
+            assert all(plan.expert_rows.dtype == dtype for plan in plans)
+            counts = [v for p in plans for v in (p.expert_rows, p.expert_tokens, p.load, p.demand)]
+            results.append([v.to(torch.int32) for v in counts])
+        assert same(*results)
+
+
 def case_layer_limit(on_gpu: epic.torch.Group, on_host: epic.torch.Group) -> None:
     """Check that layers with a limit in a tensor agree with layers with that capacity."""
     wish = {**WISH, "alignment": 1, "overflow": "drop"}

@@ -193,7 +193,7 @@ def test_a_layer_as_three_numbers() -> None:
         for name, value in wrong.items():
             layer = {**good, name: value}
             sizes = (99, group.plan_bytes(LAYER))
-            number = LIBRARY.epic_torch_layer_add(group.number, *pack_layer(layer), *sizes)
+            number = LIBRARY.epic_torch_layer_add(group.number, *pack_layer(layer), *sizes, 0)
             with pytest.raises(RuntimeError) as caught:
                 ops.plan.default(group.order_token, ids, number)
             assert f"{name} is {value}" in str(caught.value) or name == "top_k", caught.value

@@ -335,6 +335,94 @@ def test_capacity_limit_errors() -> None:
             epic.torch.plan_dispatch(group, LAYER, ids, x, capacity_limit=3)  # type: ignore
 
 
+def true_counts(layer: epic.torch.Layer, ids: torch.Tensor, owned: range) -> list[list[int]]:
+    """Return expert_rows and expert_tokens of the experts that a rank owns, counted by a loop."""
+    tokens = [int((ids == e).sum()) for e in owned]
+    unit = max(layer.alignment, 1)
+    return [[-(-n // unit) * unit for n in tokens], tokens]
+
+
+def counts_of(plan: epic.torch.Plan) -> list[list[int]]:
+    """Return expert_rows and expert_tokens, which must be int64."""
+    counts = (plan.expert_rows, plan.expert_tokens)
+    assert all(v.dtype == torch.int64 for v in counts)
+    assert plan.load.dtype == plan.demand.dtype == torch.int32
+    return [v.tolist() for v in counts]
+
+
+def counted_in_int64(rank: int) -> None:
+    """Check counts_dtype against loops: with padding, placed experts and replicas, EXACT, out=."""
+    whole = Data(UNEVEN)
+    more: dict[str, Any] = {"counts_dtype": torch.int64}
+    with group_of(4) as group:
+        x, w, ids, _ = whole.mine(rank)
+        per_rank = EXPERTS // 4
+        owned = range(rank * per_rank, (rank + 1) * per_rank)
+        for layer in (LAYER, replace(LAYER, alignment=0)):
+            wanted = true_counts(layer, whole.ids, owned)
+            usual = epic.torch.plan(group, layer, ids)
+            plan, recv, slots = epic.torch.plan_dispatch(group, layer, ids, x, w, **more)
+            exact = epic.torch.plan(group, layer, ids, capacity=epic.torch.EXACT, **more)
+            again = epic.torch.plan(group, layer, ids, out=plan._replace(), **more)
+            for made in (plan, exact, again, epic.torch.plan(group, layer, ids, **more)):
+                assert counts_of(made) == wanted
+                assert same((made.load, made.demand), (usual.load, usual.demand))
+            assert exact.capacity == sum(wanted[0])
+            out = epic.torch.combine(plan, recv, slots)
+            assert same([out], [epic.torch.combine(usual, *epic.torch.dispatch(usual, x, w))])
+        # rank 1 owns experts 0 and 1 and most others, rank 0 owns none
+        table = [1, 1, 1, 1, 1, 2, 3, 3]
+        placed: dict[str, Any] = {"rank_of_expert": table, "num_local_experts": 5, "capacity": 4096}
+        plan = epic.torch.plan(group, LAYER, ids, **placed, **more)
+        first = [e for e in range(EXPERTS) if table[e] == rank]
+        wanted = (
+            true_counts(LAYER, whole.ids, range(first[0], first[-1] + 1)) if first else [[], []]
+        )
+        assert counts_of(plan) == [v + [0] * (5 - len(v)) for v in wanted]
+        copies = epic.torch.Layer(2 * EXPERTS, TOP_K, num_logical=EXPERTS)
+        names: dict[str, Any] = {"logical_of_expert": [e // 2 for e in range(2 * EXPERTS)]}
+        plan = epic.torch.plan(group, copies, ids, **names, **more)
+        usual = epic.torch.plan(group, copies, ids, **names)
+        assert counts_of(plan)[0] == usual.load[4 * rank :][:4].tolist()
+        assert same([plan.logical_load], [usual.logical_load])
+
+
+def test_int64_counts(world: Any) -> None:
+    """Check counts_dtype on all ranks."""
+    world.run(counted_in_int64)
+
+
+def test_int64_counts_compiled() -> None:
+    """Check counts_dtype in a compiled graph, and the errors of wrong dtypes."""
+    ids, x = torch.tensor([[0], [2], [2]], dtype=torch.int32), numbers(1, 3, HIDDEN)
+    layer = epic.torch.Layer(EXPERTS, 1)
+    with epic.torch.Group(num_ranks=1, **SIZES) as group:
+
+        def step(x: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            more: dict[str, Any] = {"counts_dtype": torch.int64}
+            plan, recv, _ = epic.torch.plan_dispatch(group, layer, ids, x, **more)
+            other = epic.torch.plan(group, layer, ids, **more)
+            out = epic.torch.combine(plan, recv)
+            return out, plan.counted("expert_rows"), other.counted("expert_tokens")
+
+        out, rows, tokens = torch.compile(step, fullgraph=True, backend="aot_eager")(x, ids)
+        assert torch.equal(out, x) and rows.dtype == tokens.dtype == torch.int64
+        assert rows.tolist() == tokens.tolist() == [1, 0, 2] + [0] * (EXPERTS - 3)
+        for wrong in (torch.float32, None, "int64"):
+            with pytest.raises(
+                epic.EpicArgumentError, match=r"counts_dtype is .*: must be torch.i"
+            ):
+                epic.torch.plan(group, layer, ids, counts_dtype=wrong)  # type: ignore[arg-type]
+        plan = epic.torch.plan(group, layer, ids, counts_dtype=torch.int64)
+        options = epic.torch.Experts(hidden=HIDDEN, inner=4)
+        weights = epic.torch.ExpertWeights(
+            numbers(2, EXPERTS, HIDDEN, 8), numbers(3, EXPERTS, 4, HIDDEN)
+        )
+        with pytest.raises(epic.EpicArgumentError, match="expert_rows is int64: must be int32"):
+            epic.torch.experts(options, x, plan.expert_rows, plan.expert_tokens, weights)
+    torch._dynamo.reset()
+
+
 def test_capacity_limit_compiled() -> None:
     """Check that a compiled function reads the limit of each call."""
     layer = epic.torch.Layer(EXPERTS, 1, overflow="drop")

@@ -108,7 +108,8 @@ def run_all(group: Group, mine: list[torch.Tensor]) -> list[torch.Tensor]:
     out = epic.torch.combine(plan, recv * 2, slot)
     gradients = torch.autograd.grad(out, (x, w), ct)
     total = epic.torch.sum(group, torch.full((5,), 0.1 + group.rank, device=group.device))
-    counts = (plan.expert_rows, plan.expert_tokens, plan.load, plan.demand)
+    wide = epic.torch.plan(group, LAYER, ids, counts_dtype=torch.int64)
+    counts = [v for p in (plan, wide) for v in (p.expert_rows, p.expert_tokens, p.load, p.demand)]
     return [v.detach() for v in (recv, slot, out, *gradients, total, *counts)]
 
 

@@ -361,7 +361,7 @@ class Group:
     ) -> None:
         self.number = 0
         self.layers_made = 0  # by epic.torch.MoE, whose default seed it is
-        self.specs: dict[Any, Any] = {}  # the PlanSpec for each (layer, tag)
+        self.specs: dict[Any, Any] = {}  # the PlanSpec for each (layer, tag, count_bytes)
         self.name = name
         self.max_tokens = check_int("max_tokens", max_tokens)
         self.max_row_bytes = check_int("max_row_bytes", max_row_bytes)
@@ -458,29 +458,32 @@ class Group:
             raise EpicError("EPIC_ECLOSED", f"group {self.name!r} was closed: open a new one")
 
     @assume_constant_result
-    def facts(self, layer: str) -> tuple[Any, ...]:
+    def facts(self, layer: str, count_bytes: int = 4) -> tuple[Any, ...]:
         """Return the LayerFacts of a layer as a tuple; compute them only in the first call.
 
-        layer: key of the Layer in options_by_key.
+        layer: key of the Layer in options_by_key. count_bytes: size of an element of expert_rows
+        and expert_tokens, 4 or 8.
         """
-        found = self.cached.get(layer)
+        found = self.cached.get((layer, count_bytes))
         if found is None:
             config, options = self.config(), options_by_key[layer]
             size = -(-_native.size("epic_plan_bytes_v1", config, options) // 16) * 16
             bound = _native.size("epic_capacity_bound_v1", config, options)
             local = -(-options.num_experts // self.num_ranks)
             words = pack_layer(options.numbers())
-            number = LIBRARY.epic_torch_layer_add(self.number, *words, bound, size)
+            add, more = LIBRARY.epic_torch_layer_add, (bound, size, count_bytes == 8)
+            number = add(self.number, *words, *more)
             if number == 0 and self.number != 0:
                 raise EpicError(
                     "EPIC_ENOMEM",
                     f"group {self.name!r} has {len(self.layers)} layers: must have at most 65536; "
                     "open another group",
                 )
-            KEPT_LAYERS[number] = (bound, size, local, options.num_experts, options.num_logical)
+            experts, logical = options.num_experts, options.num_logical
+            KEPT_LAYERS[number] = (bound, size, local, experts, logical, count_bytes)
             self.layers.append(number)
             found = (size, bound, local, words, number, self.number)
-            self.cached[layer] = found
+            self.cached[layer, count_bytes] = found
         return found
 
     @assume_constant_result

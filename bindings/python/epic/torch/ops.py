@@ -40,7 +40,7 @@ def load_library() -> ctypes.CDLL:
     library.epic_torch_group_remove.restype = ctypes.c_void_p
     library.epic_torch_group_remove.argtypes = [ctypes.c_int64]
     library.epic_torch_layer_add.restype = ctypes.c_int64
-    library.epic_torch_layer_add.argtypes = [ctypes.c_int64] * 6
+    library.epic_torch_layer_add.argtypes = [ctypes.c_int64] * 7
     missing = library.epic_torch_register()
     if missing is not None:
         raise ImportError(
@@ -285,18 +285,19 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
     raise KeyError(name)
 
 
-# The layers of all open groups, by their numbers. A value is the capacity, the bytes of a plan, and
-# how many local experts, experts and logical experts the layer has. close() of a group removes its
-# layers. A shape function then finds NO_LAYER, and the operator raises the error.
-NO_LAYER = (0, 0, 0, 0, 0)
-KEPT_LAYERS: dict[int, tuple[int, int, int, int, int]] = {}
+# The layers of all open groups, by their numbers. A value is the capacity, the bytes of a plan, how
+# many local experts, experts and logical experts the layer has, and the bytes of an element of
+# expert_rows and expert_tokens. close() of a group removes its layers. A shape function then finds
+# NO_LAYER, and the operator raises the error.
+NO_LAYER = (0, 0, 0, 0, 0, 4)
+KEPT_LAYERS: dict[int, tuple[int, int, int, int, int, int]] = {}
 
 
 def size_of_plan(layer: int, rank_of_expert: Tensor | None) -> int:
     """Return the bytes of a plan of the layer with this number, with the counts that follow it."""
-    _, plan_bytes, local, experts, logical = KEPT_LAYERS.get(layer, NO_LAYER)
+    _, plan_bytes, local, experts, logical, count_bytes = KEPT_LAYERS.get(layer, NO_LAYER)
     room = local if rank_of_expert is None else experts
-    return plan_bytes + 4 * (2 * room + experts + 1 + logical)
+    return plan_bytes + 2 * count_bytes * room + 4 * (experts + 1 + logical)
 
 
 @register_shapes

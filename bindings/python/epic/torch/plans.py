@@ -58,11 +58,12 @@ class PlanSpec:
     room: int  # elements of expert_rows, and of expert_tokens, in the counts: at least num_local
     layer: int  # number with which the library finds the layer and its group
     compared: tuple[Any, ...] = ()  # options of a whole layer that must be equal on all ranks
+    count_bytes: int = 4  # size of an element of expert_rows and expert_tokens: 4 or 8
 
 
-def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
+def make_spec(group: Group, layer: Layer, tag: int, count_bytes: int) -> PlanSpec:
     """Make the PlanSpec of a layer's calls. The group stores it, except inside of torch.compile."""
-    size, bound, local, _, number, owner = group.facts(layer.key)
+    size, bound, local, _, number, owner = group.facts(layer.key, count_bytes)
     # torch.compile treats the facts as constants, also the layer's number. But it guards each
     # branch of Python code. So with this branch it traces again for another group, or if the group
     # was closed. The statement in the branch changes nothing.
@@ -80,11 +81,12 @@ def make_spec(group: Group, layer: Layer, tag: int) -> PlanSpec:
         local,
         local,
         number,
+        count_bytes=count_bytes,
     )
     if not is_traced():
         if len(group.specs) >= MAX_SPECS:  # for example if each call has a new tag
             group.specs.clear()
-        group.specs[layer.key, tag] = spec
+        group.specs[layer.key, tag, count_bytes] = spec
     return spec
 
 
@@ -109,10 +111,11 @@ class Plan(NamedTuple):
     spec: PlanSpec
     capacity_limit: Tensor | None = None
 
-    def counts(self, begin: int, count: int) -> Tensor:
-        """Return `count` of the int32 numbers that follow the plan, from number `begin` on."""
-        begin = self.spec.plan_bytes + 4 * begin
-        found = self.bytes[begin : begin + 4 * count].view(torch.int32)
+    def counts(self, begin: int, count: int, size: int = 4) -> Tensor:
+        """Return `count` integers of `size` bytes each, from byte `begin` after the plan on."""
+        begin += self.spec.plan_bytes
+        dtype = torch.int64 if size == 8 else torch.int32
+        found = self.bytes[begin : begin + size * count].view(dtype)
         # If a compiled function returns a view of its input in another dtype, torch makes the view
         # again after the call. But it takes the offset of the view for a number of bytes, so the
         # new view is wrong. A copy avoids this.
@@ -123,25 +126,27 @@ class Plan(NamedTuple):
 
         Use it in code that torch.compile traces, because torch 2.9 cannot trace the properties.
         """
-        room, experts = self.spec.room, self.spec.num_experts
+        spec = self.spec
+        room, size = spec.room * spec.count_bytes, spec.count_bytes
         if name == "expert_rows":
-            return self.counts(0, self.spec.num_local)
+            return self.counts(0, spec.num_local, size)
         if name == "expert_tokens":
-            return self.counts(room, self.spec.num_local)
+            return self.counts(room, spec.num_local, size)
+        demand = 2 * room + 4 * spec.num_experts
         if name == "load":
-            return self.counts(2 * room, experts)
+            return self.counts(2 * room, spec.num_experts)
         if name == "demand":
-            return self.counts(2 * room + experts, 1)
-        return self.counts(2 * room + experts + 1, self.spec.num_logical)
+            return self.counts(demand, 1)
+        return self.counts(demand + 4, spec.num_logical)
 
     @property
     def expert_rows(self) -> Tensor:
-        """Number of rows of each local expert with padding: [local experts] int32."""
+        """Number of rows of each local expert with padding: [local experts], of counts_dtype."""
         return self.counted("expert_rows")
 
     @property
     def expert_tokens(self) -> Tensor:
-        """Number of rows of each local expert without padding: [local experts] int32."""
+        """Number of rows of each local expert without padding: [local experts], of counts_dtype."""
         return self.counted("expert_tokens")
 
     @property
@@ -317,6 +322,7 @@ def resolve_request(
     placed: tuple[Any, Any, int | None],
     tag: int,
     compared: tuple[Any, ...] = (),
+    counts_dtype: torch.dtype = torch.int32,
 ) -> PlanRequest:
     """Check the arguments of a plan and return them as a PlanRequest.
 
@@ -328,10 +334,18 @@ def resolve_request(
         placed: rank_of_expert, logical_of_expert and num_local_experts, as for `plan`.
         tag: As for `plan`.
         compared: As for `plan`.
+        counts_dtype: As for `plan`.
     """
-    spec = None if is_traced() else group.specs.get((layer.key, tag))
+    count_bytes = 4
+    if counts_dtype != torch.int32:
+        if counts_dtype != torch.int64:
+            raise EpicArgumentError(
+                f"counts_dtype is {counts_dtype!r}: must be torch.int32 or torch.int64"
+            )
+        count_bytes = 8
+    spec = None if is_traced() else group.specs.get((layer.key, tag, count_bytes))
     if spec is None:
-        spec = make_spec(group, layer, tag)
+        spec = make_spec(group, layer, tag, count_bytes)
     if compared:
         spec = replace(spec, compared=compared)
     shape, top_k = topk_idx.shape, spec.top_k

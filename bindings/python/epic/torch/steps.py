@@ -68,6 +68,7 @@ def plan(
     tag: int = 0,
     max_sms: int | None = None,
     compared: tuple[Any, ...] = (),
+    counts_dtype: torch.dtype = torch.int32,
     out: Plan | None = None,
 ) -> Plan:
     """Plan where every choice of every token goes.
@@ -96,6 +97,8 @@ def plan(
         max_sms: On GPUs the largest number of SMs of this call and of all calls on the plan. None,
             0 or a larger number: the group's.
         compared: Only `moe` passes it: options of a whole layer, which the ranks compare.
+        counts_dtype: Dtype of the plan's expert_rows and expert_tokens: torch.int32, or torch.int64
+            for a grouped product that needs it. `experts` needs int32.
         out: A plan of a layer and sizes equal to these, whose bytes the function overwrites.
 
     Returns:
@@ -111,7 +114,8 @@ def plan(
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        request = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        more = (compared, counts_dtype)
+        request = resolve_request(group, layer, topk_idx, capacity, placed, tag, *more)
         if capacity_limit is not None:
             request = limit_capacity(request, capacity_limit, topk_idx, out)
         spec, num_tokens, slots, tables = request
@@ -711,6 +715,7 @@ def plan_dispatch(
     tag: int = 0,
     max_sms: int | None = None,
     compared: tuple[Any, ...] = (),
+    counts_dtype: torch.dtype = torch.int32,
     out: tuple[Plan, Tensor, Tensor | None] | None = None,
 ) -> tuple[Plan, Tensor, Tensor | None]:
     """Make a plan and dispatch with it, in one call that is faster than two calls.
@@ -732,6 +737,7 @@ def plan_dispatch(
         tag: As for `plan`.
         max_sms: As for `plan`.
         compared: As for `plan`.
+        counts_dtype: As for `plan`.
         out: (plan, recv, slot_weights), a `Plan` and tensors into which the function writes, as for
             `dispatch`.
 
@@ -759,7 +765,8 @@ def plan_dispatch(
     """
     try:
         placed = (rank_of_expert, logical_of_expert, num_local_experts)
-        request = resolve_request(group, layer, topk_idx, capacity, placed, tag, compared)
+        more = (compared, counts_dtype)
+        request = resolve_request(group, layer, topk_idx, capacity, placed, tag, *more)
         if capacity_limit is not None:
             request = limit_capacity(request, capacity_limit, topk_idx, out)
         request = (limit_spec(request[0], max_sms), *request[1:])
