@@ -95,6 +95,69 @@ def test_steps(world: Any, kinds: str, fused: bool) -> None:
     world.run(steps, kinds, fused)
 
 
+def rows_of(group: Any, plan: Any, ids: torch.Tensor) -> list[tuple[int, int, int, int]]:
+    """Return (slot, expert, token, k) of every row of this rank, from the ids of all ranks."""
+    local, found = EXPERTS // group.num_ranks, []
+    ends = [0, *plan.expert_rows.cumsum(0).tolist()]
+    for i in range(local):
+        expert = group.rank * local + i
+        for n, (t, k) in enumerate((ids == expert).nonzero().tolist()):
+            found.append((ends[i] + n, expert, t, k))
+    return found
+
+
+def training(rank: int, kinds: str) -> None:
+    """Train with sin((e + 1) x) as expert e, and compare with loops in float64.
+
+    kinds: as for `places`, and a letter for grad_out=.
+    """
+    whole, mine = Data(UNEVEN), Data(UNEVEN).where(rank)
+    x64, w64, ct64 = (v.double() for v in (whole.x, whole.w, whole.ct))
+    for layer in (LAYER, TOP_1):
+        ids = whole.ids[:, : layer.top_k].contiguous()
+        with group_of(4) as group:
+            x, w = whole.x[mine].clone(), whole.w[mine, : layer.top_k].clone()
+            memory = (
+                *places(group, layer, x.shape[0], kinds[:4]),
+                places(group, layer, x.shape[0], "---" + kinds[4])[3],
+            )
+            for _ in range(2):
+                x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+                recv, slots, out, results, grad = (v.detach().fill_(99) for v in memory)
+                plan = epic.torch.plan(group, layer, ids[mine])
+                rows, weights = epic.torch.dispatch(plan, x, w, out=(recv, slots))
+                assert weights is not None
+                factor = torch.zeros(len(rows), 1)
+                used = rows_of(group, plan, ids)
+                for slot, expert, _, _ in used:
+                    factor[slot] = expert + 1
+                y = SinInto.apply(rows * factor, results)
+                home = epic.torch.combine(plan, y, weights, out=out, grad_out=grad)
+                (home * whole.ct[mine]).sum().backward()
+                same_memory = ((rows, 0), (weights, 1), (home, 2), (y, 3))
+                assert all(v.data_ptr() == memory[i].data_ptr() for v, i in same_memory)
+                true, d_x, d_w = (torch.zeros_like(v) for v in (x64, x64, w64[:, : layer.top_k]))
+                for t, k in (ids >= 0).nonzero().tolist():
+                    f = int(ids[t, k]) + 1
+                    true[t] += w64[t, k] * torch.sin(f * x64[t])
+                    d_x[t] += w64[t, k] * ct64[t] * f * torch.cos(f * x64[t])
+                    d_w[t, k] = ct64[t] @ torch.sin(f * x64[t])
+                assert x.grad is not None and w.grad is not None
+                for got, value in ((home, true), (x.grad, d_x), (w.grad, d_w)):
+                    torch.testing.assert_close(got.double(), value[mine], rtol=2e-5, atol=2e-5)
+                for slot, _, t, k in used:
+                    torch.testing.assert_close(memory[4][slot], whole.w[t, k] * whole.ct[t])
+
+
+@pytest.mark.parametrize("kinds", ["wwwww", "ww-w-", "-hwhw"])
+def test_training(world: Any, kinds: str) -> None:
+    """Check training if all tensors of the program are in windows, or only some on some ranks.
+
+    The gradients that autograd allocates are never in windows.
+    """
+    world.run(training, kinds)
+
+
 def test_written_again() -> None:
     """Check that autograd finds a window that a later step has written before backward."""
     with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
