@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import epic.torch
-from epic.torch.plans import MOST_SMS, SMS_SHIFT
+from epic.torch.ops import SMS_SHIFT
+from epic.torch.plans import MOST_SMS
 from parts import EXPERTS, HIDDEN, LAYER, SIZES, UNEVEN, Data, check_round, group_of, same, through
 
 
@@ -50,6 +51,24 @@ def test_operators() -> None:
             "combine_backward": {4, 16},
             "sum_": {2},
         }
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str) -> None:
+    """Check that compiled calls with a limit return the results of calls without one."""
+    with epic.torch.Group(**{**SIZES, "num_ranks": 1}) as group:
+        x, w, ids, _ = Data().mine(0)
+
+        def step(x: torch.Tensor, w: torch.Tensor, ids: torch.Tensor, **more: Any) -> Any:
+            plan, recv, slot = epic.torch.plan_dispatch(group, LAYER, ids, x, w, **more)
+            other = epic.torch.plan(group, LAYER, ids, **more)
+            out = epic.torch.combine(other, recv, slot)
+            return out, plan.counted("expert_rows"), other.counted("load")
+
+        run = torch.compile(lambda *args: step(*args, max_sms=5), fullgraph=True, backend=backend)
+        found, wanted = run(x, w, ids), step(x, w, ids)
+        assert same([v.detach() for v in found], [v.detach() for v in wanted])
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["core", "composed"])

@@ -55,6 +55,7 @@ from epic.torch.ops import (
     FIRST_FLAG,
     FORCED_WEIGHTS,
     LAYER,
+    SMS_SHIFT,
     WITH_ROUTING,
     argument_names,
     mlp_numbers,
@@ -64,7 +65,7 @@ from epic.torch.ops import (
     translate_errors,
     write_out,
 )
-from epic.torch.plans import SMS_SHIFT, Plan, check_limit, limit_number, tables_of
+from epic.torch.plans import Plan, check_limit, limit_number, tables_of
 from epic.torch.router import balance_loss, route
 from epic.torch.routing import Given, Routing, as_forced
 from epic.torch.scaled import E4M3

@@ -289,13 +289,22 @@ def type_in(kind: int, name: str) -> torch.dtype | None:
 # many local experts, experts and logical experts the layer has, and the bytes of an element of
 # expert_rows and expert_tokens. close() of a group removes its layers. A shape function then finds
 # NO_LAYER, and the operator raises the error.
-NO_LAYER = (0, 0, 0, 0, 0, 4)
-KEPT_LAYERS: dict[int, tuple[int, int, int, int, int, int]] = {}
+KeptLayer = tuple[int, int, int, int, int, int]
+NO_LAYER: KeptLayer = (0, 0, 0, 0, 0, 4)
+KEPT_LAYERS: dict[int, KeptLayer] = {}
+# Numbers of groups and layers are below 2^SMS_SHIFT. The bits above hold the limit of SMs of a call
+# (CALL_SMS_SHIFT in bindings/torch/call.h).
+SMS_SHIFT = 48
+
+
+def find_layer(layer: int) -> KeptLayer:
+    """Return the layer with this number, which may contain a limit of SMs, or NO_LAYER."""
+    return KEPT_LAYERS.get(layer & ((1 << SMS_SHIFT) - 1), NO_LAYER)
 
 
 def size_of_plan(layer: int, rank_of_expert: Tensor | None) -> int:
     """Return the bytes of a plan of the layer with this number, with the counts that follow it."""
-    _, plan_bytes, local, experts, logical, count_bytes = KEPT_LAYERS.get(layer, NO_LAYER)
+    _, plan_bytes, local, experts, logical, count_bytes = find_layer(layer)
     room = local if rank_of_expert is None else experts
     return plan_bytes + 2 * count_bytes * room + 4 * (experts + 1 + logical)
 
@@ -345,7 +354,7 @@ def plan_dispatch_fake(
 ) -> tuple[Tensor, ...]:
     """Return the result of plan_fake, then those of dispatch_fake."""
     planned = new_bytes(topk_idx, size_of_plan(layer, rank_of_expert))
-    slots = KEPT_LAYERS.get(layer, NO_LAYER)[0] if capacity < 0 else capacity
+    slots = find_layer(layer)[0] if capacity < 0 else capacity
     return planned, *dispatch_fake(order_token, planned, tokens, weights, slots)
 
 

@@ -11,12 +11,10 @@ from epic.errors import EpicArgumentError
 from epic.options import Layer
 from epic.torch.arguments import as_int32, as_rows, as_weights, count_of, is_traced
 from epic.torch.groups import Group
+from epic.torch.ops import SMS_SHIFT
 
 EXACT = 0  # a value of capacity: as many slots as rows arrive
 MAX_SPECS = 1024  # largest number of PlanSpecs that a group stores
-# Numbers of groups and layers are below 2^SMS_SHIFT. The bits above hold the limit of SMs of a call
-# (CALL_SMS_SHIFT in bindings/torch/call.h).
-SMS_SHIFT = 48
 MOST_SMS = (1 << 15) - 1  # largest value of max_sms
 
 
