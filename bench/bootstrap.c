@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Measures the bootstrap of many ranks: processes of this host that open a bootstrap over TCP,
- * make some gathers, and close it. With --group they open and close a group of backend shm, too.
- * Rank 0 prints times, its memory and its processor time. The last line of --group is the processor
- * time of all ranks in epic_open, which other programs on the machine hardly change.
+ * make some gathers, and close it. With --group they open and close a group of backend shm,
+ * too. Rank 0 prints times, its memory and its processor time. The last line of --group is the
+ * processor time of all ranks in epic_open, which other programs on the machine hardly change.
  *
  *     build/bench/bootstrap [--ranks 64] [--bytes 4800] [--gathers 3] [--secret] [--group]
  *

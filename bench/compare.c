@@ -5,9 +5,10 @@
  *     build/bench/compare OLD/libepic.so NEW/libepic.so [--backend threads] [--tokens 16]
  *                         [--hidden 1024] [--top-k 4] [--experts 32] [--rounds 400]
  *
- * Backend "threads" runs the ranks as threads, every other backend as processes. Prints the median
- * time of a step of rank 0 with each library, and the median over the rounds of the ratio of both
- * times. A round takes about 10 ms, so a load of the machine affects both times of a round. */
+ * Backend "threads" runs the ranks as threads, every other backend as processes. Prints the
+ * median time of a step of rank 0 with each library, and the median over the rounds of the
+ * ratio of both times. A round takes about 10 ms, so a load of the machine affects both times
+ * of a round. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -193,7 +194,7 @@ static double median(double *values, int count)
     return values[count / 2];
 }
 
-/* Returns the number of steps of a turn: rank 0 measures it, and the ranks agree on it by a sum. */
+/* Returns the number of steps of a turn. Rank 0 measures it and sends it by a sum. */
 static int count_steps(seat *s)
 {
     run_turn(s, 0, 20);

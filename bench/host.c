@@ -130,8 +130,8 @@ static void open_seat(seat *s)
     s->out = (epic_rows){need((size_t)(o->tokens * row_bytes)), o->tokens, row_bytes};
 }
 
-/* Measures the rate to compare with: copies as many bytes as dispatch writes, row by row, from the
- * tokens. */
+/* Measures the rate to compare with: copies as many bytes as dispatch writes, row by row, from
+ * the tokens. */
 static void copy_rows(const seat *s)
 {
     for (int64_t i = 0; i < s->slots; i++)

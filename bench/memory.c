@@ -1,14 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints the memory that epic_memory computes for groups of 8, 64, 72 and 256 ranks with 256 and 2,048
- * experts: nothing is opened.
+/* Prints the memory that epic_memory computes for groups of 8, 64, 72 and 256 ranks with 256
+ * and 2,048 experts: nothing is opened.
  *
  *     build/bench/memory [--tokens 4096] [--row-bytes 14336] [--top-k 8] [--staging MIB]
  *                        [BACKEND ...]
  *
  * Backends are shm, threads, mpi, p2p and hosts; default: shm. "other" is what a rank needs
- * in addition to staging and plans: announcements, counts, tables of peers and the flight recorder.
- * "group" is the sum over all ranks. A size that grows by a factor of 4 from 64 to 256 ranks is
- * linear in the number of ranks, and one that grows by 16 is quadratic. */
+ * in addition to staging and plans: announcements, counts, tables of peers and the flight
+ * recorder. "group" is the sum over all ranks. A size that grows by a factor of 4 from 64 to
+ * 256 ranks is linear in the number of ranks, and one that grows by 16 is quadratic. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

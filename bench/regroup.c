@@ -4,15 +4,15 @@
  *     build/bench/regroup [--ranks 8] [--rounds 9]
  *
  * The ranks are processes (backend shm), which sum in a loop. In half of the rounds the program
- * kills a rank with SIGKILL. The others get an error, make the next generation with epic_regroup,
- * and sum again. In the other half the rank leaves by epic_regroup. Each round opens a new group
- * and loses another rank.
+ * kills a rank with SIGKILL. The others get an error, make the next generation with
+ * epic_regroup, and sum again. In the other half the rank leaves by epic_regroup. Each round
+ * opens a new group and loses another rank.
  *
  * Prints medians over the rounds, of the slowest rank: from SIGKILL to the error, to the next
- * generation and to the first sum, and from the last sum before a planned leave to the first one
- * after it. Also prints the CPU time that all members together use from the error, or from the last
- * sum, to the first sum in the next generation. With few cores it limits the other times. Every sum
- * must have the right value. */
+ * generation and to the first sum, and from the last sum before a planned leave to the first
+ * one after it. Also prints the CPU time that all members together use from the error, or from
+ * the last sum, to the first sum in the next generation. With few cores it limits the other
+ * times. Every sum must have the right value. */
 #include <signal.h>
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -93,8 +93,8 @@ static void sum_before(board *b, epic_context *ctx)
         b->times[rank][LOST] = b->lost_us;
 }
 
-/* Makes the next generation and the first sum in it. The ranks close their contexts only when all
- * have summed, because closing takes longer. */
+/* Makes the next generation and the first sum in it. The ranks close their contexts only when
+ * all have summed, because closing takes longer. */
 static void go_on(board *b, epic_context *ctx)
 {
     const int rank = epic_rank(ctx), num_members = b->num_ranks - 1;
@@ -129,8 +129,8 @@ static void run_rank(board *b, int rank)
     _exit(0);
 }
 
-/* Runs one round. Writes to `found` the times since the loss, of the slowest rank, and the sum of the
- * CPU times. */
+/* Runs one round. Writes to `found` the times since the loss, of the slowest rank, and the sum
+ * of the CPU times. */
 static void run_round(board *b, double *found)
 {
     pid_t pids[MAX_RANKS];

@@ -2,11 +2,12 @@
 /* Compares epic_allreduce_sum with MPI_Allreduce of the same number of floats, in the same
  * processes.
  *
- *     mpiexec -n 4 build/bench/sum [--backend shm]     ranks are the processes of the job
- *     build/bench/sum [--ranks 4]                      ranks are threads; epic_allreduce_sum only
+ *     mpiexec -n 4 build/bench/sum [--backend shm]  ranks are the processes of the job
+ *     build/bench/sum [--ranks 4]                   ranks are threads; epic_allreduce_sum only
  *
- * Each round times a series of consecutive calls, and the kinds of calls take turns.  Prints rank
- * 0's microseconds per call in its fastest round, because other programs may slow down a round. */
+ * Each round times a series of consecutive calls, and the kinds of calls take turns.  Prints
+ * rank 0's microseconds per call in its fastest round, because other programs may slow rounds
+ * down. */
 #include <math.h>
 #include <pthread.h>
 #include <stdbool.h>

@@ -11,8 +11,8 @@
 
 enum { TOKENS = 4, TOP_K = 2, EXPERTS = 8, HIDDEN = 16 };
 
-/* The experts of this rank: expert e multiplies its rows by e + 1. results is the same memory as
- * rows, so an expert that needs a whole row for each of its results must copy the row first. */
+/* The experts of this rank: expert e multiplies its rows by e + 1. results is the same memory
+ * as rows. So an expert that needs a whole row for each of its results must copy it first. */
 static void run_experts(const epic_slots *slots)
 {
     const float *row = slots->rows;

@@ -20,7 +20,7 @@ const faults_way *way;
 tally *totals;
 long slack_ms;
 
-/* ------------------------------------------------------------------------ what goes wrong ---- */
+/* --------------------------------------------------------------------- what goes wrong ---- */
 
 const fault_kind kinds[NUM_KINDS] = {
     [KILLED] = {"kill -9", true, true, true, EPIC_EPEER},

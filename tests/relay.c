@@ -34,7 +34,7 @@ static int interfaces[RELAY_MOST_HOSTS], spaces[RELAY_MOST_HOSTS], num_hosts;
 static pid_t process = -1;
 static relay_count *counted; /* shared; written by the relay process */
 
-/* -------------------------------------------------------------------------- making hosts ---- */
+/* ------------------------------------------------------------------------ making hosts ---- */
 
 static bool write_file(const char *path, const char *text)
 {
@@ -101,7 +101,7 @@ static bool make_host(int host)
            set_up(RELAY_INTERFACE, address);
 }
 
-/* ---------------------------------------------------------------------------- handing on ---- */
+/* -------------------------------------------------------------------------- handing on ---- */
 
 typedef struct queue { /* a ring, because every packet has the same delay */
     packet *packets;
@@ -163,7 +163,7 @@ static void relay_all(int delay_us, uint32_t losses)
     }
 }
 
-/* ------------------------------------------------------------------------------- the API ---- */
+/* ----------------------------------------------------------------------------- the API ---- */
 
 static bool refuse(const char *what)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A copy of the parts of sysfs from which EPIC reads GPUs and NICs, for machines that tests make
- * up. */
+/* A copy of the parts of sysfs from which EPIC reads GPUs and NICs, for machines that tests
+ * make up. */
 #ifndef SYSFS_H
 #define SYSFS_H
 

@@ -454,7 +454,8 @@ static double plain_number(uint64_t bits)
 }
 
 /* Sets some words to the patterns that mean "nothing has arrived" in memory that a peer writes,
- * and to the pattern that replaces them on the way. As float32 and as smaller types all are NaN. */
+ * and to the pattern that replaces them on the way. All are NaN as float32 and as smaller
+ * types. */
 static void put_reserved_words(run_random *random, unsigned char *row, int64_t bytes)
 {
     static const uint32_t words[] = {0xffffffff, 0x7fffffff, 0x7fff7fff};

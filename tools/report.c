@@ -155,7 +155,7 @@ static bool report_group(report *r)
     return good || !several;
 }
 
-/* ---------------------------------------------------------------------------- all of it ---- */
+/* --------------------------------------------------------------------------- all of it ---- */
 
 static void report_process(report *r)
 {

@@ -32,9 +32,9 @@ static int64_t find_repeated(const int64_t *row, int64_t k)
     return -1;
 }
 
-/* Returns true if the array has at least three rows of at least four values, and the sums of all
- * rows are equal. With small values sums may be equal by chance, so the largest value, `most`, must
- * be at least 4 k. */
+/* Returns true if the array has at least three rows of at least four values, and the sums of
+ * all rows are equal. With small values sums may be equal by chance, so the largest value,
+ * `most`, must be at least 4 k. */
 static bool has_equal_sums(const npy *a, int64_t k, int64_t most)
 {
     int64_t first = 0;

@@ -1,16 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Times single operations of the p2p backend. The time of a repetition is that of the slowest
- * rank. Prints the median over the repetitions (p50), the time that nine in ten repetitions stay
- * below (p90) and the longest time (worst), together with the floor of the operation, a lower
- * bound that is measured in the same run (floors.cuh), and the ratio of the median to it.
+ * rank. Prints the median over the repetitions (p50), the time that nine in ten repetitions
+ * stay below (p90) and the longest time (worst), together with the floor of the operation, a
+ * lower bound that is measured in the same run (floors.cuh), and the ratio of the median to it.
  *   gpu_bench [model=deepseek-v3] [hidden=] [top_k=] [experts=] [alignment=128] [type=bf16]
  *             [scales=0|32|128] [quantize=0|1] [padding=0|1] [layout=expert|flat]
  *             [routing=uniform|zipf|hot] [tokens=4096,8192] [max_tokens=] [sms=48] [ops=PDCUGB]
  *             [ranks=4] [gpus=4] [reps=50] [windows=0|1] [json=FILE]
  *
  *   model       a name of models.h; hidden, top_k and experts replace values of this model
- *   type        bf16, f16, f32; bytes (one per element, which only P, D and L move); or e4m3 for
- *               P and D, where the other operations use bf16
+ *   type        bf16, f16, f32; bytes (one per element, which only P, D and L move); or e4m3
+ *               for P and D, where the other operations use bf16
  *   scales      how many e4m3 elements share a scale: 128 (float32 scales) or 32 (e8m0 scales)
  *   quantize=1  P and D quantize bf16 tokens to e4m3, and G quantizes its gradients
  *   padding=0   padding is not written
@@ -95,7 +95,7 @@ struct Rank {
     FILE *json;
 };
 
-/* ------------------------------------------------------------------------------- routing ---- */
+/* ----------------------------------------------------------------------------- routing ---- */
 
 static uint64_t next_random(uint64_t *s)
 {
@@ -184,7 +184,7 @@ static void print_routing(const Rank *r)
            100 * *std::max_element(on.begin(), on.end()) / all, rows / ranks / r->tokens);
 }
 
-/* ---------------------------------------------------------------------------- operations ---- */
+/* -------------------------------------------------------------------------- operations ---- */
 
 __global__ void fill_kernel(uint32_t *p, int64_t words, uint32_t seed)
 {
@@ -410,7 +410,7 @@ static const char *op_name(char op)
     }
 }
 
-/* -------------------------------------------------------------------------------- timing ---- */
+/* ------------------------------------------------------------------------------ timing ---- */
 
 /* Runs all repetitions and fills r->all->us. The host only enqueues. */
 static void repeat(Rank *r, char op, int sms)
@@ -563,7 +563,7 @@ static void print_result(Rank *r, char op, int sms, const std::vector<float> &us
                 floor > 0 ? median / floor : 0, bytes, bytes / median / 1e3);
 }
 
-/* ---------------------------------------------------------------------------------- ranks ---- */
+/* ------------------------------------------------------------------------------- ranks ---- */
 
 static void find_bytes(Rank *r)
 {
@@ -688,7 +688,7 @@ static int work(team_rank *me)
     return 0;
 }
 
-/* -------------------------------------------------------------------------------- options ---- */
+/* ----------------------------------------------------------------------------- options ---- */
 
 static std::vector<int> numbers(const char *text)
 {

@@ -61,7 +61,7 @@ static void time_all(std::vector<Candidate> &all, cudaStream_t stream)
     for (cudaEvent_t &e : at) CHECK_CUDA(cudaEventDestroy(e));
 }
 
-/* ------------------------------------------------------------------------------- arrays ---- */
+/* ------------------------------------------------------------------------------ arrays ---- */
 
 static __device__ void store(__nv_bfloat16 *to, float x)
 {

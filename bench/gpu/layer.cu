@@ -11,7 +11,7 @@
 
 static std::string only;
 
-/* ----------------------------------------------------------------------------- products ---- */
+/* ---------------------------------------------------------------------------- products ---- */
 
 /* Returns a bf16 product over these slabs. */
 static p2p_gemm product_over(Arrays &a, const Slabs &s, int64_t k, int64_t n,
@@ -136,7 +136,7 @@ static void time_scaled(const Slabs &s, int64_t k, int64_t n, cudaStream_t strea
                flop / us[1], us[0] / us[1], flop / us[2], flop / us[3], us[2] / us[3]);
 }
 
-/* ------------------------------------------------------------------------------ experts ---- */
+/* ----------------------------------------------------------------------------- experts ---- */
 
 struct Model {
     const char *name;
@@ -251,7 +251,7 @@ static void time_experts(team_rank *me, const Model &m)
         median(all[4].us) / 1000, median(all[3].us) / 1000);
 }
 
-/* ------------------------------------------------------------------------------- decode ---- */
+/* ------------------------------------------------------------------------------ decode ---- */
 
 static void time_decode(int each, int64_t k, int64_t n, bool scaled, cudaStream_t stream)
 {

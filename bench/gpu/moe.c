@@ -3,16 +3,16 @@
  * There is one thread for each GPU, rows are bf16, and routing is uniform. Prints ms of the
  * slowest rank, the median of ROUNDS x 3, in bursts as in layer.cu.
  * Each part has two more times. "after layers" is its time after two whole layers. These
- * heat the GPU up to its power limit, which slows it down, as the first half of a layer slows down the
- * second. "in turn" is the time of the part within a layer, which includes waiting for late
- * ranks.
+ * heat the GPU up to its power limit, which slows it down, as the first half of a layer slows
+ * down the second. "in turn" is the time of the part within a layer, which includes waiting for
+ * late ranks.
  * With `overlap` it also times exchanges at the same time as experts. The experts use the SMs
  * that the exchange does not use. As many exchanges run on another stream as are needed so that
  * both end together.
  *   gpu_moe [ranks=GPUS] [tokens=4096] [rounds=4] [models=6] [first=0] [MODE ...]
  * Modes: whole (without the parts), overlap, profile (only whole layers, with bf16 gradients of
- * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with EPIC_INVARIANT,
- * and their parts, alone), tiny (a small layer, as a quick test) */
+ * weights, for a profiler), invariant (layers with sums by rank, in a tree, and with
+ * EPIC_INVARIANT, and their parts, alone), tiny (a small layer, as a quick test) */
 #include <cuda_runtime_api.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -143,7 +143,7 @@ static const struct {
              {"the rest of backward", dense_backward}};
 enum { NUM_PARTS = sizeof parts / sizeof *parts };
 
-/* -------------------------------------------------------------------------------- timing ---- */
+/* ------------------------------------------------------------------------------ timing ---- */
 
 static int by_size(const void *a, const void *b)
 {
@@ -256,7 +256,7 @@ static void time_layer(bench *b, const model *m)
     }
 }
 
-/* ------------------------------------------------------------------------------- overlap ---- */
+/* ----------------------------------------------------------------------------- overlap ---- */
 
 static const struct {
     const char *name;

@@ -1,8 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Prints the sizes of the arrays in the heap of a GPU rank, in groups of 8, 64, 72 and 256
- * ranks, as Markdown. Built as heap_p2p and heap_hosts, for the libraries for many ranks of these backends.
+ * ranks, as Markdown. Built as heap_p2p and heap_hosts, for the libraries for many ranks of
+ * these backends.
  *
- *     build/bench/heap_hosts [--tokens 4096] [--row-bytes 14336] [--top-k 8] [--staging 1024] */
+ *     build/bench/heap_hosts [--tokens 4096] [--row-bytes 14336] [--top-k 8]
+ *                            [--staging 1024] */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

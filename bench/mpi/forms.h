@@ -61,7 +61,7 @@ void strong_dispatch(form *f, const job *j);
 void strong_combine(form *f, const job *j);
 void strong_gradients(form *f, const job *j);
 
-/* ---------------------------------------------------------------- what both are made of ---- */
+/* --------------------------------------------------------------- what both are made of ---- */
 
 /* Numbers of rows or records between ranks, and the index of each rank's first one. */
 typedef struct flow {

@@ -4,8 +4,8 @@
  * are timed.
  *
  *     mpiexec -n 4 build/bench/mpi [--tokens 8,256,4096] [--hidden 2048,7168] [--top-k 8]
- *             [--experts 64] [--inner 64] [--rounds 21] [--backends shm,mpi] [--forms simple,strong]
- *             [--json FILE]
+ *             [--experts 64] [--inner 64] [--rounds 21] [--backends shm,mpi]
+ *             [--forms simple,strong] [--json FILE]
  *
  *     plan + dispatch  from topk_idx to slots, by expert
  *     combine          weighted sums at the tokens' ranks

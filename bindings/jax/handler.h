@@ -175,8 +175,8 @@ ffi_error *handler_run_on_gpu(ffi_frame *frame, const handler_operation *operati
         return handler_run_on_gpu(frame, &name##_operation, false);  \
     }
 
-/* Writes the channel behind the bytes of a plan (HANDLER_CHANNEL_BYTES). Later calls with this plan
- * read the channel there. Does nothing on a GPU. */
+/* Writes the channel behind the bytes of a plan (HANDLER_CHANNEL_BYTES). Later calls with this
+ * plan read the channel there. Does nothing on a GPU. */
 void handler_write_channel(const handler_call *call, void *plan, size_t plan_bytes);
 
 #endif

@@ -103,8 +103,8 @@ call_text call_shape(int64_t dim, const int64_t *sizes);
 call_array call_arg(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_or_none(torch_call *call, const char *name, uint32_t type, int64_t dim);
 call_array call_arg_written(torch_call *call, const char *name, uint32_t type, int64_t dim);
-/* Check the type, the number of elements or the shape of an array, unless it is absent. The core
- * cannot check them, because its arguments contain only the addresses of arrays. */
+/* Check the type, the number of elements or the shape of an array, unless it is absent. The
+ * core cannot check them, because its arguments contain only the addresses of arrays. */
 void call_check_type(torch_call *call, const char *name, call_array array, uint32_t type);
 void call_check_count(torch_call *call, const char *name, call_array array, int64_t count);
 void call_check_shape(torch_call *call, const char *name, call_array array, int64_t dim,

@@ -74,9 +74,9 @@ typedef struct mlp_types {
  * from the next arguments of a call. *types has the types that the arguments may leave out. The
  * functions set types->grad. */
 epic_experts read_experts(torch_call *call, mlp_types *types);
-/* Checks the types and shapes of the weights of an MLP: w_gate_up, w_down, b_gate_up and b_down.
- * `names` contains their names in errors. Weights in e4m3 are transposed in forward, but not in
- * backward. */
+/* Checks the types and shapes of the weights of an MLP: w_gate_up, w_down, b_gate_up and
+ * b_down. `names` contains their names in errors. Weights in e4m3 are transposed in forward,
+ * but not in backward. */
 void check_mlp(torch_call *call, const epic_experts *experts, const call_array arrays[4],
                const char *const names[4], uint32_t row_type, bool is_backward);
 extern const char *const expert_names[4]; /* of the experts' weights */

@@ -107,7 +107,7 @@ void device_close(device *d)
     free(d);
 }
 
-/* --------------------------------------------------------------------------- parameters ---- */
+/* -------------------------------------------------------------------------- parameters ---- */
 
 static bool move_all(model *m, bool store)
 {
@@ -154,7 +154,7 @@ bool device_optimize(model *m, const parameter *p, const float factors[3], const
     return good(m, device_move(&d->shape, &a), "the optimizer");
 }
 
-/* ---------------------------------------------------------------------------- the steps ---- */
+/* --------------------------------------------------------------------------- the steps ---- */
 
 static float *value(const model *m, int number)
 {
@@ -364,7 +364,7 @@ bool device_gradients(model *m, const unsigned char *const *at, int64_t tokens)
            take_results(m, m->sums);
 }
 
-/* ----------------------------------------------------------------------------- over ranks ---- */
+/* -------------------------------------------------------------------------- over ranks ---- */
 
 static bool sum_there(const group *g, float *data, int64_t count, cudaStream_t stream)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The dense part of the model, in simple kernels. Each sum has one fixed order, for every number
- * of ranks. */
+/* The dense part of the model, in simple kernels. Each sum has one fixed order, for every
+ * number of ranks. */
 #include "device_kernels.h"
 
 #include <cuda_bf16.h>
@@ -127,7 +127,7 @@ static __global__ void gain_kernel(device_norm n, int64_t tokens, int64_t hidden
     }
 }
 
-/* ------------------------------------------------------------- rows, products, the loss ---- */
+/* ------------------------------------------------------------ rows, products, the loss ---- */
 
 static __global__ void add_kernel(float *to, const float *x, const void *narrow, int64_t count)
 {
@@ -153,8 +153,8 @@ static __global__ void multiply_kernel(device_gemm g)
     }
 }
 
-/* Computes the loss of each token, and replaces its logits by their gradient. Each warp computes
- * one token at a time. */
+/* Computes the loss of each token, and replaces its logits by their gradient. Each warp
+ * computes one token at a time. */
 static __global__ void judge_kernel(float *logits, const unsigned char *bytes, int places,
                                     float scale, float *token_loss, int64_t tokens)
 {

@@ -218,7 +218,7 @@ static int launch_threads(const options *o, const text *t)
     return status;
 }
 
-/* ---------------------------------------------------------------------- other launchers ---- */
+/* --------------------------------------------------------------------- other launchers ---- */
 
 static bool is_mpi_rank(void)
 {

@@ -127,7 +127,7 @@ static void norm_backward(model *m, int which, int64_t b, float *part)
     }
 }
 
-/* --------------------------------------------------------------------- layer of experts ---- */
+/* -------------------------------------------------------------------- layer of experts ---- */
 
 static epic_rows rows(const model *m, float *data)
 {

@@ -6,10 +6,10 @@
  *     logits = norm(x) head
  *
  * Every rank has the same number of tokens and all of the dense parameters, but only its own
- * experts.  The tokens of all ranks are cut into LEAVES blocks.  Every sum over tokens is computed
- * for each block, with matrix products of its own.  Then the sums of the blocks are added in a
- * binary tree, first inside each rank, then across the ranks.  So the bits of the results do not
- * depend on the number of ranks. */
+ * experts.  The tokens of all ranks are cut into LEAVES blocks.  Every sum over tokens is
+ * computed for each block, with matrix products of its own.  Then the sums of the blocks are
+ * added in a binary tree, first inside each rank, then across the ranks.  So the bits of the
+ * results do not depend on the number of ranks. */
 #ifndef TRAIN_MODEL_H
 #define TRAIN_MODEL_H
 

@@ -151,7 +151,7 @@ static options_result read_all(options *o, const char **data, int argc, char **a
     return OPTIONS_GOOD;
 }
 
-/* -------------------------------------------------------------------------------- rules ---- */
+/* ------------------------------------------------------------------------------- rules ---- */
 
 /* If the command line has not set the option (*said is negative), sets it to the value of the
  * checkpoint. Otherwise checks that both are equal. */

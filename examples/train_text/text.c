@@ -90,7 +90,7 @@ static bool read_path(text *t, const char *path)
     return S_ISDIR(info.st_mode) ? read_folder(t, path, 0) : read_file(t, path);
 }
 
-/* ------------------------------------------------------------------ this repository's own ---- */
+/* --------------------------------------------------------------- this repository's own ---- */
 
 static bool is_repository(const char *folder)
 {
@@ -118,7 +118,7 @@ static bool read_own(text *t)
     return true;
 }
 
-/* ------------------------------------------------------------------------------ cutting ---- */
+/* ----------------------------------------------------------------------------- cutting ---- */
 
 static bool cut(text *t)
 {

@@ -852,8 +852,8 @@ static inline epic_result epic_sum_replicas(epic_context *ctx,
  *
  * On GPUs (backend p2p) rows are stored directly only if they have no scales and are aligned to
  * 16 bytes, and if every rank has more tokens than the low-latency kernels support.  Then
- * dispatch with top-1 always stores directly.  Some other calls do so only if the staging memory
- * is too small for all rows (docs/guide/c.md).
+ * dispatch with top-1 always stores directly.  Some other calls do so only if the staging
+ * memory is too small for all rows (docs/guide/c.md).
  *
  * Like any output, an output in a window is written only while the call of its own rank runs.
  * After a class (c) error peers may write the outputs of the failed call until epic_close has
@@ -1577,10 +1577,10 @@ typedef struct epic_moe_args {
  *     the gradients of losses, which are a part of d_x, depend on all tokens.
  *   - Gradients of parameters have the bits that EPIC_TREE promises.
  *   - The layer must have EPIC_TREE, `leaves` and EPIC_OVERFLOW_ERROR, and no gemm.
- *   - All replicas of a logical expert must have equal weights, and be in one leaf: num_experts /
- *     leaves consecutive experts.  A choice may go to another replica in another batch, and a
- *     replica in another leaf would change the order of the sum.  CUDA contexts do not check
- *     this.
+ *   - All replicas of a logical expert must have equal weights, and be in one leaf (of
+ *     num_experts / leaves consecutive experts).  A choice may go to another replica in another
+ *     batch, and a replica in another leaf would change the order of the sum.  CUDA contexts do
+ *     not check this.
  *   - Host contexts multiply with EPIC's own kernels.  The bits then depend neither on OpenBLAS
  *     nor on the processor, and BF16 rows do not use oneDNN.
  *   - On CUDA contexts x, d_out, d_x and weights must begin at multiples of 16 bytes.  Results
@@ -1624,8 +1624,8 @@ static inline epic_result epic_moe_forward(epic_context *ctx, const epic_moe_arg
  * written.
  * Errors:  those of epic_plan.
  * Threads: collective.
- * CUDA:    the host waits for the stream and for all ranks, and then returns errors in the data,
- *          too.  EPIC_ENOTSUP if the stream is being captured. */
+ * CUDA:    the host waits for the stream and for all ranks, and then returns errors in the
+ *          data, too.  EPIC_ENOTSUP if the stream is being captured. */
 static inline epic_result epic_moe_plan(epic_context *ctx, const epic_moe_args *args,
                                         int64_t *slots);
 
@@ -1929,14 +1929,14 @@ typedef struct epic_wait_info {
  * num_ranks elements, and num_ranks is the number of ranks of the group.  If one call makes two
  * operations (epic_plan_dispatch), the wait for the call of a peer counts in the first of them.
  * The times do not contain the time in which this process was suspended.  If several operations
- * of this rank wait at the same time, their times are added.  A peer that is late only because it
- * waits for a third rank counts, too.
+ * of this rank wait at the same time, their times are added.  A peer that is late only because
+ * it waits for a third rank counts, too.
  * Errors:  (a) EPIC_EINVAL; EPIC_ENOTSUP if epic_open got no memory for the times.
  * Threads: local.
  * CUDA:    copies from the device and waits for that, but not for kernels; may also fail with
- *          EPIC_EDEVICE.  Waiting kernels count their time about every 25 microseconds, so waits
- *          that are shorter do not count.  The time in which this process was suspended counts.
- *          epic_plan_dispatch is one operation, EPIC_OP_DISPATCH. */
+ *          EPIC_EDEVICE.  Waiting kernels count their time about every 25 microseconds, so
+ *          waits that are shorter do not count.  The time in which this process was suspended
+ *          counts.  epic_plan_dispatch is one operation, EPIC_OP_DISPATCH. */
 static inline epic_result epic_waits(const epic_context *ctx, uint32_t operation,
                                      epic_wait_info *out, int32_t num_ranks);
 
@@ -1986,8 +1986,8 @@ typedef struct epic_members_info {
 } epic_members_info;
 
 /* Makes the next *generation* of the group: the set of ranks that continue, its *members*.  Use
- * it after a class (c) error, and when a rank leaves.  All members that live make the call.  The
- * members agree on a set that has all of them, except:
+ * it after a class (c) error, and when a rank leaves.  All members that live make the call.
+ * The members agree on a set that has all of them, except:
  *   - ranks that leave;
  *   - ranks whose process has ended, or that have closed their context.  They are left out at
  *     once;
@@ -1998,11 +1998,12 @@ typedef struct epic_members_info {
  *     All ranks in `only` must make the call.  Two decisions for one generation must have a
  *     rank in common.
  *
- * After EPIC_OK the group works again, also if it was broken.  The ranks keep their numbers, and
- * num_ranks and all sizes stay as they are.  A rank that is not a member has no part in any
- * operation, and experts that are placed on it are absent (epic_layer).  The results are those of
- * a new group that has only the members.  Every tag starts again, and plans from before are
- * refused (class (b)).  Members that have finished different steps can return to out->least_step.
+ * After EPIC_OK the group works again, also if it was broken.  The ranks keep their numbers,
+ * and num_ranks and all sizes stay as they are.  A rank that is not a member has no part in any
+ * operation, and experts that are placed on it are absent (epic_layer).  The results are those
+ * of a new group that has only the members.  Every tag starts again, and plans from before are
+ * refused (class (b)).  Members that have finished different steps can go back to
+ * out->least_step.
  *
  * A rank that has left gets EPIC_OK.  Its further calls return EPIC_EEVICTED, so it closes its
  * context.  After an error nothing has changed, and the rank may make the call again, except
@@ -2015,17 +2016,18 @@ typedef struct epic_members_info {
  *          EPIC_ETIMEOUT; (c) EPIC_EEVICTED.
  * Threads: collective over the members.  No other call may be running on ctx.
  * CUDA:    waits until all work of this process on the device has ended.  If other ranks of the
- *          group are threads of this process on the same device, the caller must synchronize the
- *          streams of the context instead.  Memory, addresses and sizes do not change, so CUDA
- *          graphs that were captured in an earlier generation stay valid.  The new generation
- *          does not support sum_order EPIC_TREE in layers (EPIC_ENOTSUP; in a graph a class (b)
- *          error of the plan), and no windows.  If a member does not enter the generation in
- *          time, the call returns EPIC_ETIMEOUT, and the new generation is broken. */
+ *          group are threads of this process on the same device, the caller must synchronize
+ *          the streams of the context instead.  Memory, addresses and sizes do not change, so
+ *          CUDA graphs that were captured in an earlier generation stay valid.  The new
+ *          generation does not support sum_order EPIC_TREE in layers (EPIC_ENOTSUP; in a graph
+ *          a class (b) error of the plan), and no windows.  If a member does not enter the
+ *          generation in time, the call returns EPIC_ETIMEOUT, and the new generation is
+ *          broken. */
 static inline epic_result epic_regroup(epic_context *ctx, const epic_regroup_args *args,
                                        epic_members_info *out);
 
-/* Writes the members of the group to *out.  If this rank has left or was evicted, *out describes
- * the last generation of which it was a member.
+/* Writes the members of the group to *out.  If this rank has left or was evicted, *out
+ * describes the last generation of which it was a member.
  * Errors:  (a) EPIC_EINVAL.
  * Threads: local; not while epic_regroup is running on ctx.
  * CUDA:    no difference. */

@@ -97,8 +97,8 @@ static inline int32_t *epic_placement_list(FILE *file, const char *word, uint32_
     return NULL;
 }
 
-/* Reads the placement in the file `path`.  Returns NULL on success; the caller frees *out later.
- * Errors:  returns the reason, a constant string, and *out is empty.
+/* Reads the placement in the file `path`.  Returns NULL on success; the caller frees *out
+ * later.  Errors:  returns the reason, a constant string, and *out is empty.
  * Threads: local.
  * CUDA:    no difference; the arrays are in host memory. */
 static inline const char *epic_placement_read(epic_placement *out, const char *path)

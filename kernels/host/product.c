@@ -16,8 +16,8 @@
  *
  * The loops follow Goto's algorithm, in the caller's memory:
  *   for each chunk of the sum
- *     for each block of BLOCK_ROWS rows      packed in `left`, which fits the second-level cache
- *       for each group of panels of columns  packed in `right`; a panel fits the first-level cache
+ *     for each block of BLOCK_ROWS rows      packed in `left`, in the L2 cache
+ *       for each group of panels of columns  packed in `right`, a panel in the L1 cache
  *         for each panel, for each tile        a tile of sums in registers */
 #include "lanes.h"
 #include "variant.h"

@@ -24,8 +24,8 @@ typedef struct epic_regroup_transport {
     epic_result (*begin)(epic_group *group);
 
     /* Sends a message to a seat. The message may be lost if memory runs out. If group_id is
-     * not 0, a handle to the memory of generation group_id is sent with the message, because the
-     * receiver may have to prepare this generation. */
+     * not 0, a handle to the memory of generation group_id is sent with the message, because
+     * the receiver may have to prepare this generation. */
     void (*send)(epic_group *group, int to, const void *message, size_t bytes,
                  uint64_t group_id);
 

@@ -46,7 +46,7 @@ static const epic_regroup_transport *transport_of(const epic_context *ctx)
     return backend->ops ? backend->ops->regroup : backend->transport->regroup;
 }
 
-/* ------------------------------------------------------------------------ the arguments ---- */
+/* ----------------------------------------------------------------------- the arguments ---- */
 
 static seat_set set_of_words(const uint64_t *words, int num_ranks)
 {
@@ -105,7 +105,7 @@ static epic_result check_context(const epic_context *ctx)
     return EPIC_OK;
 }
 
-/* ----------------------------------------------------------------------------- messages ---- */
+/* ---------------------------------------------------------------------------- messages ---- */
 
 /* Returns the current time, minus the periods in which this process was suspended. So the other
  * members have the whole patience_ms to call epic_regroup, also if all ranks were suspended
@@ -247,7 +247,7 @@ static void decide_members(epic_context *ctx)
     }
 }
 
-/* -------------------------------------------------------------------------- the outcome ---- */
+/* ------------------------------------------------------------------------- the outcome ---- */
 
 /* Breaks the old generation, so that a rank that still works in it does not wait for ranks that
  * have entered the new generation. On a device backend, enter() does this. */
@@ -374,7 +374,7 @@ static epic_result run_call(epic_context *ctx, const epic_regroup_args *args)
     return result;
 }
 
-/* ----------------------------------------------------------------------- the public calls ---- */
+/* -------------------------------------------------------------------- the public calls ---- */
 
 static void fill_info(const epic_context *ctx, epic_members_info *out)
 {

@@ -44,14 +44,15 @@
     "topk_idx_in: rank %d, token %lld, k %lld has expert %lld: must be below num_experts + " \
     "zero_experts %lld, or negative for no expert"
 
-#define SENTENCE_CAPACITY /* arguments: rank, number of slots that it has, number that it needs */ \
-    "capacity: rank %d has %lld slots and needs %lld; pass a larger one "                          \
+#define SENTENCE_CAPACITY /* arguments: rank, its number of slots, number that it needs */ \
+    "capacity: rank %d has %lld slots and needs %lld; pass a larger one "                  \
     "(epic_capacity_bound always suffices) or let the layer drop"
 
 /* arguments: name of the rows, number of rows, number of tokens of the plan */
 #define SENTENCE_TOKENS "%s.num_rows is %lld: the plan has %lld tokens on this rank"
 
-#define SENTENCE_ROWS /* arguments: name of the rows, rank, its number of rows, number of slots of its plan */ \
+/* arguments: name of the rows, rank, its number of rows, number of slots of its plan */
+#define SENTENCE_ROWS \
     "%s.num_rows: rank %d has %lld rows, its plan occupies %lld slots; pass as many rows"
 
 #define SENTENCE_LOCAL /* arguments: rank, number of rows, number of local experts */    \

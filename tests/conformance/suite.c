@@ -13,8 +13,8 @@
 #define MAX_ROW_BYTES 24576
 #define NUM_TAGS 16
 #define NUM_TAGS_SANITIZED 6
-/* Groups of more ranks run fewer cases and tags, with little staging, because every rank computes
- * the expected results of all ranks. */
+/* Groups of more ranks run fewer cases and tags, with little staging, because every rank
+ * computes the expected results of all ranks. */
 #define FEW_RANKS 8
 #define MOST_WINDOW_RANKS 32 /* of backend p2p */
 #define SECONDS 240          /* time after which a rank counts as hung */

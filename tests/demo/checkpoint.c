@@ -24,7 +24,7 @@ static size_t size;
 static int num_bad;
 static uint64_t num_drawn;
 
-/* ---------------------------------------------------------------------- what is watched ---- */
+/* --------------------------------------------------------------------- what is watched ---- */
 
 static int64_t num_allocated;
 

@@ -24,8 +24,8 @@
 #define ALL 0xffffffffu
 #define JUNK 0xcd
 #define YIELD_ONE_IN 256
-/* If all threads of a CTA nap, the SM sleeps: first NAP_NS, then each time twice as long as before,
- * until a thread does not nap. */
+/* If all threads of a CTA nap, the SM sleeps: first NAP_NS, then each time twice as long as
+ * before, until a thread does not nap. */
 #define NAP_NS 20000
 #define LONGEST_NAP_NS 640000
 

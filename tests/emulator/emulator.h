@@ -16,8 +16,8 @@
  * caches and weak memory (except fences.c), nor times.
  *
  * Environment variables: EMULATED_GPUS (1), EMULATED_SMS (132) per GPU, EMULATED_SEED of the
- * random choices; EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which some
- * stores are late (fences.c); CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
+ * random choices; EMULATED_LATE (0), the largest number of milliseconds, below 1000, by which
+ * some stores are late (fences.c); CUDA_LAUNCH_BLOCKING has CUDA's meaning. */
 #ifndef EPIC_EMULATOR_H
 #define EPIC_EMULATOR_H
 

@@ -10,8 +10,8 @@
  * threads' stores must be visible.
  *
  * If EMULATED_LATE is set, some stores of vectors become visible late: when their CTA naps, or
- * some time after it has ended or begun a system fence, which then waits for them. So tests fail
- * if a kernel does not wait for the rows of its peers. */
+ * some time after it has ended or begun a system fence, which then waits for them. So tests
+ * fail if a kernel does not wait for the rows of its peers. */
 #include <pthread.h>
 #include <stdlib.h>
 #include <time.h>

@@ -47,8 +47,8 @@ bool can_access(const void *p);
 /* virtual.c: ends the program if the device of this thread cannot access the address. */
 void check_access(const void *p);
 
-/* memory.c: sets bytes to a value. Gives pages of zeros back to the system, so that a large array
- * that stays zero takes no memory. */
+/* memory.c: sets bytes to a value. Gives pages of zeros back to the system, so that a large
+ * array that stays zero takes no memory. */
 void fill_memory(void *to, int value, size_t bytes);
 
 /* fences.c: performs the late stores of the CTA on this thread. waits: first waits for a

@@ -225,8 +225,8 @@ cudaError_t cudaHostGetDevicePointer(void **device, void *host, unsigned flags)
     return cudaSuccess;
 }
 
-/* CUDA does not document what it reports about memory that the current device cannot access. So the
- * emulator reports the less useful answer. */
+/* CUDA does not document what it reports about memory that the current device cannot access. So
+ * the emulator reports the less useful answer. */
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *p)
 {
     pthread_mutex_lock(&mutex);

@@ -241,8 +241,9 @@ int emulator_launches(emulator_launch *out, int most)
     return count;
 }
 
-/* Waits until no thread waits for a copy to pageable memory. Like CUDA, whose copy holds a lock of
- * the device's context until the stream reaches it, so that no thread can launch a kernel. */
+/* Waits until no thread waits for a copy to pageable memory. Like CUDA, whose copy holds a lock
+ * of the device's context until the stream reaches it, so that no thread can launch a
+ * kernel. */
 static void wait_for_copies(int device)
 {
     pthread_mutex_lock(&mutex);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* CUDA's virtual memory API: allocations that are mapped at reserved addresses. An allocation is a
- * file in memory, whose name contains its device. Stricter than a GPU: an address of a reservation
- * cannot be read before cuMemSetAccess(), and the program ends if a kernel stores rows into memory
- * that its device cannot access. */
+/* CUDA's virtual memory API: allocations that are mapped at reserved addresses. An allocation
+ * is a file in memory, whose name contains its device. Stricter than a GPU: an address of a
+ * reservation cannot be read before cuMemSetAccess(), and the program ends if a kernel stores
+ * rows into memory that its device cannot access. */
 #include <cuda.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -202,8 +202,8 @@ CUresult cuMemAddressReserve(CUdeviceptr *at, size_t bytes, size_t alignment, CU
     return CUDA_SUCCESS;
 }
 
-/* Returns the number of mapped bytes in the range, which must consist of whole mappings. Returns 0
- * if it does not. If `remove` is true, unmaps them. The caller holds the mutex. */
+/* Returns the number of mapped bytes in the range, which must consist of whole mappings.
+ * Returns 0 if it does not. If `remove` is true, unmaps them. The caller holds the mutex. */
 static size_t find_mapped(CUdeviceptr at, size_t bytes, bool remove)
 {
     size_t found = 0;

@@ -23,7 +23,7 @@ enum { TOKENS = 6, TOP_K = 3, HIDDEN = 300, MOST_SLOTS = 4096, MOST_PLAN = 1 << 
 #define SECONDS 270 /* time limit of the whole test */
 #define GOOD "rank has received all its rows"
 
-/* ------------------------------------------------------------------------------- a rank ---- */
+/* ------------------------------------------------------------------------------ a rank ---- */
 
 /* Returns whole numbers, whose sums are exact in any order. */
 static float element(int rank, int step, int token, int i)
@@ -141,7 +141,7 @@ static int be_rank(int num_steps)
     _exit(good ? 0 : 1);
 }
 
-/* ------------------------------------------------------------------------------ the test ---- */
+/* ---------------------------------------------------------------------------- the test ---- */
 
 static void name_spaces(int num_ranks)
 {

@@ -86,7 +86,7 @@ static void wait_for(_Atomic int *count, int many)
     while (atomic_load(count) < many) run_nap_us(500);
 }
 
-/* --------------------------------------------------------------------------- the victim ---- */
+/* -------------------------------------------------------------------------- the victim ---- */
 
 /* Kills the process a moment later, while the others continue to open. */
 static void *kill_soon(void *self)
@@ -137,7 +137,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return result;
 }
 
-/* ---------------------------------------------------------------------------- all ranks ---- */
+/* --------------------------------------------------------------------------- all ranks ---- */
 
 /* Returns whether the sentence names the victim and no other rank. The rank of the bootstrap's
  * hub, and the rank whose sentence this is, may also be in it. */

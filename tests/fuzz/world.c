@@ -41,8 +41,8 @@ int fuzz_nanosleep(const struct timespec *length, struct timespec *rest)
     return 0;
 }
 
-/* Ends a wait for `ms` milliseconds in which `ready` descriptors were found. Returns true if the
- * caller must look again, because another side may have made a descriptor ready. */
+/* Ends a wait for `ms` milliseconds in which `ready` descriptors were found. Returns true if
+ * the caller must look again, because another side may have made a descriptor ready. */
 static int looks_again(int ready, int ms)
 {
     if (ready == 0 && fuzz_turn && fuzz_turn()) return 1;

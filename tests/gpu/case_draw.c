@@ -153,8 +153,8 @@ static void draw_absent(test_case *c)
     r->layer.flags |= EPIC_DROP_ABSENT;
 }
 
-/* Drops choices on every rank: its slots suffice for a quarter of the rows that it needs. So the
- * bisection for keep limits has many repetitions. */
+/* Drops choices on every rank: its slots suffice for a quarter of the rows that it needs. So
+ * the bisection for keep limits has many repetitions. */
 static void drop_flat_choices(routing *r)
 {
     r->layer.overflow = EPIC_OVERFLOW_DROP;

@@ -10,8 +10,8 @@
  *   rows    only the seeds whose rows have no second rows
  *   forms   the cases of each kernel in turn (lowlat, usual)
  *   leaves  those with several leaves of the sum tree on a rank
- *   windows in half of the cases, the arrays of all ranks lie in windows; in the others, those of
- *           about two of three ranks
+ *   windows in half of the cases, the arrays of all ranks lie in windows; in the others, those
+ *           of about two of three ranks
  *   drops   FLAT layers in which every rank drops choices
  *
  * Every rank makes the same case from the same seed, does its part, and checks its results.
@@ -19,8 +19,8 @@
  * The conformance suite (tests/conformance) tests the same operations through the public API,
  * with the same oracle. This program tests what the public API cannot set or read:
  *
- *   - the token limit of the low-latency kernels (group->lowlat_tokens), so that small cases run
- *     both kinds of kernels, and `forms` runs each kernel in turn
+ *   - the token limit of the low-latency kernels (group->lowlat_tokens), so that small cases
+ *     run both kinds of kernels, and `forms` runs each kernel in turn
  *   - epochs that start shortly before 2^32 (EPIC_TEST_EPOCH)
  *   - the bytes of the heap at the end: poison or zero, as before the first call
  *   - ranks that are processes, and full size (big) */
@@ -164,9 +164,9 @@ static void free_own_memory(own_memory *own)
 
 enum { NUM_WINDOWS = 3 }; /* with memory */
 
-/* Makes windows of the group: one that EPIC allocates, one in the middle of memory of cudaMalloc,
- * and one that spans two allocations of cuMemCreate. Ranks have windows of different sizes, and one
- * rank has no memory. Sets `arenas` to the memory of the windows. */
+/* Makes windows of the group: one that EPIC allocates, one in the middle of memory of
+ * cudaMalloc, and one that spans two allocations of cuMemCreate. Ranks have windows of
+ * different sizes, and one rank has no memory. Sets `arenas` to the memory of the windows. */
 static void add_windows(team_rank *me, uint8_t **arenas, own_memory *own)
 {
     const int64_t bytes = (int64_t)options.arena_bytes;
@@ -189,9 +189,9 @@ static void add_windows(team_rank *me, uint8_t **arenas, own_memory *own)
     }
 }
 
-/* Chooses the memory in which this rank's arrays of the case lie: ordinary memory or a window. In
- * half of the cases all ranks choose a window, because otherwise rows go through staging. In the
- * others each rank chooses for itself. */
+/* Chooses the memory in which this rank's arrays of the case lie: ordinary memory or a window.
+ * In half of the cases all ranks choose a window, because otherwise rows go through staging. In
+ * the others each rank chooses for itself. */
 static void choose_arena(bench *b, uint8_t *const *arenas, int count)
 {
     uint64_t common = b->c.seed * 17, state = b->c.seed * 31 + (uint64_t)b->me->rank;

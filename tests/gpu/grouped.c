@@ -211,8 +211,8 @@ static double slack_of(uint32_t type, double want, double size, bool short_sums)
            (type == EPIC_F16 ? 1e-7 : 1e-30);
 }
 
-/* Checks the whole result. `before`: its initial value, if the product accumulates. `left`: padding
- * rows may be unchanged. */
+/* Checks the whole result. `before`: its initial value, if the product accumulates. `left`:
+ * padding rows may be unchanged. */
 static verdict check_product(const problem *p, uint32_t pass, kernel how, const both *out,
                              double before, bool left)
 {

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Memory of CUDA's virtual memory API for tests: several allocations, mapped one after another. */
+/* Memory of CUDA's virtual memory API for tests: several allocations in consecutive ranges. */
 #ifndef EPIC_TEST_VIRTUAL_MEMORY_H
 #define EPIC_TEST_VIRTUAL_MEMORY_H
 
@@ -12,8 +12,8 @@ typedef struct virtual_memory {
 } virtual_memory;
 
 /* Makes memory of `count` allocations, each of at least `each` bytes, on a device. `types`:
- * CUmemAllocationHandleType. `access`: 0: no device can access the memory. Addresses follow it that
- * are reserved, but not mapped. Returns CUDA_SUCCESS or the first error. */
+ * CUmemAllocationHandleType. `access`: 0: no device can access the memory. After it,
+ * addresses are reserved but not mapped. Returns CUDA_SUCCESS or the first error. */
 static inline CUresult virtual_make(virtual_memory *v, int count, size_t each, int types,
                                     int device, int access)
 {

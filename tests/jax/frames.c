@@ -22,7 +22,7 @@ epic_context *epic_jax_member_remove(const char *name, int is_gpu, int32_t ordin
 
 enum { TOKENS = 3, HIDDEN = 4, EXPERTS = 2, SLOTS = 4, INNER = 2, TAIL = 16 };
 
-/* ---------------------------------------------------------------------------- the calls ---- */
+/* --------------------------------------------------------------------------- the calls ---- */
 
 static float x[TOKENS][HIDDEN], w[TOKENS], recv[SLOTS][HIDDEN], slot[SLOTS];
 static float out[TOKENS][HIDDEN], d_rows[SLOTS][HIDDEN], d_slot[SLOTS], d_x[TOKENS][HIDDEN];
@@ -147,7 +147,7 @@ static int sum(const float *from, float *to)
     return code;
 }
 
-/* ---------------------------------------------------------------------------- the tests ---- */
+/* --------------------------------------------------------------------------- the tests ---- */
 
 static void test_traits(handler *function, unsigned wanted)
 {
@@ -367,8 +367,8 @@ static int experts(bool backward)
     return code;
 }
 
-/* Calls the experts with e4m3 weights and their scales.  kept: backward gets these weights too, and
- * returns no gradients of them. */
+/* Calls the experts with e4m3 weights and their scales.  kept: backward gets these weights too,
+ * and returns no gradients of them. */
 static int experts_e4m3(bool backward, bool kept)
 {
     static unsigned char q[EXPERTS * HIDDEN * 2 * INNER];
@@ -412,7 +412,7 @@ static int experts_e4m3(bool backward, bool kept)
     return code;
 }
 
-/* The handlers accept the arrays, and the core refuses them because the context is on the host. */
+/* The handlers accept the arrays, and the core refuses them: the context is on the host. */
 static void test_e4m3(void)
 {
     CHECK(experts_e4m3(false, false) == XLA_FFI_Error_Code_UNIMPLEMENTED);

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests that a context of UCX uses only the NIC that EPIC chose for it, and that a choice of the
- * user is kept. No RDMA NIC is needed: TCP's device "lo" takes the place of the NIC. */
+/* Tests that a context of UCX uses only the NIC that EPIC chose for it, and that a choice of
+ * the user is kept. No RDMA NIC is needed: TCP's device "lo" takes the place of the NIC. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

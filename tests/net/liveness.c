@@ -59,7 +59,7 @@ static void come_back(const epic_bootstrap *bootstrap, void *self)
     net_liveness_close(l);
 }
 
-/* --------------------------------------------------------------- killed, closed, stopped ---- */
+/* ------------------------------------------------------------- killed, closed, stopped ---- */
 
 enum { WATCHER, STOPPED, CLOSER, KILLED, NUM_FATES };
 
@@ -140,7 +140,7 @@ static void come_late(const epic_bootstrap *bootstrap, void *self)
     net_liveness_close(l);
 }
 
-/* ---------------------------------------------------------------------------- strangers ---- */
+/* --------------------------------------------------------------------------- strangers ---- */
 
 /* Opens more connections than can be pending at once. Some stay silent, and some send other
  * bytes. */

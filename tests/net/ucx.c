@@ -67,7 +67,7 @@ static void test_one_machine(suite_verdict *v)
     CHECK(suite_is_clean(v));
 }
 
-/* ---------------------------------------------------------------------------- strangers ---- */
+/* --------------------------------------------------------------------------- strangers ---- */
 
 #define WORDS 64
 
@@ -118,7 +118,7 @@ static void go_astray(const epic_bootstrap *bootstrap, void *self)
     ucx->close(w);
 }
 
-/* ----------------------------------------------------------------------------- refusals ---- */
+/* ---------------------------------------------------------------------------- refusals ---- */
 
 static void be_refused(const epic_bootstrap *bootstrap, void *self)
 {

@@ -42,7 +42,7 @@ static inline double between(double low, double high)
     return low + (high - low) * uniform();
 }
 
-/* ------------------------------------------------------------------------------- oracle ---- */
+/* ------------------------------------------------------------------------------ oracle ---- */
 
 static inline double plain_sigmoid(double z)
 {
@@ -168,7 +168,7 @@ static inline void plain_weights(const epic_router *r, const double *z, int n,
     free(s);
 }
 
-/* ------------------------------------------------------------------------------- models ---- */
+/* ------------------------------------------------------------------------------ models ---- */
 
 typedef struct model {
     const char *name;
@@ -306,7 +306,7 @@ static inline double draw(pattern pattern)
     return far[(int)between(0, 10)];
 }
 
-/* -------------------------------------------------------------------------------- cases ---- */
+/* ------------------------------------------------------------------------------- cases ---- */
 
 typedef struct problem {
     const model *model;

@@ -362,7 +362,7 @@ static void spoil(calls *c, const wrong *w)
     }
 }
 
-/* ----------------------------------------------------- arguments that the host can check ---- */
+/* --------------------------------------------------- arguments that the host can check ---- */
 
 /* Returns a hash of all memory that a call could have written. */
 static uint64_t outputs_of(const step *s)
@@ -454,7 +454,7 @@ static void try_flat(step *s)
     CHECK(strstr(epic_error(s->ctx), "d_slot_weights") != NULL);
 }
 
-/* -------------------------------------------------------------------- data that is wrong ---- */
+/* ------------------------------------------------------------------ data that is wrong ---- */
 
 static bool all_zero(const void *data, int64_t bytes)
 {

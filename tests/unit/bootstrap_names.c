@@ -23,7 +23,7 @@
 #include "check.h"
 #include "run.h"
 
-/* ------------------------------------------------------ the system's answers, as we like ---- */
+/* ---------------------------------------------------- the system's answers, as we like ---- */
 
 #define DEAD_NAME "no-answer.invalid"
 
@@ -171,7 +171,7 @@ static void test_listening(void)
     check_listens("localhost", "elsewhere", "hush", public, true, false);
 }
 
-/* ------------------------------------------------------------------------------- errors ---- */
+/* ------------------------------------------------------------------------------ errors ---- */
 
 #define LATE_MS 15000 /* allowed delay on a busy machine */
 

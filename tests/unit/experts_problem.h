@@ -39,7 +39,7 @@ static inline double between(double low, double high)
     return low + (high - low) * ((double)(state >> 11) * 0x1p-53);
 }
 
-/* ------------------------------------------------------------------------------ numbers ---- */
+/* ----------------------------------------------------------------------------- numbers ---- */
 
 /* An array of numbers, stored as the library reads them and in float64. */
 typedef struct array {
@@ -105,7 +105,7 @@ static inline double distance(const array *a, const double *want)
     return sqrt(difference) / (size > 1e-16 ? sqrt(size) : 1);
 }
 
-/* ------------------------------------------------------------------------------ problem ---- */
+/* ----------------------------------------------------------------------------- problem ---- */
 
 typedef struct problem {
     epic_experts experts;

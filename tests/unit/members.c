@@ -116,8 +116,8 @@ static void stopped_is_evicted(void)
     }
 }
 
-/* The leader dies after it has sent the decision to seat 1 alone, and seat 1 is stopped. The others
- * must decide the same, and may evict both in the generation after. */
+/* The leader dies after it has sent the decision to seat 1 alone, and seat 1 is stopped. The
+ * others must decide the same, and may evict both in the generation after. */
 static void accepted_is_kept(void)
 {
     sim *s = sim_new(5);

@@ -11,7 +11,7 @@
 #include "run.h"
 #include "unit/moe_problem.h"
 
-/* ---------------------------------------------------------------------- one rank's part ---- */
+/* --------------------------------------------------------------------- one rank's part ---- */
 
 typedef struct part {
     const problem *p;

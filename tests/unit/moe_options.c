@@ -130,7 +130,7 @@ static void test(change *how, when at, const char *words)
     }
 }
 
-/* ------------------------------------------------------------------ what rank 1 changes ---- */
+/* ----------------------------------------------------------------- what rank 1 changes ---- */
 
 #define CHANGE(name, ...)        \
     static void name(problem *p) \

@@ -118,7 +118,7 @@ static inline void fill_random(array *a, source *s, double size)
 
 /* ------------------------------------------------------------------------------- layer ---- */
 
-enum { /* everything that has a gradient; X: the rows of all tokens; TOPK_WEIGHTS: forced weights */
+enum { /* all arrays with a gradient; X: rows of all tokens; TOPK_WEIGHTS: forced weights */
        W_GATE,
        B_GATE,
        SCALE_OF_EXPERT,

@@ -89,7 +89,7 @@ static void test_replay(uint32_t seed)
     free_given(&given);
 }
 
-/* --------------------------------------------------------- one rank forces, another does not ---- */
+/* --------------------------------------------------- one rank forces, another does not ---- */
 
 static void run_mixed(void *what, int rank, epic_context *ctx, const epic_config *config)
 {

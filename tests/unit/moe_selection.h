@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Layers with EPIC_INVARIANT that compute random selections of the same tokens, in random order,
- * on several ranks with unequal numbers of tokens, with other alignments, capacities and
+/* Layers with EPIC_INVARIANT that compute random selections of the same tokens, in random
+ * order, on several ranks with unequal numbers of tokens, with other alignments, capacities and
  * placements. The rows of a token in out and d_x must always have the bits that one rank
  * computes for all tokens together. */
 #ifndef MOE_SELECTION_H
@@ -118,8 +118,8 @@ static inline void test_layer(problem *all, const int64_t *totals, int count, in
     free_results(all);
 }
 
-/* A random layer with random tokens. `multiple`: like that of draw_of(). most_ranks: the largest
- * number of ranks, a power of two. */
+/* A random layer with random tokens. `multiple`: like that of draw_of(). most_ranks: the
+ * largest number of ranks, a power of two. */
 static inline void test_selections(uint32_t seed, uint32_t multiple, int most_ranks)
 {
     problem p = draw_of(seed, multiple);

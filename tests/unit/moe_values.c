@@ -30,7 +30,7 @@ static void test_random(uint32_t count)
     }
 }
 
-/* ----------------------------------------------------------------- late is as good as early ---- */
+/* ------------------------------------------------------------ late is as good as early ---- */
 
 static void test_late_early(bool biased, uint32_t type)
 {
@@ -61,7 +61,7 @@ static void test_late_early(bool biased, uint32_t type)
     }
 }
 
-/* --------------------------------------------------------------------- layers side by side ---- */
+/* ----------------------------------------------------------------- layers side by side ---- */
 
 #define SIDE 3
 
@@ -117,7 +117,7 @@ static void test_no_gradients(void)
     free_given(&p);
 }
 
-/* ------------------------------------------------------------------- float64 throughout ---- */
+/* ------------------------------------------------------------------ float64 throughout ---- */
 
 static void run_forward(void *what, int rank, epic_context *ctx, const epic_config *config)
 {
@@ -175,7 +175,7 @@ static void test_differences(uint32_t seed)
     free_given(&p);
 }
 
-/* ------------------------------------------------------------------------------ not wanted ---- */
+/* -------------------------------------------------------------------------- not wanted ---- */
 
 /* Checks that the gradients have the same bits if no rank or only one rank computes d_x. */
 static void run_without_d_x(void *what, int rank, epic_context *ctx, const epic_config *config)

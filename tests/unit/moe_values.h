@@ -206,8 +206,8 @@ static inline void drop_choices(problem *p)
     p->moe.flags &= ~(uint32_t)EPIC_INVARIANT; /* such layers must not drop choices */
 }
 
-/* Gives half of the layers that may drop choices a capacity_limit on each rank: 0 or less, about
- * the number of slots that the rank needs, or more than the capacity. */
+/* Gives half of the layers that may drop choices a capacity_limit on each rank: 0 or less,
+ * about the number of slots that the rank needs, or more than the capacity. */
 static inline void draw_limits(problem *p, uint32_t seed)
 {
     source s = source_of(seed + 7000000);
@@ -221,8 +221,8 @@ static inline void draw_limits(problem *p, uint32_t seed)
     }
 }
 
-/* Gives every second layer that supports it the flag EPIC_INVARIANT. Random replicas of an expert
- * may be in several leaves, which this flag does not allow. */
+/* Gives every second layer that supports it the flag EPIC_INVARIANT. Random replicas of an
+ * expert may be in several leaves, which this flag does not allow. */
 static inline void choose_invariant(problem *p, uint32_t seed)
 {
     source s = source_of(seed + 4000000);

@@ -16,7 +16,7 @@ static void refused(epic_result result, const char *call, const char *name, cons
               "%s, %s and %s: %s: %s", call, name, other, epic_result_name(result), said);
 }
 
-/* ---------------------------------------------------------------------------- the steps ---- */
+/* --------------------------------------------------------------------------- the steps ---- */
 
 /* Makes `change` in a copy of `args`, and checks that `call` refuses it. */
 #define WITH(call, args, change, name, other)          \
@@ -114,7 +114,7 @@ static void ranks(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* --------------------------------------------------------------- router, losses, experts ---- */
+/* ------------------------------------------------------------- router, losses, experts ---- */
 
 #define T 4 /* tokens */
 #define E 8

@@ -37,7 +37,7 @@ static void look(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* ------------------------------------------------------------- a peer that is seen gone ---- */
+/* ------------------------------------------------------------ a peer that is seen gone ---- */
 
 static const epic_transport *real;
 static _Atomic int was_seen; /* 1: rank 0 has seen that rank 1 is gone */

@@ -56,7 +56,7 @@ static void near_the_optimum(int32_t logical, int32_t ranks, int32_t slots, uint
     CHECK(place_bound(&p) <= h.best);
 }
 
-/* -------------------------------------------------------------------------- many experts ---- */
+/* ------------------------------------------------------------------------ many experts ---- */
 
 /* Returns loads in which a few experts have most of the load, and other experts in each step.
  */
@@ -116,7 +116,7 @@ static void better_than_simple(int32_t logical, int32_t ranks, int32_t slots)
     free(load);
 }
 
-/* ---------------------------------------------------------------------------------- hosts ---- */
+/* ------------------------------------------------------------------------------- hosts ---- */
 
 /* Tokens go to ranks 0 and 2, or to 1 and 3. If ranks are exchanged, no row crosses between
  * hosts. */

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests epic_regroup and epic_members: after ranks have closed their contexts or are lost, after a
- * planned leave, with the members of an authority, and without any change. */
+/* Tests epic_regroup and epic_members: after ranks have closed their contexts or are lost,
+ * after a planned leave, with the members of an authority, and without any change. */
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -220,8 +220,8 @@ static void no_quorum(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Ranks 0 and 1 of four would remain, but at least three must. An authority then names them, which
- * are no majority, and at last only rank 0. */
+/* Ranks 0 and 1 of four would remain, but at least three must. An authority then names them,
+ * which are no majority, and at last only rank 0. */
 static void authority(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap);
@@ -321,8 +321,8 @@ static void in_flight(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* The rank that leads has too few descriptors for new memory. All calls fail, and succeed when it
- * has more. A forked child cannot make the call. */
+/* The rank that leads has too few descriptors for new memory. All calls fail, and succeed when
+ * it has more. A forked child cannot make the call. */
 static void few_descriptors(const epic_bootstrap *bootstrap, void *self)
 {
     epic_context *ctx = open_context(bootstrap);
@@ -353,8 +353,8 @@ static void few_descriptors(const epic_bootstrap *bootstrap, void *self)
 }
 
 /* Rank 4 of six dies, and a child that it has forked keeps its connections open. Ranks 1
- * to 3, which watch the process of rank 4, die after they have reported its end. The others do not
- * wait for the child. `self` is memory that all ranks share. */
+ * to 3, which watch the process of rank 4, die after they have reported its end. The others do
+ * not wait for the child. `self` is memory that all ranks share. */
 static void forked_before_death(const epic_bootstrap *bootstrap, void *self)
 {
     _Atomic pid_t *child = self;
@@ -375,8 +375,8 @@ static void forked_before_death(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Each rank dies or leaves after a random number of calls. All others make the next generation if
- * a call fails, and after every third sum of a generation. */
+/* Each rank dies or leaves after a random number of calls. All others make the next generation
+ * if a call fails, and after every third sum of a generation. */
 static void storm(const epic_bootstrap *bootstrap, void *self)
 {
     const uint64_t *seed = self;

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests epic_regroup while processes die and stop: in each step of the decision, at random times,
- * and with SIGSTOP and SIGCONT. No two members may be in one generation with different members, and
- * nothing of a group may remain in a process. */
+/* Tests epic_regroup while processes die and stop: in each step of the decision, at random
+ * times, and with SIGSTOP and SIGCONT. No two members may be in one generation with different
+ * members, and nothing of a group may remain in a process. */
 #include <dirent.h>
 #include <errno.h>
 #include <signal.h>
@@ -127,7 +127,7 @@ static void count_steps(epic_context *ctx)
     ctx->backend = &backend;
 }
 
-/* -------------------------------------------------------------------------- one process ---- */
+/* ------------------------------------------------------------------------- one process ---- */
 
 /* Returns how many entries of a folder have names that contain `part`. */
 static int count_entries(const char *folder, const char *part)
@@ -165,7 +165,7 @@ static void check_generation(trial *t, const epic_members_info *info)
               (unsigned long long)members);
 }
 
-/* Makes the next generation. If ranks stop, a call may fail and is repeated. Returns the result. */
+/* Makes the next generation and returns the result. If ranks stop, repeats a failed call. */
 static epic_result regroup(trial *t, epic_context *ctx, const epic_regroup_args *args,
                            epic_members_info *info)
 {
@@ -182,7 +182,7 @@ static epic_result regroup(trial *t, epic_context *ctx, const epic_regroup_args 
     return result;
 }
 
-/* Dies or stops before a sum if it is time. Returns whether this rank closes its context now. */
+/* Dies or stops before a sum if it is time. Returns whether to close the context now. */
 static bool act(int num_sums)
 {
     const bool is_due = num_sums >= mine.when;
@@ -207,15 +207,15 @@ static bool add_bits(epic_context *ctx, const epic_members_info *info)
     return result == EPIC_OK;
 }
 
-/* Returns whether this rank must make another sum. Without stops, sums go on until all ranks that
- * do not stay are gone. */
+/* Returns whether this rank must make another sum. Without stops, sums go on until all ranks
+ * that do not stay are gone. */
 static bool goes_on(const trial *t, const epic_members_info *info, int64_t done)
 {
     return t->num_sums ? done < t->num_sums : info->members[0] != t->stays;
 }
 
-/* Makes sums until this rank is done. Makes the next generation after every third sum, and after a
- * sum that has failed. Returns false if this rank is evicted. */
+/* Makes sums until this rank is done. Makes the next generation after every third sum, and
+ * after a sum that has failed. Returns false if this rank is evicted. */
 static bool run_sums(trial *t, epic_context *ctx)
 {
     epic_members_info info;
@@ -282,7 +282,7 @@ static void be_rank(trial *t, int rank)
     _exit(0);
 }
 
-/* ---------------------------------------------------------------------------- one group ---- */
+/* --------------------------------------------------------------------------- one group ---- */
 
 /* Waits for the end of a rank. Continues it `pause_us` after it has stopped. */
 static void await_rank(pid_t pid, bool may_die, long pause_us)
@@ -411,8 +411,8 @@ static void kill_at_random(uint64_t seed)
     run_unshare(t, sizeof *t);
 }
 
-/* One to eight of many ranks die: they are killed while they run all operations, or die in a step
- * of a call. */
+/* One to eight of many ranks die: they are killed while they run all operations, or die in a
+ * step of a call. */
 static void lose_many(int num_ranks, uint64_t seed)
 {
     run_random random = {seed};

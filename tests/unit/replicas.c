@@ -164,8 +164,8 @@ static void drops(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* Experts 1, 3 and 6 are replicas of no logical expert, so logical expert 1 is absent. The other
- * choices go to the replicas that are left, as if only these existed. */
+/* Experts 1, 3 and 6 are replicas of no logical expert, so logical expert 1 is absent. The
+ * other choices go to the replicas that are left, as if only these existed. */
 static void absent(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t left[EXPERTS] = {0, EPIC_ABSENT, 0, EPIC_ABSENT, 0, 2, EPIC_ABSENT};
@@ -372,8 +372,8 @@ static void sums(const epic_bootstrap *bootstrap, void *self)
     close_seat(&s);
 }
 
-/* The rows of experts that are replicas of no logical expert stay as they are, and so do those of
- * the only replica that is left of a logical expert. */
+/* The rows of experts that are replicas of no logical expert stay as they are, and so do those
+ * of the only replica that is left of a logical expert. */
 static void absent_sums(const epic_bootstrap *bootstrap, void *self)
 {
     static const int32_t left[EXPERTS] = {0, 2, 0, 1, EPIC_ABSENT, EPIC_ABSENT, 0};

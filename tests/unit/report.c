@@ -11,8 +11,8 @@
 /* Clears the environment of a command: no variable of this process reaches it. */
 #define CLEAN "env -i PATH=/usr/bin:/bin "
 
-/* Runs epic-info as all ranks of a group. Each rank has the variables `more`. Returns the status
- * of rank 0, and stores the report in `output`. */
+/* Runs epic-info as all ranks of a group. Each rank has the variables `more`. Returns the
+ * status of rank 0, and stores the report in `output`. */
 static int report_group(int num_ranks, const char *more)
 {
     char command[8192];
@@ -55,7 +55,7 @@ static unsigned mode_of(const char *name)
     return stat(path, &about) == 0 ? about.st_mode & 07777 : 0;
 }
 
-/* ------------------------------------------------------------------------------ secrets ---- */
+/* ----------------------------------------------------------------------------- secrets ---- */
 
 /* Every variable that may hold a secret is planted with the same word, and the word is not in
  * the report. Variables of other programs are not in it either. */

@@ -112,7 +112,7 @@ static epic_result gather(void *self, const void *mine, void *all, int64_t bytes
     return run_chance(&l->random, 5) ? (epic_result)run_next(&l->random) : EPIC_OK;
 }
 
-/* --------------------------------------------------------------------------- the trials ---- */
+/* -------------------------------------------------------------------------- the trials ---- */
 
 typedef struct trial {
     const char *backend;
@@ -211,7 +211,7 @@ static void test_self(void)
     }
 }
 
-/* -------------------------------------------------------------------- named for what was ---- */
+/* ------------------------------------------------------------------ named for what was ---- */
 
 /* A bootstrap without peers: every record is a copy of this rank's own, changed by `spoil`. */
 typedef struct mirror {

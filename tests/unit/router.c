@@ -54,8 +54,9 @@ static int check_forward(problem *p, pattern pattern)
     return unsure;
 }
 
-/* Forces the ids that the router chose for the token before, and checks their weights with plain
- * loops. Then forces the token's own ids, which must have the same bits as without forcing. */
+/* Forces the ids that the router chose for the token before, and checks their weights with
+ * plain loops. Then forces the token's own ids, which must have the same bits as without
+ * forcing. */
 static void check_forced(problem *p, pattern pattern)
 {
     const size_t ids = (size_t)p->tokens * p->k;
@@ -100,7 +101,7 @@ static void test_forward(void)
             }
 }
 
-/* ---------------------------------------------------------------------------- gradients ---- */
+/* --------------------------------------------------------------------------- gradients ---- */
 
 static double weighted_sum(const problem *p, const double *z, const int32_t *idx,
                            const double *cotangent)

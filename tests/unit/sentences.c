@@ -174,7 +174,7 @@ static void check_verdict(void)
     free(word);
 }
 
-/* --------------------------------------------------------------------------- mismatches ---- */
+/* -------------------------------------------------------------------------- mismatches ---- */
 
 static void mismatch(int field, int64_t a, int64_t b, const char *first, const char *second)
 {

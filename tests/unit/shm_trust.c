@@ -101,7 +101,7 @@ static void join_with_stranger(const epic_bootstrap *bootstrap, void *self)
     if (group) epic_backend_shm.leave(group);
 }
 
-/* --------------------------------------------------------------- memory that can shrink ---- */
+/* -------------------------------------------------------------- memory that can shrink ---- */
 
 #define ALL_SEALS (F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)
 

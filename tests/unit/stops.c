@@ -13,7 +13,7 @@
 #define TIMEOUT_MS 1000ull
 #define START (5000 * MS)
 
-/* ----------------------------------------------------------------------- times as given ---- */
+/* ---------------------------------------------------------------------- times as given ---- */
 
 /* Reads the clock every 50 ms for `ms` milliseconds from `now` on. Returns the time at which
  * the deadline passed, or 0. */
@@ -82,7 +82,7 @@ static void check_renewal(void)
     CHECK_EQ(run_for(&d, START + 3000 * MS, 5000), START + (3000 + TIMEOUT_MS) * MS);
 }
 
-/* ------------------------------------------------------------- a rank that stands still ---- */
+/* ------------------------------------------------------------ a rank that stands still ---- */
 
 enum { DEADLINE_MS = 600, STILL_MS = 700 };
 

@@ -21,7 +21,7 @@
 #define HIDDEN 16
 #define SLOTS (RANKS * MOST * TOP_K)
 
-/* ------------------------------------------------------------- a transport that watches ---- */
+/* ------------------------------------------------------------ a transport that watches ---- */
 
 static _Thread_local int own_rank, bootstraps, flows;
 static const epic_transport *real;

@@ -87,7 +87,7 @@ static void refused(const char *command, const char *sentence)
     CHECK(says(sentence));
 }
 
-/* -------------------------------------------------------------------------------- folders ---- */
+/* ----------------------------------------------------------------------------- folders ---- */
 
 static void headers(void)
 {
@@ -189,7 +189,7 @@ static void no_files(void)
     refused("show d", "not a regular file");
 }
 
-/* --------------------------------------------------------------------------------- arrays ---- */
+/* ------------------------------------------------------------------------------ arrays ---- */
 
 /* Writes an .npy file of 12 values of 4 bytes, with `dictionary` in a header of `length` bytes.
  */

@@ -82,7 +82,7 @@ static void tables_as_ids(void)
     CHECK_EQ(tool("epic-trace", "show few.npy --experts 5000"), 0);
 }
 
-/* ------------------------------------------------------------------------- what it counts ---- */
+/* ---------------------------------------------------------------------- what it counts ---- */
 
 static int64_t ids[STEPS][TOKENS][TOP_K], loads[STEPS][EXPERTS];
 

@@ -176,7 +176,7 @@ static void broken_placements(void)
     CHECK(says("logical_of_expert: must have a logical expert for each expert"));
 }
 
-/* --------------------------------------------------------------------- recorded by a run ---- */
+/* ------------------------------------------------------------------- recorded by a run ---- */
 
 /* Records a sum and a plan of a group of one rank. */
 static void record(void)
@@ -225,7 +225,7 @@ static void a_run(void)
         "epic_operations_total{group=\"one \\\"rank\\\"\",rank=\"0\",operation=\"sum\"} 1\n"));
 }
 
-/* ------------------------------------------------------------------------------- damage ---- */
+/* ------------------------------------------------------------------------------ damage ---- */
 
 static void damage(void)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests groups with vacant seats. Each computation runs in a group that has shrunk to its members,
- * and in a fresh group that has only the members. Both must give the same bits. */
+/* Tests groups with vacant seats. Each computation runs in a group that has shrunk to its
+ * members, and in a fresh group that has only the members. Both must give the same bits. */
 #include "context/context.h"
 
 #include <stdlib.h>
@@ -68,7 +68,7 @@ static void shrink(epic_context *ctx, const seat_set *members)
         CHECK_EQ(info.members[w], members->words[w]);
 }
 
-/* Runs one rank. The ranks on vacant seats close their contexts at once, or their processes end. */
+/* Runs one rank. Ranks on vacant seats close their contexts at once, or their processes end. */
 static void run_rank(const epic_bootstrap *bootstrap, void *self)
 {
     const job *j = self;
@@ -397,7 +397,7 @@ static void *allocate_lines(int64_t bytes)
     return aligned_alloc(64, ((size_t)bytes + 63) / 64 * 64);
 }
 
-/* Runs a layer forward and backward, with losses and dense gradients summed over the members. */
+/* Runs a layer forward and backward. Losses and dense gradients are summed over the members. */
 static void run_whole_layer(epic_context *ctx, const seats *s, int member, uint32_t order,
                             whole_results *r)
 {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests epic_waits. A rank that sleeps before each operation has the longest waiting time in the
- * table of every other rank, for each kind of operation. The times never decrease, also while
- * operations run. Wrong arguments are refused with their names. */
+/* Tests epic_waits. A rank that sleeps before each operation has the longest waiting time in
+ * the table of every other rank, for each kind of operation. The times never decrease, also
+ * while operations run. Wrong arguments are refused with their names. */
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -22,7 +22,7 @@ static const uint32_t operations[] = {EPIC_OP_PLAN, EPIC_OP_DISPATCH, EPIC_OP_CO
                                       EPIC_OP_SUM};
 #define NUM_OPERATIONS (int)(sizeof operations / sizeof *operations)
 
-/* Reads the table and checks that no number is smaller than in *last, which it then replaces. */
+/* Reads the table, checks that no number is smaller than in *last, and then replaces *last. */
 static bool check_growth(const epic_context *ctx, epic_wait_info last[RANKS])
 {
     epic_wait_info now[RANKS];

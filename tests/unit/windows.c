@@ -385,8 +385,8 @@ static void missing_rank(const epic_bootstrap *bootstrap, void *self)
     epic_close(ctx);
 }
 
-/* Rank 0 closes its context while rank 1 acts as if it stored into a window of rank 0. The close
- * must wait for rank 1. After it, rank 1 must see that it may not store any more. */
+/* Rank 0 closes its context while rank 1 acts as if it stored into a window of rank 0. The
+ * close must wait for rank 1. After it, rank 1 must see that it may not store any more. */
 static void late_store(const epic_bootstrap *bootstrap, void *self)
 {
     static _Atomic int begun, ended, num_closed; /* backend threads only */

@@ -149,9 +149,9 @@ __device__ __forceinline__ int leaf_of(const CombineState &c, int32_t slot)
     return (h.first_expert + low) / block - h.first_expert / block;
 }
 
-/* Does the work of sum_local_rows() for a rank with several leaves of the sum tree: adds the rows
- * of each leaf, and then adds the sums of the leaves in the order of the tree. A piece has one
- * vector per lane. */
+/* Does the work of sum_local_rows() for a rank with several leaves of the sum tree: adds the
+ * rows of each leaf, and then adds the sums of the leaves in the order of the tree. A piece has
+ * one vector per lane. */
 template <class ROW, class PART>
 __device__ __forceinline__ bool sum_leaves(const CombineState &c,
                                            uint4 (&node)[1][PartialSum<ROW, PART>::VECTORS],

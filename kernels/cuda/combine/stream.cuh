@@ -160,7 +160,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         for (int i = 1; i < P2P_STREAM_LEAVES; i++) leaf += its_slot >= at.begin[i];
         const uint32_t same = __match_any_sync(ALL_LANES, has_slot ? leaf : -1);
         const uint32_t present = __reduce_or_sync(ALL_LANES, has_slot ? 1u << leaf : 0);
-        /* Byte i of `low`, and byte i - 4 of `high`: the number of slots in the leaves 0 to i. */
+        /* Byte i of `low` or i - 4 of `high`: the number of slots in the leaves 0 to i. */
         const uint32_t one = has_slot ? 1u << leaf % 4 * 8 : 0, all_bytes = 0x01010101u;
         const uint32_t low = __reduce_add_sync(ALL_LANES, leaf < 4 ? one : 0) * all_bytes;
         const uint32_t high =
@@ -349,7 +349,7 @@ template <class ROW, bool EXACT, bool TREE, bool LEAVES> struct CombineStream {
         const bool with_weights = c.job.slot_weights != NULL;
         float acc[V][ROW::N];
         uint4 q[V];
-        /* Nodes above the leaves wait in local memory, because there are not enough registers. */
+        /* Nodes above the leaves wait in local memory, because registers do not suffice. */
         uint4 waiting[TREE_LEVELS - 1][V];
         uint32_t has_waiting = 0;
         int i = 0;

@@ -224,8 +224,8 @@ template <int V, bool EXACT> struct PieceRing {
     {
         wait_copies<AHEAD>();
     }
-    /* Waits for the oldest piece as wait_next() does, and reads this lane's vectors of the piece
-     * into q. `first`: index in the row of the piece's first vector. */
+    /* Waits for the oldest piece as wait_next() does, and reads this lane's vectors of the
+     * piece into q. `first`: index in the row of the piece's first vector. */
     __device__ __forceinline__ void read_piece(uint4 (&q)[V], int32_t first, const RowShape &s,
                                                uint32_t fill = 0)
     {

@@ -6,7 +6,7 @@
  *   tokens  [num_tokens, token_bytes], scales [num_tokens, scale_bytes]; may be unaligned
  *   recv    [recv_rows, row_bytes], recv_scales [recv_rows, scale_bytes]
  *
- * lowlat/dispatch.cuh describes which warp does what, and lowlat/lowlat.cuh the memory order. */
+ * lowlat/dispatch.cuh has the work of each warp, and lowlat/lowlat.cuh the memory order. */
 #include "cuda/lowlat/dispatch.cuh"
 
 /* Moves packed rows for lowlat_dispatch_kernel(). The comment of PlainRows (lowlat/dispatch.cu)

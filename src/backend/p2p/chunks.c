@@ -8,7 +8,7 @@
 
 #include "base/error.h"
 
-/* ----------------------------------------------------------- functions of CUDA's driver ---- */
+/* ---------------------------------------------------------- functions of CUDA's driver ---- */
 
 /* Functions of the CUDA driver that the runtime API does not have. libepic_cuda is not linked
  * with the driver, because it must load on machines that have no driver. So find_functions()
@@ -79,7 +79,7 @@ static const char *text_of(CUresult error)
     return text ? text : "unknown error";
 }
 
-/* ------------------------------------------------------------------- memory of this rank ---- */
+/* ----------------------------------------------------------------- memory of this rank ---- */
 
 epic_result p2p_find_range(const void *at, uint8_t **base, int64_t *size)
 {
@@ -202,7 +202,7 @@ epic_result p2p_chunks_check(const p2p_chunks *chunks, const uint8_t *data, int6
     return EPIC_OK;
 }
 
-/* ---------------------------------------------------------------- memory of other ranks ---- */
+/* --------------------------------------------------------------- memory of other ranks ---- */
 
 /* Exports chunk i. If the chunk's type is a file descriptor, adds the descriptor to
  * out->descriptors. */

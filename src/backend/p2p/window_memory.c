@@ -18,7 +18,7 @@ epic_result p2p_memory_allocate(epic_group *g, int64_t bytes, uint8_t **data)
     return p2p_cuda(cudaStreamSynchronize(g->side), "clearing a window");
 }
 
-/* ------------------------------------------------------------------- memory of this rank ---- */
+/* ----------------------------------------------------------------- memory of this rank ---- */
 
 static epic_result check_device(const epic_group *g, const void *data)
 {
@@ -103,7 +103,7 @@ epic_result p2p_memory_export(const epic_group *g, const uint8_t *data, int64_t 
     return result;
 }
 
-/* ----------------------------------------------------------------------- memory of peers ---- */
+/* --------------------------------------------------------------------- memory of peers ---- */
 
 epic_result p2p_memory_map_chunks(const epic_group *g, const p2p_window_message *its,
                                   const p2p_exported_chunks *exported, p2p_mapping *out)

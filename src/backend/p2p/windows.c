@@ -333,7 +333,7 @@ static void release_window(epic_group *g, p2p_window *window)
     memset(window, 0, sizeof *window);
 }
 
-/* ----------------------------------------------------------------------- adding windows ---- */
+/* ---------------------------------------------------------------------- adding windows ---- */
 
 /* Returns the group's windows. The first call allocates them. Returns NULL if out of memory. */
 static struct p2p_windows *windows_of(epic_group *g)
@@ -463,7 +463,7 @@ void p2p_free_windows(epic_group *g)
     __atomic_store_n(&g->windows, NULL, __ATOMIC_RELEASE);
 }
 
-/* ------------------------------------------------------------------------ using windows ---- */
+/* ----------------------------------------------------------------------- using windows ---- */
 
 const p2p_mapped_window *p2p_window_table(const epic_group *g)
 {

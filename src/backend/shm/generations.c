@@ -70,7 +70,7 @@ epic_result shm_generations_new(shm_generations **out, int num_ranks)
     return epic_fail(EPIC_ENOMEM, "shm: no memory for messages of %d ranks", num_ranks);
 }
 
-/* ------------------------------------------------------------------------------- memory ---- */
+/* ------------------------------------------------------------------------------ memory ---- */
 
 static memory *find_memory(shm_generations *g, uint64_t group_id)
 {
@@ -176,7 +176,7 @@ void shm_generations_free(shm_generations *g, const shared_layout *layout)
     free(g);
 }
 
-/* ----------------------------------------------------------------------------- messages ---- */
+/* ---------------------------------------------------------------------------- messages ---- */
 
 /* Implements epic_regroup_transport.send. The send does not block. If the receiver's queue is
  * full, the message is lost. */

@@ -76,7 +76,7 @@ static void run_on_host(void *what, int rank, epic_context *ctx, const epic_conf
     part_free(t);
 }
 
-/* ------------------------------------------------------------------------------- limits ---- */
+/* ------------------------------------------------------------------------------ limits ---- */
 
 static void launch(device_part *d, cudaGraphExec_t exec, int32_t limit)
 {

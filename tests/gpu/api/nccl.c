@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests epic_bootstrap_nccl with the real NCCL: a thread for each GPU, one GPU at least. Gathers
- * bytes, opens a context, and lets a rank be late, once before NCCL has opened its connections
- * and once after. Without libnccl.so.2 nothing is tested.
+/* Tests epic_bootstrap_nccl with the real NCCL: a thread for each GPU, one GPU at least.
+ * Gathers bytes, opens a context, and lets a rank be late, once before NCCL has opened its
+ * connections and once after. Without libnccl.so.2 nothing is tested.
  *
  *   usage: nccl [MOST_GPUS] */
 #include <cuda_runtime_api.h>

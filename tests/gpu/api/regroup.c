@@ -1,10 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests groups of processes that lose ranks and go on (epic_regroup). A rank is killed, ends, is
- * stopped, or leaves as planned, while all ranks replay a CUDA graph of a layer and a sum. The
- * others make the next generation and replay the same graph, whose results must be those of the
- * members. Then a second rank leaves, or ends. In another case, it is killed soon after the first one,
- * often during epic_regroup. Prints the time from the end of a rank to the first correct replay
- * without it, and the time of epic_regroup.
+/* Tests groups of processes that lose ranks and go on (epic_regroup). A rank is killed, ends,
+ * is stopped, or leaves as planned, while all ranks replay a CUDA graph of a layer and a sum.
+ * The others make the next generation and replay the same graph, whose results must be those of
+ * the members. Then a second rank leaves, or ends. In another case, it is killed soon after the
+ * first one, often during epic_regroup. Prints the time from the end of a rank to the first
+ * correct replay without it, and the time of epic_regroup.
  *
  *   api_regroup RANKS GPUS FAULTS [FIRST] */
 #include <cuda_runtime_api.h>
@@ -75,7 +75,7 @@ static void must_run(cudaError_t error, const char *what, const rank_state *s)
     must(error == cudaSuccess, what, s);
 }
 
-/* ----------------------------------------------------------------------------- the step ---- */
+/* ---------------------------------------------------------------------------- the step ---- */
 
 static int num_logical(void)
 {
@@ -216,7 +216,7 @@ static void must_step(rank_state *s, int by_graph)
     check_step(s);
 }
 
-/* ---------------------------------------------------------------------------- the ranks ---- */
+/* --------------------------------------------------------------------------- the ranks ---- */
 
 static void open_rank(rank_state *s)
 {
@@ -400,7 +400,7 @@ static void run_rank(int rank)
     _exit(0);
 }
 
-/* ----------------------------------------------------------------------------- the test ---- */
+/* ---------------------------------------------------------------------------- the test ---- */
 
 static int inject_fault(int i)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Tests epic_waits in a group on GPUs. Rank 1 begins each operation only when the waiting times of
- * all other ranks show that they wait for it alone. So the times are read while kernels wait.
+/* Tests epic_waits in a group on GPUs. Rank 1 begins each operation only when the waiting times
+ * of all other ranks show that they wait for it alone. So the times are read while kernels
+ * wait.
  *
  *   usage: waits [RANKS [TOKENS [EPIC_INFO]]]
  *     TOKENS     at most 1,024 tokens use the low-latency kernels
@@ -80,8 +81,8 @@ static void launch_operation(seat *s, uint32_t operation)
     must_succeed(result == EPIC_OK, epic_operation_name(operation), s->ctx);
 }
 
-/* Returns whether the time for which this rank waited for the slow rank alone has grown by NAP_NS
- * since `first`, and more than the time for any other rank. */
+/* Returns whether the time for which this rank waited for the slow rank alone has grown by
+ * NAP_NS since `first`, and more than the time for any other rank. */
 static int is_slow_rank_found(const epic_wait_info *first, const epic_wait_info *now)
 {
     const uint64_t growth = now[SLOW].alone_ns - first[SLOW].alone_ns;
@@ -91,8 +92,8 @@ static int is_slow_rank_found(const epic_wait_info *first, const epic_wait_info 
     return good;
 }
 
-/* The slow rank launches its kernel only after the kernels of all other ranks have waited for it,
- * and epic_waits has returned these times. */
+/* The slow rank launches its kernel only after the kernels of all other ranks have waited for
+ * it, and epic_waits has returned these times. */
 static void run_operation(seat *s, uint32_t operation)
 {
     epic_wait_info first[MAX_RANKS], now[MAX_RANKS];

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Tests which memory can become a window of a CUDA context: of cudaMalloc, of a pool, and of
- * cuMemCreate, between threads and between processes. Dispatch stores the same rows into windows as
- * into ordinary memory. When contexts have closed, no descriptor and no memory is left.
+ * cuMemCreate, between threads and between processes. Dispatch stores the same rows into
+ * windows as into ordinary memory. When contexts have closed, no descriptor and no memory is
+ * left.
  *
  *   usage: api_window_memory RANKS threads|processes     rank r uses GPU r % GPUs */
 #include <cuda_runtime_api.h>
@@ -19,7 +20,7 @@
 #include "epic/epic.h"
 #include "virtual_memory.h"
 
-/* More tokens than the low-latency kernels support: dispatch stores rows directly into windows. */
+/* With more tokens than low-latency kernels support, dispatch stores rows into windows. */
 enum { MAX_RANKS = 8, TOKENS = 1100, ROW = 256, CONTEXTS = 4, MOST_ALLOCATIONS = 250 };
 /* CUDA 12.3 has added CU_MEM_HANDLE_TYPE_FABRIC */
 enum { POSIX = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, FABRIC = 8 };
@@ -216,8 +217,8 @@ static void test_refused(seat *s, void *good)
     CHECK(cudaFree(memory) == cudaSuccess, s);
 }
 
-/* Memory that cannot be exported to another process. Two windows are added to the context, which
- * must close before their memory is freed. */
+/* Memory that cannot be exported to another process. Two windows are added to the context,
+ * which must close before their memory is freed. */
 static void test_local(seat *s, void *good, virtual_memory *private, void *of_pool)
 {
     check_local(s, good, private->base, false, "data is 0x");
@@ -236,7 +237,7 @@ static void test_most(seat *s, void *good, virtual_memory *many)
     CHECK(add_window(s, many->base, most) == EPIC_OK, s);
 }
 
-/* Memory that only has handles of fabrics, where CUDA can make it: with NVLink switches and IMEX. */
+/* Memory with handles of fabrics only. CUDA can make it with NVLink switches and IMEX. */
 static void test_fabric(seat *s, virtual_memory *v)
 {
     const CUmemAllocationProp properties = {
@@ -300,8 +301,8 @@ static void run_context(seat *s, int index)
              cudaStreamSynchronize(m.stream) == cudaSuccess,
          "cudaMallocAsync", s->rank);
 
-    /* A window that crosses the border of two allocations, and ends at an odd byte. One rank has
-     * memory of cudaMalloc, and another none. */
+    /* A window that crosses the border of two allocations, and ends at an odd byte. One rank
+     * has memory of cudaMalloc, and another none. */
     unsigned char *window = one.base + GRANULE - 512 * (1 + s->rank);
     if (s->rank == 1) window = (unsigned char *)allocation + 256;
     CHECK(add_window(s, window, m.slots * ROW + 1) == EPIC_OK, s);
@@ -346,8 +347,8 @@ static int run_rank(int rank)
         pthread_barrier_wait(&shared->all);
     }
     CHECK(descriptors[CONTEXTS - 1] == descriptors[1], &s);
-    /* Free memory is not checked, because other programs may use the GPU. A context that leaks a
-     * window keeps at least the memory of one allocation. */
+    /* Free memory is not checked, because other programs may use the GPU. A context that leaks
+     * a window keeps at least the memory of one allocation. */
     printf("rank %d: %d, then %d descriptors; %zu, then %zu bytes free\n", rank, descriptors[1],
            descriptors[CONTEXTS - 1], free_bytes[1], free_bytes[CONTEXTS - 1]);
     return s.failed != 0;

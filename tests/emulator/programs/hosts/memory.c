@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Prints the memory that groups of several sizes need, and tests how it grows with the number of
- * ranks. Also tests that a plan has space for the header of a large group, and that max_top_k
- * limits the memory of backend p2p. */
+/* Prints the memory that groups of several sizes need, and tests how it grows with the number
+ * of ranks. Also tests that a plan has space for the header of a large group, and that
+ * max_top_k limits the memory of backend p2p. */
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -55,8 +55,8 @@ static void print_backend(const char *backend)
 }
 
 /* Checks that hardly anything grows with the square of the number of ranks: only the array
- * `searches`, by 32 bytes per pair of ranks. The second difference of the sizes is the part that
- * does not grow linearly. */
+ * `searches`, by 32 bytes per pair of ranks. The second difference of the sizes is the part
+ * that does not grow linearly. */
 static void check_growth(void)
 {
     int64_t bytes[3];
@@ -118,8 +118,9 @@ static void *open_rank(void *bootstrap)
     return NULL;
 }
 
-/* Per choice a rank has a record of 8 bytes for each rank, and a float of 4 bytes for its peer, for
- * even and for odd epochs. It also has a dot product of 4 bytes per rank and block of a row. */
+/* Per choice a rank has a record of 8 bytes for each rank, and a float of 4 bytes for its peer,
+ * for even and for odd epochs. It also has a dot product of 4 bytes per rank and block of
+ * a row. */
 static void check_max_top_k(void)
 {
     const int64_t choice = 2 * 2 * 8 + 2 * 1 * 4 + 2 * BLOCKS * 4;
