@@ -11,8 +11,8 @@
 #include "base/error.h"
 #include "copies.h"
 #include "product.h"
-#include "slack.h"
 #include "team.h"
+#include "times.h"
 
 /* Few enough for the low-latency kernels; another program uses more. */
 #ifndef TOKENS
@@ -31,13 +31,6 @@ static const uint32_t expected[] = {EPIC_ETIMEOUT,  EPIC_EMISMATCH, EPIC_EMISMAT
 static enum fault fault;
 static int culprit, deadline_ms = 200;
 static bool apart; /* rounds of few tokens in which no row goes to or comes from the culprit */
-
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
-}
 
 typedef struct memory {
     int32_t *ids;

@@ -14,7 +14,7 @@
 #include "check.h"
 #include "emulator.h"
 #include "epic/epic.h"
-#include "gpu/slack.h"
+#include "gpu/times.h"
 #include "nccl/fake.h"
 #include "run.h"
 

@@ -11,8 +11,8 @@
 
 #include "copies.h"
 #include "emulator.h"
-#include "slack.h"
 #include "team.h"
+#include "times.h"
 
 #define TOKENS 200
 #define ROW 1024
@@ -41,13 +41,6 @@ typedef struct scenario {
 static const scenario *now_played;
 static bool bad;
 static uint32_t scale = 1; /* factor for all deadlines: 4 when a scenario is repeated */
-
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
-}
 
 static void sleep_ms(long ms)
 {

@@ -11,29 +11,22 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "epic/epic.h"
 #include "product.h"
 #include "rounds.h"
-#include "slack.h"
+#include "victim.h"
 
-enum { MAX_RANKS = 8, MOST_STEPS = 200000 };
-enum fault { KILLED, STOPPED, EXITED, NUM_FAULTS };
-static const char *const fault_names[] = {"SIGKILL", "SIGSTOP", "exit"};
+enum { MOST_STEPS = 200000, NUM_FAULTS = EXITED + 1 };
 #ifndef BACKEND
 #define BACKEND "p2p"
 #endif
 /* deadline for a rank that dies; its death must be noticed much earlier */
 #define PATIENCE_MS 20000u
 
-static int num_ranks, num_gpus, victim;
 static double deadline_ms = 400; /* deadline for a rank that stops */
-static enum fault fault;
-static unsigned delay_us, port;
 
 typedef struct place { /* shared by all ranks */
     double fault_ms;   /* time of the fault */
@@ -41,21 +34,6 @@ typedef struct place { /* shared by all ranks */
     int passed[MAX_RANKS];
 } place;
 static place *shared;
-
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
-}
-
-static void must_succeed(int good, const char *what, const epic_context *ctx)
-{
-    if (good) return;
-    fprintf(stderr, "%s of rank %d: %s: %s\n", fault_names[fault], victim, what,
-            epic_error(ctx));
-    _exit(1);
-}
 
 /* Joins the others through the port `at` and opens a context. */
 static void take_seat(rounds *s, int rank, int ranks, unsigned at)
@@ -72,17 +50,6 @@ static void take_seat(rounds *s, int rank, int ranks, unsigned at)
     must_succeed(!epic_open(&s->ctx, &bootstrap, &config), "open", s->ctx);
     epic_bootstrap_close(&bootstrap);
     must_succeed(round_seat(s, &config), "memory and a stream", NULL);
-}
-
-static void *end_process(void *unused)
-{
-    (void)unused;
-    usleep(delay_us);
-    shared->fault_ms = now_ms();
-    if (fault == KILLED) raise(SIGKILL);
-    if (fault == EXITED) _exit(0);
-    kill(getpid(), SIGSTOP); /* this thread may continue for a moment before it stops */
-    for (;;) pause();
 }
 
 /* Runs rounds until the error. Returns how late the error was, in ms. */
@@ -126,6 +93,7 @@ static void run_rank(int rank)
 {
     rounds s = {0};
     pthread_t thread;
+    own_rank = rank;
     must_succeed(cudaSetDevice(rank % num_gpus) == cudaSuccess, "cudaSetDevice", NULL);
     take_seat(&s, rank, num_ranks, port);
     must_succeed(!round_run(&s), "the first step", s.ctx);
@@ -137,7 +105,7 @@ static void run_rank(int rank)
     }
     /* With backend hosts, the data that the rank has sent may still be in flight. */
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
-    pthread_create(&thread, NULL, end_process, NULL);
+    pthread_create(&thread, NULL, end_process, &shared->fault_ms);
     while (round_run(&s) == EPIC_OK) continue;
     for (;;) pause(); /* the peers finished before the fault, so this attempt does not count */
 }
@@ -146,12 +114,8 @@ static int inject_fault(int i)
 {
     pid_t pids[MAX_RANKS];
     int passed = 1, status;
-    unsigned seed = 77 + (unsigned)i;
     fault = (enum fault)(i % NUM_FAULTS);
-    victim = rand_r(&seed) % num_ranks;
-    delay_us = (unsigned)rand_r(&seed) % 20000;
-    /* below the range from which the system chooses ports for connections */
-    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
+    draw_victim(i);
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
@@ -167,17 +131,7 @@ static int inject_fault(int i)
 
 int main(int argc, char **argv)
 {
-    if (argc < 4) return 2;
-    num_ranks = atoi(argv[1]);
-    num_gpus = atoi(argv[2]);
-    const int faults = atoi(argv[3]), first = argc > 4 ? atoi(argv[4]) : 0;
-    int passed = 0;
     if (argc > 5) deadline_ms = atof(argv[5]);
-    shared =
-        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (num_ranks < 2 || num_ranks > MAX_RANKS || shared == MAP_FAILED) return 2;
-    for (int i = first; i < first + faults; i++) passed += inject_fault(i);
-    printf("api_deaths %d processes, %d GPUs: %d of %d faults handled correctly\n", num_ranks,
-           num_gpus, passed, faults);
-    return passed != faults;
+    shared = map_shared(sizeof *shared);
+    return shared ? run_trials("api_deaths", argc, argv, inject_fault) : 2;
 }

@@ -10,11 +10,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "copies.h"
 #include "epic/epic.h"
+#include "times.h"
 
 /* Few enough for the low-latency kernels; another program uses more. */
 #ifndef TOKENS
@@ -152,13 +152,6 @@ static void provoke_mismatch(seat *s, int which)
     const epic_result result = epic_combine(s->ctx, &args);
     must_succeed(result == EPIC_OK || result == EPIC_EMISMATCH, "combine",
                  s->ctx); /* a late rank gets the error, too */
-}
-
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec * 1e-6;
 }
 
 static void judge_case(seat *s, int which, double took)

@@ -14,7 +14,7 @@
 #include <time.h>
 
 #include "epic/epic.h"
-#include "slack.h"
+#include "times.h"
 
 enum { MOST_RANKS = 8, LATE_MS = 1500 };
 
@@ -36,13 +36,6 @@ static _Atomic int failed;
             failed = 1;                                                                    \
         }                                                                                  \
     } while (0)
-
-static long now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec * 1000 + t.tv_nsec / 1000000;
-}
 
 /* Gathers `bytes` bytes and checks those of all ranks. */
 static void gather_bytes(const epic_bootstrap *b, size_t bytes)
@@ -132,13 +125,13 @@ static void test_late(int rank)
     char mine[8] = "", all[8 * MOST_RANKS], words[64];
     CHECK(epic_bootstrap_nccl(&b, comms[rank], LATE_MS) == EPIC_OK);
     if (rank < num_ranks - 1) {
-        const long begin = now_ms();
+        const double begin = now_ms();
         CHECK(b.gather(b.self, mine, all, sizeof mine) == EPIC_ETIMEOUT);
-        const long ms = now_ms() - begin;
+        const double ms = now_ms() - begin;
         snprintf(words, sizeof words, "rank %d of %d waited %d ms", rank, num_ranks, LATE_MS);
         CHECK(strstr(epic_error(NULL), words) != NULL);
         if (rank == 0) printf("late rank: %s\n", epic_error(NULL));
-        CHECK(ms >= LATE_MS - 10 && ms < LATE_MS + 2000 + (long)slack_ms());
+        CHECK(ms >= LATE_MS - 10 && ms < LATE_MS + 2000 + slack_ms());
         CHECK(b.gather(b.self, mine, all, sizeof mine) == EPIC_ETIMEOUT);
     }
     pthread_barrier_wait(&barrier);

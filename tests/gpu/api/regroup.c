@@ -14,26 +14,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "copies.h"
 #include "epic/epic.h"
-#include "slack.h"
+#include "victim.h"
 
-enum { MAX_RANKS = 16, LOCAL = 3, TOP_K = 2, TOKENS = 20, HIDDEN = 64 };
-enum { ROW = 4 * HIDDEN, COUNT = 5, MOST_REPLAYS = 1000000 };
-enum fault { KILLED, EXITED, STOPPED, LEFT, TWO_KILLED, NUM_FAULTS };
-static const char *const fault_names[] = {"SIGKILL", "exit", "SIGSTOP", "leave", "two SIGKILL"};
+enum { LOCAL = 3, TOP_K = 2, TOKENS = 20, HIDDEN = 64 };
+enum { ROW = 4 * HIDDEN, COUNT = 5, MOST_REPLAYS = 1000000, NUM_FAULTS = TWO_KILLED + 1 };
 #define TIMEOUT_MS 30000u
 #define MOST_SECONDS 240u     /* of a rank; a hung one must not stay behind */
 #define STOP_TIMEOUT_MS 1500u /* of a group with a rank that stops */
 
-static int num_ranks, num_gpus, victim, second;
-static enum fault fault;
-static unsigned delay_us, second_delay_us, port;
+static int second; /* the rank that leaves or ends after the victim, or -1 */
+static unsigned second_delay_us;
 
 static struct shared {
     double fault_ms;
@@ -54,19 +49,9 @@ typedef struct rank_state {
     void *plan, *d_ids, *d_logical, *tokens, *recv, *out, *sum;
 } rank_state;
 
-static double now_ms(void)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec * 1e3 + (double)t.tv_nsec / 1e6;
-}
-
 static void must(int good, const char *what, const rank_state *s)
 {
-    if (good) return;
-    fprintf(stderr, "%s of rank %d, rank %d: %s: %s\n", fault_names[fault], victim, s->rank,
-            what, epic_error(s->ctx));
-    _exit(1);
+    must_succeed(good, what, s->ctx);
 }
 
 static void must_run(cudaError_t error, const char *what, const rank_state *s)
@@ -271,17 +256,6 @@ static void await_left(void)
     while (__atomic_load_n(&shared->left, __ATOMIC_RELAXED) < leaves) usleep(100);
 }
 
-static void *end_process(void *unused)
-{
-    (void)unused;
-    usleep(delay_us);
-    shared->fault_ms = now_ms();
-    if (fault == KILLED || fault == TWO_KILLED) raise(SIGKILL);
-    if (fault == EXITED) _exit(0);
-    kill(getpid(), SIGSTOP);
-    return NULL;
-}
-
 /* The victim works until its end. If it was stopped, it continues when the others have gone on
  * without it, and finds that it was evicted. */
 static void run_victim(rank_state *s)
@@ -290,7 +264,7 @@ static void run_victim(rank_state *s)
     pthread_t thread;
     epic_result result = EPIC_OK;
     while (__atomic_load_n(&shared->began, __ATOMIC_RELAXED) < num_ranks) usleep(100);
-    pthread_create(&thread, NULL, end_process, NULL);
+    pthread_create(&thread, NULL, end_process, &shared->fault_ms);
     for (int i = 0; i < MOST_REPLAYS && result == EPIC_OK; i++) result = run_step(s, 1);
     if (fault != STOPPED)
         for (;;) pause();
@@ -381,6 +355,7 @@ static void run_survivor(rank_state *s)
 static void run_rank(int rank)
 {
     rank_state s = {.rank = rank};
+    own_rank = rank;
     alarm(MOST_SECONDS);
     must_run(cudaSetDevice(rank % num_gpus), "cudaSetDevice", &s);
     open_rank(&s);
@@ -410,11 +385,9 @@ static int inject_fault(int i)
     unsigned seed = 99 + (unsigned)i;
     fault = (enum fault)(i % NUM_FAULTS);
     if (fault == TWO_KILLED && num_ranks < 3) fault = KILLED;
-    victim = rand_r(&seed) % num_ranks;
+    draw_victim(i);
     second_delay_us = (unsigned)rand_r(&seed) % 8000;
     second = num_ranks > 2 ? (victim + 1 + rand_r(&seed) % (num_ranks - 1)) % num_ranks : -1;
-    delay_us = (unsigned)rand_r(&seed) % 20000;
-    port = 20000 + ((unsigned)getpid() * 7 + (unsigned)i * 2) % 12000;
     memset(shared, 0, sizeof *shared);
     fflush(NULL);
     for (int r = 0; r < num_ranks; r++)
@@ -448,16 +421,6 @@ static int inject_fault(int i)
 
 int main(int argc, char **argv)
 {
-    if (argc < 4) return 2;
-    num_ranks = atoi(argv[1]);
-    num_gpus = atoi(argv[2]);
-    const int faults = atoi(argv[3]), first = argc > 4 ? atoi(argv[4]) : 0;
-    int passed = 0;
-    shared =
-        mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (num_ranks < 2 || num_ranks > MAX_RANKS || shared == MAP_FAILED) return 2;
-    for (int i = first; i < first + faults; i++) passed += inject_fault(i);
-    printf("api_regroup %d processes, %d GPUs: %d of %d faults handled correctly\n", num_ranks,
-           num_gpus, passed, faults);
-    return passed != faults;
+    shared = map_shared(sizeof *shared);
+    return shared ? run_trials("api_regroup", argc, argv, inject_fault) : 2;
 }

@@ -14,7 +14,7 @@
 #include "epic/epic.h"
 #include "net/suite_net.h"
 #include "rounds.h"
-#include "slack.h"
+#include "times.h"
 
 enum {
     MAX_RANKS = 8,
