@@ -427,8 +427,8 @@ static void send_begin(acceptor *a)
     for (int32_t r = 1; r < a->tcp->num_ranks && a->failed == EPIC_OK; r++) {
         time_limit limit = time_limit_begin(SEND_MS, a->limit);
         const epic_frame frame = epic_link_make_frame(a->secret, EPIC_OK, 0, NULL, 0, &limit);
-        epic_message letter = epic_link_message(&a->links[r], &frame, NULL);
-        if (epic_link_send_all(&a->links[r], &letter, &limit) != FRAME_DONE)
+        epic_message message = epic_link_message(&a->links[r], &frame, NULL);
+        if (epic_link_send_all(&a->links[r], &message, &limit) != FRAME_DONE)
             fail_lost_rank(a, r);
     }
 }

@@ -119,9 +119,9 @@ static void put_frame(script *s, int socket)
     const time_limit limit = time_limit_begin(INT32_MAX, NULL);
     const epic_frame frame =
         epic_link_make_frame(s->link.secret, result, sequence, bytes, length, &limit);
-    epic_message letter = epic_link_message(&s->link, &frame, bytes);
-    spoil(s, &letter.frame, sizeof letter.frame);
-    put(socket, &letter.frame, sizeof letter.frame);
+    epic_message message = epic_link_message(&s->link, &frame, bytes);
+    spoil(s, &message.frame, sizeof message.frame);
+    put(socket, &message.frame, sizeof message.frame);
     put(socket, bytes, length);
 }
 

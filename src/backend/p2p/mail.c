@@ -9,33 +9,33 @@
 #include "base/deadline.h"
 #include "base/error.h"
 
-#define SLOTS 8 /* number of messages in a box (mail.h) */
+#define SLOTS 8 /* number of messages in a ring (mail.h) */
 #define POLL_NAP_NS 20000
 
-/* One message in a box. A box is the ring of messages from one sender. */
-typedef struct letter {
+/* One message in the ring of its sender. */
+typedef struct mail_message {
     uint64_t number; /* The first message from the sender to this rank has number 1. */
     unsigned char bytes[REGROUP_MESSAGE_BYTES];
-} letter;
+} mail_message;
 
 /* Offsets in a rank's memory for messages. The memory begins with the words of all senders
- * (p2p_mail_words). The boxes follow: letters [num_ranks][SLOTS]. */
+ * (p2p_mail_words). The rings follow: messages [num_ranks][SLOTS]. */
 static int64_t words_at(const epic_group *g, int writer)
 {
     return device_round_up(g->self.at.bytes, 128) + writer * (int64_t)sizeof(p2p_mail_words);
 }
 
-static int64_t letter_at(const epic_group *g, int writer, uint64_t number)
+static int64_t message_at(const epic_group *g, int writer, uint64_t number)
 {
     return words_at(g, DEVICE_MAX_RANKS) +
-           (writer * SLOTS + (int64_t)(number % SLOTS)) * (int64_t)sizeof(letter);
+           (writer * SLOTS + (int64_t)(number % SLOTS)) * (int64_t)sizeof(mail_message);
 }
 
 int64_t p2p_mail_bytes(int64_t num_ranks)
 {
     if (!WITH_VACANT_SEATS) return 0;
     return 128 + DEVICE_MAX_RANKS * (int64_t)sizeof(p2p_mail_words) +
-           num_ranks * SLOTS * (int64_t)sizeof(letter);
+           num_ranks * SLOTS * (int64_t)sizeof(mail_message);
 }
 
 epic_result p2p_mail_clear(epic_group *g)
@@ -49,13 +49,13 @@ epic_result p2p_mail_clear(epic_group *g)
 
 void p2p_mail_send(epic_group *g, int to, const void *message, size_t bytes)
 {
-    letter l = {.number = g->mail.sent[to] + 1};
+    mail_message m = {.number = g->mail.sent[to] + 1};
     if (p2p_is_vacant(g, to) || p2p_is_dead(g, to) || p2p_has_released(g, to)) return;
-    memcpy(l.bytes, message, bytes);
+    memcpy(m.bytes, message, bytes);
     g->mail.sent[to]++;
-    g->hooks->write(g, to, letter_at(g, g->rank, l.number), &l, sizeof l);
+    g->hooks->write(g, to, message_at(g, g->rank, m.number), &m, sizeof m);
     g->hooks->write(g, to, words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, sent),
-                    &l.number, sizeof l.number);
+                    &m.number, sizeof m.number);
 }
 
 /* Enqueues a copy of `bytes` bytes at offset `at` of this rank's heap to `to`. Returns false if
@@ -79,19 +79,19 @@ static bool poll_words(epic_group *g)
 
 /* Reads the oldest unread message from rank `from` that no later message has overwritten.
  * Returns false if there is none. */
-static bool read_letter(epic_group *g, int from, void *message, size_t bytes)
+static bool read_message(epic_group *g, int from, void *message, size_t bytes)
 {
     const uint64_t sent = g->mail.words[from].sent;
     uint64_t *read = &g->mail.read[from];
-    letter l;
+    mail_message m;
     if (sent - *read > SLOTS) *read = sent - SLOTS;
     while (*read != sent) {
         const uint64_t number = ++*read;
-        if (!copy_here(g, &l, letter_at(g, from, number), sizeof l) ||
+        if (!copy_here(g, &m, message_at(g, from, number), sizeof m) ||
             cudaStreamSynchronize(g->side) != cudaSuccess)
             return false;
-        if (l.number != number) continue; /* the sender has overwritten the message meanwhile */
-        memcpy(message, l.bytes, bytes);
+        if (m.number != number) continue; /* the sender has overwritten the message meanwhile */
+        memcpy(message, m.bytes, bytes);
         return true;
     }
     return false;
@@ -103,7 +103,7 @@ static bool read_any(epic_group *g, int *from, void *message, size_t bytes)
 {
     for (int i = 1; i <= g->num_ranks; i++) {
         const int q = (g->mail.last + i) % g->num_ranks;
-        if (!read_letter(g, q, message, bytes)) continue;
+        if (!read_message(g, q, message, bytes)) continue;
         *from = g->mail.last = q;
         return true;
     }

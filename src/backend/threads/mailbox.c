@@ -7,15 +7,16 @@
 #include <string.h>
 #include <time.h>
 
-typedef struct letter {
-    struct letter *next;
+typedef struct message_node {
+    struct message_node *next;
     int from;
     unsigned char bytes[];
-} letter;
+} message_node;
 
 typedef struct queue {
-    letter *first, **end; /* end: address of the pointer that will point to the next message */
-    bool is_gone;         /* true: the rank on the seat has closed its context */
+    message_node *first;
+    message_node **end; /* address of the pointer that will point to the next message */
+    bool is_gone;       /* true: the rank on the seat has closed its context */
 } queue;
 
 struct mailbox {
@@ -55,9 +56,9 @@ void mailbox_release(mailbox *m)
     pthread_mutex_unlock(&m->mutex);
     if (!is_last) return;
     for (int s = 0; s < m->num_seats; s++)
-        for (letter *l = m->queues[s].first, *next; l; l = next) {
-            next = l->next;
-            free(l);
+        for (message_node *node = m->queues[s].first, *next; node; node = next) {
+            next = node->next;
+            free(node);
         }
     pthread_cond_destroy(&m->changed);
     pthread_mutex_destroy(&m->mutex);
@@ -66,16 +67,16 @@ void mailbox_release(mailbox *m)
 
 void mailbox_send(mailbox *m, int from, int to, const void *message, size_t bytes)
 {
-    letter *l = malloc(sizeof *l + bytes);
+    message_node *node = malloc(sizeof *node + bytes);
     /* Out of memory: the message is lost. The sender repeats its request, or its call fails at
      * the deadline. */
-    if (!l) return;
-    l->next = NULL;
-    l->from = from;
-    memcpy(l->bytes, message, bytes);
+    if (!node) return;
+    node->next = NULL;
+    node->from = from;
+    memcpy(node->bytes, message, bytes);
     pthread_mutex_lock(&m->mutex);
-    *m->queues[to].end = l;
-    m->queues[to].end = &l->next;
+    *m->queues[to].end = node;
+    m->queues[to].end = &node->next;
     pthread_cond_broadcast(&m->changed);
     pthread_mutex_unlock(&m->mutex);
 }
@@ -99,13 +100,13 @@ bool mailbox_receive(mailbox *m, int seat, int *from, void *message, size_t byte
     queue *q = &m->queues[seat];
     pthread_mutex_lock(&m->mutex);
     if (!q->first) pthread_cond_timedwait(&m->changed, &m->mutex, &limit);
-    letter *l = q->first;
-    if (l && !(q->first = l->next)) q->end = &q->first;
+    message_node *node = q->first;
+    if (node && !(q->first = node->next)) q->end = &q->first;
     pthread_mutex_unlock(&m->mutex);
-    if (!l) return false;
-    *from = l->from;
-    memcpy(message, l->bytes, bytes);
-    free(l);
+    if (!node) return false;
+    *from = node->from;
+    memcpy(message, node->bytes, bytes);
+    free(node);
     return true;
 }
 
