@@ -18,4 +18,4 @@ set(epic_p2p_host ${p2p} ${src}/base/error.c ${src}/base/text.c ${src}/base/proc
 file(GLOB hosts CONFIGURE_DEPENDS ${src}/backend/hosts/*.c ${src}/net/*.c)
 set(epic_hosts_host ${p2p} ${hosts} ${src}/base/error.c ${src}/base/text.c ${src}/base/process.c
     ${src}/base/library.c ${src}/bootstrap/bootstrap.c)
-list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|mail|watch|nccl.*)\\.c$") # peers on one host; NCCL
+list(FILTER epic_hosts_host EXCLUDE REGEX "/p2p/(join|mailbox|watch|nccl.*)\\.c$") # peers on one host; NCCL

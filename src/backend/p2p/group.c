@@ -72,7 +72,7 @@ typedef struct pinned_memory {
     p2p_status status; /* kernels report failures and data errors here */
     /* buffers for small copies between host and device */
     uint64_t words[16 + DEVICE_MAX_RANKS];
-    p2p_mail_words mail_words[DEVICE_MAX_RANKS];
+    p2p_mailbox_words mailbox_words[DEVICE_MAX_RANKS];
     uint64_t gone[DEVICE_MAX_RANKS];
 } pinned_memory;
 
@@ -85,8 +85,8 @@ static epic_result make_status(epic_group *g)
     memset(memory, 0, sizeof *memory);
     g->status = &memory->status;
     g->word = memory->words;
-    g->mail.words = memory->mail_words;
-    g->mail.gone = memory->gone;
+    g->mailbox.words = memory->mailbox_words;
+    g->mailbox.gone = memory->gone;
     TRY(p2p_cuda(cudaHostGetDevicePointer(&device, g->status, 0), "host memory"));
     g->self.status = device;
     return EPIC_OK;

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "backend/p2p/mail.h"
+#include "backend/p2p/mailbox.h"
 #include "backend/p2p/p2p.h"
 #include "base/deadline.h"
 #include "base/error.h"
@@ -43,13 +43,13 @@ static bool p2p_can_join(const epic_peer *peers, int num_ranks, const epic_confi
 
 static epic_result make_heap(epic_group *g)
 {
-    const int64_t bytes = p2p_heap_bytes(&g->self.at) + p2p_mail_bytes(g->num_ranks);
+    const int64_t bytes = p2p_heap_bytes(&g->self.at) + p2p_mailbox_bytes(g->num_ranks);
     uint8_t *heap = NULL;
     char what[96];
     snprintf(what, sizeof what, "allocating a heap of %lld bytes", (long long)bytes);
     TRY(p2p_cuda(cudaMalloc((void **)&heap, (size_t)bytes), what));
     g->self.heap[g->rank] = heap;
-    TRY(p2p_mail_clear(g));
+    TRY(p2p_mailbox_clear(g));
     return p2p_heap_clear(g, heap);
 }
 
@@ -196,7 +196,7 @@ static void p2p_memory(const epic_config *config, epic_memory_info *out)
     const p2p_heap at = p2p_heap_for(config);
     out->host_bytes = (int64_t)sizeof(epic_group) + 4096;
     out->shared_bytes = 0;
-    out->device_bytes = p2p_heap_bytes(&at) + p2p_mail_bytes(config->num_ranks);
+    out->device_bytes = p2p_heap_bytes(&at) + p2p_mailbox_bytes(config->num_ranks);
     out->staging_bytes = p2p_staging_bytes(&at, config->num_ranks);
 }
 

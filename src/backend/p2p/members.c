@@ -5,13 +5,13 @@
  *
  * A *generation* is the group between two changes of its members. All generations use the same
  * heap. A member clears its heap when it enters a generation. Before it stores into the heaps
- * of the other members, it waits until they have cleared their heaps (p2p_mail_meet()). A rank
- * that was left out may still store into the heaps of the members, but only into two parts: the
- * part of its own seat, which no rank reads, and the word `broken`, which members ignore
- * because it contains the number of an old generation. */
+ * of the other members, it waits until they have cleared their heaps
+ * (p2p_mailbox_wait_members()). A rank that was left out may still store into the heaps of the
+ * members, but only into two parts: the part of its own seat, which no rank reads, and the word
+ * `broken`, which members ignore because it contains the number of an old generation. */
 #include <stddef.h>
 
-#include "backend/p2p/mail.h"
+#include "backend/p2p/mailbox.h"
 #include "backend/regroup.h"
 #include "base/error.h"
 
@@ -102,7 +102,7 @@ static epic_result enter_generation(epic_group *g, const seat_set *members)
     if (result == EPIC_OK) {
         write_group_words(g);
         clear_status(g->status);
-        result = p2p_mail_meet(g);
+        result = p2p_mailbox_wait_members(g);
     }
     if (before >= 0) (void)cudaSetDevice(before);
     return result;
@@ -110,7 +110,7 @@ static epic_result enter_generation(epic_group *g, const seat_set *members)
 
 static bool is_gone(epic_group *g, int seat)
 {
-    return p2p_mail_is_gone(g, seat);
+    return p2p_mailbox_is_gone(g, seat);
 }
 
 /* Implements epic_regroup_transport.send. Ignores group_id: all generations use the same heap,
@@ -119,12 +119,12 @@ static void send_message(epic_group *g, int to, const void *message, size_t byte
                          uint64_t group_id)
 {
     (void)group_id;
-    p2p_mail_send(g, to, message, bytes);
+    p2p_mailbox_send(g, to, message, bytes);
 }
 
 const epic_regroup_transport p2p_regroup = {.begin = begin_regroup,
                                             .send = send_message,
-                                            .receive = p2p_mail_receive,
+                                            .receive = p2p_mailbox_receive,
                                             .is_gone = is_gone,
                                             .enter = enter_generation};
 #endif

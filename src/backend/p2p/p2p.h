@@ -42,17 +42,17 @@ typedef struct p2p_hooks {
 struct p2p_windows; /* windows of the group, defined in windows.c */
 
 /* Two words that each rank (the sender) writes into the memory for messages of every other rank
- * (the receiver) (mail.h). */
-typedef struct p2p_mail_words {
+ * (the receiver) (mailbox.h). */
+typedef struct p2p_mailbox_words {
     uint64_t sent;    /* number of messages that the sender has sent to the receiver */
     uint64_t entered; /* number of the last generation that the sender has entered */
-} p2p_mail_words;
+} p2p_mailbox_words;
 
-/* This rank's state of the messages that epic_regroup exchanges (mail.h). */
-typedef struct p2p_mail {
+/* This rank's state of the messages that epic_regroup exchanges (mailbox.h). */
+typedef struct p2p_mailbox {
     /* [DEVICE_MAX_RANKS], in pinned memory: copies of the words of all senders (`words`), and
      * of the words that show which ranks have closed (`gone`) */
-    p2p_mail_words *words;
+    p2p_mailbox_words *words;
     uint64_t *gone;
     /* number of messages that this rank has sent to each rank */
     uint64_t sent[DEVICE_MAX_RANKS];
@@ -62,11 +62,11 @@ typedef struct p2p_mail {
      * wait */
     bool has_reported[DEVICE_MAX_RANKS];
     int last; /* sender of the last message */
-} p2p_mail;
+} p2p_mailbox;
 
 /* One rank's state in a group. Read-only after join, with two exceptions. `windows`, `waits`
  * and the memory of *status, *beats and *word change at any time. The fields about the members
- * (`generation`, `vacant`, `mail`) change only while no other call runs. */
+ * (`generation`, `vacant`, `mailbox`) change only while no other call runs. */
 struct epic_group {
     const p2p_hooks *hooks;
     /* copied into the arguments of every kernel; p2p_fill_self() completes the copy */
@@ -85,7 +85,7 @@ struct epic_group {
     uint32_t generation;
     /* bit mask of the seats (rank numbers) whose ranks have left the group */
     uint32_t vacant;
-    p2p_mail mail;
+    p2p_mailbox mailbox;
     p2p_watch *watch;
     p2p_beats *beats;  /* heartbeat that shows kernels that this process is running (beats.h) */
     hosts_part *hosts; /* NULL in backend p2p */

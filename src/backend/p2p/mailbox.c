@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#include "backend/p2p/mail.h"
+#include "backend/p2p/mailbox.h"
 
 #include <stddef.h>
 #include <string.h>
@@ -9,52 +9,52 @@
 #include "base/deadline.h"
 #include "base/error.h"
 
-#define SLOTS 8 /* number of messages in a ring (mail.h) */
+#define SLOTS 8 /* number of messages in a ring (mailbox.h) */
 #define POLL_NAP_NS 20000
 
 /* One message in the ring of its sender. */
-typedef struct mail_message {
+typedef struct mailbox_message {
     uint64_t number; /* The first message from the sender to this rank has number 1. */
     unsigned char bytes[REGROUP_MESSAGE_BYTES];
-} mail_message;
+} mailbox_message;
 
 /* Offsets in a rank's memory for messages. The memory begins with the words of all senders
- * (p2p_mail_words). The rings follow: messages [num_ranks][SLOTS]. */
+ * (p2p_mailbox_words). The rings follow: messages [num_ranks][SLOTS]. */
 static int64_t words_at(const epic_group *g, int writer)
 {
-    return device_round_up(g->self.at.bytes, 128) + writer * (int64_t)sizeof(p2p_mail_words);
+    return device_round_up(g->self.at.bytes, 128) + writer * (int64_t)sizeof(p2p_mailbox_words);
 }
 
 static int64_t message_at(const epic_group *g, int writer, uint64_t number)
 {
     return words_at(g, DEVICE_MAX_RANKS) +
-           (writer * SLOTS + (int64_t)(number % SLOTS)) * (int64_t)sizeof(mail_message);
+           (writer * SLOTS + (int64_t)(number % SLOTS)) * (int64_t)sizeof(mailbox_message);
 }
 
-int64_t p2p_mail_bytes(int64_t num_ranks)
+int64_t p2p_mailbox_bytes(int64_t num_ranks)
 {
     if (!WITH_VACANT_SEATS) return 0;
-    return 128 + DEVICE_MAX_RANKS * (int64_t)sizeof(p2p_mail_words) +
-           num_ranks * SLOTS * (int64_t)sizeof(mail_message);
+    return 128 + DEVICE_MAX_RANKS * (int64_t)sizeof(p2p_mailbox_words) +
+           num_ranks * SLOTS * (int64_t)sizeof(mailbox_message);
 }
 
-epic_result p2p_mail_clear(epic_group *g)
+epic_result p2p_mailbox_clear(epic_group *g)
 {
-    const int64_t bytes = p2p_mail_bytes(g->num_ranks) - 128;
+    const int64_t bytes = p2p_mailbox_bytes(g->num_ranks) - 128;
     if (!WITH_VACANT_SEATS) return EPIC_OK;
     return p2p_cuda(
         cudaMemsetAsync(g->self.heap[g->rank] + words_at(g, 0), 0, (size_t)bytes, g->side),
         "clearing the memory for messages");
 }
 
-void p2p_mail_send(epic_group *g, int to, const void *message, size_t bytes)
+void p2p_mailbox_send(epic_group *g, int to, const void *message, size_t bytes)
 {
-    mail_message m = {.number = g->mail.sent[to] + 1};
+    mailbox_message m = {.number = g->mailbox.sent[to] + 1};
     if (p2p_is_vacant(g, to) || p2p_is_dead(g, to) || p2p_has_released(g, to)) return;
     memcpy(m.bytes, message, bytes);
-    g->mail.sent[to]++;
+    g->mailbox.sent[to]++;
     g->hooks->write(g, to, message_at(g, g->rank, m.number), &m, sizeof m);
-    g->hooks->write(g, to, words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, sent),
+    g->hooks->write(g, to, words_at(g, g->rank) + (int64_t)offsetof(p2p_mailbox_words, sent),
                     &m.number, sizeof m.number);
 }
 
@@ -70,10 +70,10 @@ static bool copy_here(epic_group *g, void *to, int64_t at, size_t bytes)
  * rank's heap. */
 static bool poll_words(epic_group *g)
 {
-    return copy_here(g, g->mail.words, words_at(g, 0),
-                     DEVICE_MAX_RANKS * sizeof *g->mail.words) &&
-           copy_here(g, g->mail.gone, g->self.at.gone,
-                     DEVICE_MAX_RANKS * sizeof *g->mail.gone) &&
+    return copy_here(g, g->mailbox.words, words_at(g, 0),
+                     DEVICE_MAX_RANKS * sizeof *g->mailbox.words) &&
+           copy_here(g, g->mailbox.gone, g->self.at.gone,
+                     DEVICE_MAX_RANKS * sizeof *g->mailbox.gone) &&
            cudaStreamSynchronize(g->side) == cudaSuccess;
 }
 
@@ -81,9 +81,9 @@ static bool poll_words(epic_group *g)
  * Returns false if there is none. */
 static bool read_message(epic_group *g, int from, void *message, size_t bytes)
 {
-    const uint64_t sent = g->mail.words[from].sent;
-    uint64_t *read = &g->mail.read[from];
-    mail_message m;
+    const uint64_t sent = g->mailbox.words[from].sent;
+    uint64_t *read = &g->mailbox.read[from];
+    mailbox_message m;
     if (sent - *read > SLOTS) *read = sent - SLOTS;
     while (*read != sent) {
         const uint64_t number = ++*read;
@@ -102,15 +102,15 @@ static bool read_message(epic_group *g, int from, void *message, size_t bytes)
 static bool read_any(epic_group *g, int *from, void *message, size_t bytes)
 {
     for (int i = 1; i <= g->num_ranks; i++) {
-        const int q = (g->mail.last + i) % g->num_ranks;
+        const int q = (g->mailbox.last + i) % g->num_ranks;
         if (!read_message(g, q, message, bytes)) continue;
-        *from = g->mail.last = q;
+        *from = g->mailbox.last = q;
         return true;
     }
     return false;
 }
 
-bool p2p_mail_receive(epic_group *g, int *from, void *message, size_t bytes, uint32_t ms)
+bool p2p_mailbox_receive(epic_group *g, int *from, void *message, size_t bytes, uint32_t ms)
 {
     const int64_t end = clock_ns() + (int64_t)ms * 1000000;
     for (;;) {
@@ -118,8 +118,8 @@ bool p2p_mail_receive(epic_group *g, int *from, void *message, size_t bytes, uin
         if (read_any(g, from, message, bytes)) return true;
         if (clock_ns() >= end) return false;
         for (int q = 0; q < g->num_ranks; q++)
-            if (p2p_mail_is_gone(g, q) && !g->mail.has_reported[q]) {
-                g->mail.has_reported[q] = true;
+            if (p2p_mailbox_is_gone(g, q) && !g->mailbox.has_reported[q]) {
+                g->mailbox.has_reported[q] = true;
                 return false;
             }
         nanosleep(&(struct timespec){.tv_nsec = POLL_NAP_NS}, NULL);
@@ -128,9 +128,9 @@ bool p2p_mail_receive(epic_group *g, int *from, void *message, size_t bytes, uin
     return false;
 }
 
-bool p2p_mail_is_gone(const epic_group *g, int seat)
+bool p2p_mailbox_is_gone(const epic_group *g, int seat)
 {
-    const uint64_t gone = g->mail.gone[seat];
+    const uint64_t gone = g->mailbox.gone[seat];
     return (gone && gone != P2P_RELEASED) || p2p_is_dead(g, seat) || p2p_has_released(g, seat);
 }
 
@@ -142,13 +142,13 @@ static int find_missing(const epic_group *g, bool *is_gone)
     *is_gone = false;
     for (int q = g->num_ranks - 1; q >= 0; q--) {
         if (q == g->rank || p2p_is_vacant(g, q)) continue;
-        *is_gone |= p2p_mail_is_gone(g, q);
-        if (g->mail.words[q].entered < g->generation) missing = q;
+        *is_gone |= p2p_mailbox_is_gone(g, q);
+        if (g->mailbox.words[q].entered < g->generation) missing = q;
     }
     return missing;
 }
 
-epic_result p2p_mail_meet(epic_group *g)
+epic_result p2p_mailbox_wait_members(epic_group *g)
 {
     const uint64_t entered = g->generation;
     deadline end = deadline_begin_ms(g->config.timeout_ms);
@@ -156,11 +156,11 @@ epic_result p2p_mail_meet(epic_group *g)
     for (int q = 0; q < g->num_ranks; q++)
         if (q != g->rank && !p2p_is_vacant(g, q) && !p2p_is_dead(g, q) &&
             !p2p_has_released(g, q))
-            g->hooks->write(g, q,
-                            words_at(g, g->rank) + (int64_t)offsetof(p2p_mail_words, entered),
-                            &entered, sizeof entered);
+            g->hooks->write(
+                g, q, words_at(g, g->rank) + (int64_t)offsetof(p2p_mailbox_words, entered),
+                &entered, sizeof entered);
     for (;;) {
-        if (!poll_words(g)) return p2p_cuda(cudaGetLastError(), "meeting the members");
+        if (!poll_words(g)) return p2p_cuda(cudaGetLastError(), "waiting for the members");
         const int missing = find_missing(g, &is_gone);
         if (missing < 0 || is_gone) return EPIC_OK;
         if (deadline_before_nap(&end, POLL_NAP_NS))
