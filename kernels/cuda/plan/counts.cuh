@@ -11,9 +11,10 @@
  * called warp_position.
  *
  * With layout FLAT, a token has one row on each rank that owns one of its experts, and the
- * planner counts these rows, too. Then each choice also has a count called warp_row. It is the
- * number of rows on the rank of the choice's expert that the warp had counted before this
- * choice. If an earlier choice of the same token goes to the same rank, warp_row is -1.
+ * planner counts these rows, too. Then each choice also has a count called warp_row. Let q be
+ * the rank that owns the choice's expert: warp_row is the number of rows on rank q that the
+ * warp had counted before this choice. If an earlier choice of the same token goes to the same
+ * rank, warp_row is -1.
  *
  * The counts of a choice are temporarily stored in the plan's arrays `fate` and `rank_of`.
  * Later, when the slot of the choice is known, its fate and rank replace the counts:
@@ -66,12 +67,13 @@ __device__ __forceinline__ int32_t count_group(int32_t *tally, int32_t expert)
 }
 
 /* Layout FLAT: counts the rows that the tokens of this warp's lanes need on each rank. A token
- * needs one row on each rank that owns one of its experts. Returns warp_row (see the top of
- * this file) if this lane's choice is the first choice of its token on that rank, otherwise -1.
- * `tally`: this warp's counters of ranks. `owner`: the rank that owns the expert of this lane's
- * choice; -1: the lane has no choice. A token with more than 32 choices needs two calls:
- * `chunk` is 0 in the first call (choices 0 to 31) and 1 in the second. In `seen`, the first
- * call passes the ranks of the token's choices to the second call. */
+ * needs one row on each rank that owns one of its experts. `owner`: the rank that owns the
+ * expert of this lane's choice; -1: the lane has no choice. If this lane's choice is the first
+ * choice of its token that goes to rank `owner`, returns warp_row (see the top of this file),
+ * otherwise -1. `tally`: this warp's counters of rows, one per rank. A token with more than 32
+ * choices needs two calls: `chunk` is 0 in the first call (choices 0 to 31) and 1 in the
+ * second. In `seen`, the first call passes the ranks of the token's choices to the second
+ * call. */
 __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &lanes,
                                               int32_t owner, int chunk, RankMask &seen)
 {
@@ -83,10 +85,11 @@ __device__ __forceinline__ int32_t count_rows(int32_t *tally, const TokenLanes &
     return counts ? warp_row : -1;
 }
 
-/* Returns whether an earlier choice of the same token has the id `id`, the id of this lane's
- * choice (-1: none). `same_id`: bit mask of the lanes that have this id in this call. A token
- * with more than 32 choices needs two calls. `first_id`: in the second call, the id that this
- * lane passed in the first call; in all other calls -1. All lanes must call it. */
+/* Returns true if an earlier choice of the same token has the same id as this lane's choice.
+ * `id`: the id of this lane's choice; -1: the lane has none. `same_id`: bit mask of the lanes
+ * that pass the same id in this call. A token with more than 32 choices needs two calls.
+ * `first_id`: in the second call, the id that this lane passed in the first call; in all other
+ * calls -1. All lanes must call it. */
 __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int32_t id,
                                                    uint32_t same_id, int32_t first_id)
 {
@@ -97,9 +100,9 @@ __device__ __forceinline__ bool is_repeated_choice(const TokenLanes &lanes, int3
     return id >= 0 && found;
 }
 
-/* A warp handles its tokens in groups of 32 / top_k tokens (TokenLanes). If it has at most this
- * many groups, each lane keeps its choices in registers, so that it need not load them again to
- * compute their slots. */
+/* A warp handles its tokens in groups of 32 / top_k tokens (TokenLanes). If a warp has at most
+ * this many groups, each lane keeps its choices in registers. So the lane need not load its
+ * choices again to compute their slots. */
 #define COUNTED_BATCHES 4
 
 /* The choices that this lane has counted. Element i is the lane's choice in the warp's i-th
@@ -197,9 +200,9 @@ template <int FEATURES> __device__ __forceinline__ int num_planned_ids(const p2p
 }
 
 /* Counts the choices of this warp's tokens, and checks their ids. Stores the warp_position or
- * warp_row of each choice in `counts`, the memory of the plan's array `fate` (table at the top
- * of this file). Exception: if FEATURES is 0 and choices_fit_registers() is true, stores these
- * values only in `counted`, in registers. */
+ * warp_row of each choice in `counts`, which is the plan's array `fate` (table at the top of
+ * this file). But if FEATURES is 0 and choices_fit_registers() is true, stores these values
+ * only in `counted`, in registers. */
 template <int FEATURES>
 static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -250,8 +253,8 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
 
-/* Returns the part of the word for tally i that is not the count: the owner, or RECORD_LAST if
- * this rank's rank_of_expert is invalid. */
+/* Returns the higher bits of the word for tally i, without the count. They are the tally's
+ * owner (a rank) or, if this rank's rank_of_expert is invalid, RECORD_LAST. */
 __device__ __forceinline__ uint32_t owner_word(const Planner &p, int i)
 {
     return p.bad_owner == NO_INDEX ? (uint32_t)p.owner[i] << COUNT_BITS : RECORD_LAST;
@@ -268,9 +271,9 @@ static __device__ __noinline__ void report_table_mismatch(const OpState &op, int
                    op.signature);
 }
 
-/* Publishes the tallies of this CTA, summed over its warps, to the other planner CTAs of this
- * rank. Replaces each warp's tally in p.tally by the exclusive prefix sum over the warps (the
- * sum over all lower warps). Called by all threads of the CTA. */
+/* For each tally, adds the counts of the warps of this CTA, and publishes the sum to the other
+ * planner CTAs of this rank. In p.tally, replaces each warp's tally by the sum over all lower
+ * warps (the exclusive prefix sum). Called by all threads of the CTA. */
 template <int FEATURES>
 static __device__ void publish_tallies(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
@@ -308,7 +311,8 @@ __device__ __forceinline__ uint64_t *fault_words(const p2p_self &self, const OpS
            (epoch_parity(op) * DEVICE_MAX_RANKS + rank) * P2P_FAULT_WORDS;
 }
 
-/* Returns the rank of an expert, according to the caller's table. */
+/* Returns the rank that owns an expert, according to the caller's table. Without a table, each
+ * rank owns job.block consecutive experts. */
 __device__ __forceinline__ int32_t read_owner(const p2p_plan_job &job, uint32_t expert)
 {
     return job.rank_of_expert ? job.rank_of_expert[expert] : (int32_t)expert / job.block;
@@ -341,8 +345,9 @@ __device__ __forceinline__ int64_t read_wrong_value(const p2p_plan_job &job, con
     return id;
 }
 
-/* Sends the wrong value at `index` of this rank's data to all ranks (kind of the fault, index
- * and value), so that every rank reports the same error. Called by one thread. */
+/* Sends a description of a wrong value in this rank's data to all ranks, so that every rank
+ * reports the same error. The description has three parts: `kind` (kind of the fault), `index`
+ * of the value, and the value. Called by one thread. */
 static __device__ __noinline__ void
 publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, uint32_t index)
 {
@@ -359,10 +364,10 @@ publish_wrong_value(const p2p_plan_job &job, const OpState &op, uint32_t kind, u
     }
 }
 
-/* Finds the first wrong value in this rank's data, and sends it to all ranks. If the tables
- * rank_of_expert and logical_of_expert are valid, this is the lowest wrong choice that any
- * planner CTA has found. Otherwise it is the first wrong entry of a table. Called by one thread
- * of CTA 0. Returns false if the group has failed. */
+/* Finds the first wrong value in this rank's data, and sends it to all ranks. If a table
+ * (rank_of_expert or logical_of_expert) is invalid, the first wrong value is an entry of this
+ * table. Otherwise it is the lowest wrong choice that any planner CTA has found. Called by one
+ * thread of CTA 0. Returns false if the group has failed. */
 static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op)
 {
@@ -450,11 +455,11 @@ __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &jo
     return ok;
 }
 
-/* Only in backend `hosts`: CTA 0 posts the puts that send this rank's counts to other hosts. It
- * first executes a barrier, so that all its threads have stored their counts. `counts`: as in
- * publish_count(). `tallies`: number of tallies. `ok`: false if this thread has found a
- * failure. Called by all threads. Returns false if a thread of CTA 0 has found that the group
- * has failed. */
+/* Only in backend `hosts`: CTA 0 posts the puts (copies over the net) that send this rank's
+ * counts to other hosts. Before that, the CTA executes a barrier, so that all its threads have
+ * stored their counts. `counts`: as in publish_count(). `tallies`: number of tallies. `ok`:
+ * false if this thread has found a failure. Called by all threads. Returns false if a thread of
+ * CTA 0 has found that the group has failed. */
 __device__ __forceinline__ bool post_put_counts(const p2p_self &self, const OpState &op,
                                                 int64_t counts, int tallies, bool ok)
 {

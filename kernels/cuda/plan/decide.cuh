@@ -50,7 +50,7 @@ static inline int planner_bytes_with(const p2p_plan_job &job)
 }
 
 /* Returns the number of choices that an expert keeps. If the layer cannot drop choices, this is
- * the number of all its choices. */
+ * the number of all choices of the expert. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t num_kept_of(const Planner &p, const p2p_plan_job &job,
                                                int expert)
@@ -84,8 +84,8 @@ static __device__ int64_t count_slots(Planner &p, const p2p_plan_job &job, int r
     return (int64_t)total;
 }
 
-/* Returns the keep limit of `rank`: the maximum number of choices that each of its experts may
- * keep so that `capacity` slots suffice for all of them. Called by one warp. */
+/* Returns the keep limit of `rank`. This is the largest number L for which `capacity` slots
+ * suffice if each expert of the rank keeps at most L choices. Called by one warp. */
 static __device__ int32_t find_keep_limit(Planner &p, const p2p_plan_job &job, int rank,
                                           int64_t capacity)
 {
@@ -212,7 +212,8 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     h.first_expert = layer.sum_order == EPIC_TREE ? job.block * self.rank : 0;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
-    /* The low-latency planner has no p.owner: it is used only without rank_of_expert. */
+    /* The low-latency planner also calls this function, and has no p.owner. It is used only
+     * without rank_of_expert, so it does not execute this loop. */
     if (layer.sum_order == EPIC_TREE && job.rank_of_expert)
         for (int q = 0; q < self.num_ranks; q++) {
             const int first = job.block * q;
@@ -252,8 +253,8 @@ static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const
 }
 
 /* Decides how many choices each expert keeps, where the slabs are, and the plan's result
- * (header.result). All planner CTAs of all ranks have the same counts, so all of them decide
- * the same. Called by all threads. Returns false if the group has failed. */
+ * (header.result). All planner CTAs of all ranks have the same counts, so all of them get the
+ * same result. Called by all threads. Returns false if the group has failed. */
 template <int FEATURES>
 static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const OpState &op)
 {

@@ -4,9 +4,9 @@
  * receive buffer contain, for each row, the token's local experts on that rank and the weights
  * of these choices.
  *
- * While the plan is made, each rank sends two things to every rank, for each of its tokens.
- * They consist of stamped words, which contain the epoch (the number of the operation) and are
- * valid only in this epoch:
+ * While the plan is made, each rank sends a row word and a record to every rank, for each of
+ * its tokens. Both consist of stamped words, which contain the epoch (the number of the
+ * operation) and are valid only in this epoch:
  *
  *   row word  the index of the token's row on that rank
  *   record    up to top_k words: the token's local experts on that rank. (With layout
@@ -17,7 +17,7 @@
 #include "cuda/plan/view.cuh"
 
 /* Returns the address in `heap` of the row word of `token`. A heap has one array of row words
- * for each rank that writes row words to the heap. `source`: index of the array that the
+ * for each rank that writes row words to the heap. `source`: index of the array to which the
  * token's rank writes (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)

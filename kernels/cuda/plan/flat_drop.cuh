@@ -32,8 +32,8 @@ __device__ __forceinline__ bool layer_drops(const p2p_plan_job &job)
     return job.layer.overflow == EPIC_OVERFLOW_DROP;
 }
 
-/* Returns the number of choices that an expert keeps. This is its load (number of choices), but
- * at most the keep limit of its rank, and at most its own quota (expert_capacity). */
+/* Returns the number of choices that an expert keeps. This is the smallest of three numbers:
+ * its load (number of choices), the keep limit of its rank, and its quota (expert_capacity). */
 __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job &job,
                                             int expert)
 {
@@ -42,7 +42,8 @@ __device__ __forceinline__ int32_t num_kept(const Planner &p, const p2p_plan_job
 }
 
 /* Returns 0 if the expert keeps choice k of a token, otherwise the reason why it drops the
- * choice (EPIC_FATE_*). `warp_position`: see plan/counts.cuh. */
+ * choice (EPIC_FATE_*). `warp_position`: number of choices of the expert that the warp had
+ * counted before (plan/counts.cuh). */
 __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int expert, int k, int32_t warp_position)
 {
@@ -53,9 +54,10 @@ __device__ __forceinline__ int32_t fate_of_choice(const Planner &p, const p2p_pl
                                                     : EPIC_FATE_RANK_FULL;
 }
 
-/* Counts the rows that this warp's tokens need on each rank if each expert keeps at most
- * p.keep_limit choices. Both arrays have one element for each choice of this rank
- * (plan/counts.cuh): the function reads `warp_positions` and writes `warp_rows`. */
+/* Counts the rows that this warp's tokens need on each rank with the limits p.keep_limit.
+ * (p.keep_limit[q] limits how many choices each expert of rank q keeps.) Reads the
+ * warp_position of each choice from `warp_positions`, and writes its warp_row to `warp_rows`
+ * (plan/counts.cuh). */
 static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
                                        const int32_t *warp_positions, int32_t *warp_rows)
 {
@@ -152,11 +154,11 @@ static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, co
     return __syncthreads_and(ok) != 0;
 }
 
-/* For each rank, finds by bisection the largest p.keep_limit with which the rows that are
- * needed on the rank fit into its capacity. All ranks bisect together, because each repetition
- * needs the counts of all ranks. The last repetition counts once more with the final limits, so
- * that p.needed_rows and p.rows_before_cta are correct for these limits. Called by all threads
- * of the CTA; thread d handles rank d. Returns false if the group has failed. */
+/* For each rank, finds by bisection the largest p.keep_limit with which the rank needs no more
+ * rows than its capacity. All ranks bisect together, because each repetition needs the counts
+ * of all ranks. The last repetition counts once more with the final limits, so that
+ * p.needed_rows and p.rows_before_cta are correct for these limits. Called by all threads of
+ * the CTA; thread d handles rank d. Returns false if the group has failed. */
 static __device__ __noinline__ bool find_flat_keep_limits(Planner &p, const p2p_plan_job &job,
                                                           const OpState &op)
 {

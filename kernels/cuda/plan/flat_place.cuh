@@ -64,9 +64,9 @@ __device__ __forceinline__ FlatChoice flat_choice_of(const Planner &p, const p2p
 /* Sends the row words and records of the tokens in this warp's lanes to every rank. `token`:
  * this lane's token; valid only if `in` is true. The lanes of a token share its choices: c[0]
  * is this lane's choice. If tokens have more than 32 choices, c[1] is the lane's second choice.
- * On return, each element of c has the row of its choice. `bad`: true if the plan is invalid.
- * In this case, sends RECORD_DISCARD instead of the index of a row, so that receivers discard
- * the rows. Called by one warp. */
+ * On return, c[0].row and c[1].row are the rows of these choices. `bad`: true if the plan is
+ * invalid. In this case, sends RECORD_DISCARD instead of the index of a row, so that receivers
+ * discard the rows. Called by one warp. */
 __device__ __forceinline__ void send_row_words(const OpState &op, const p2p_plan_job &job,
                                                const TokenLanes &lanes, int32_t token, bool in,
                                                bool bad, FlatChoice (&c)[2])

@@ -22,8 +22,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the size in bytes of the shared memory that only EPIC_BY_K needs. It contains
- * kept_before, and the load of each expert, summed over k. It follows the tables for
+/* Returns the size in bytes of the shared memory that only EPIC_BY_K needs. This memory
+ * contains the load of each expert, summed over k, and kept_before. It follows the tables for
  * replicas. */
 static inline int by_k_bytes(const p2p_plan_job *job)
 {
@@ -70,10 +70,10 @@ __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_
     return job.by_k ? p.lower_k_count[i] + nth : nth;
 }
 
-/* Sets p.kept_before for each warp and expert: how many choices the expert keeps among those of
- * the tokens before the warp's first token. Computes this number for each k, and adds the
- * numbers. keep(expert) returns how many choices the expert keeps in all. Called by all threads
- * of the CTA. */
+/* Sets p.kept_before. For each warp and expert, it is the number of choices that the expert
+ * keeps and that belong to tokens before the warp's first token. Computes this number for each
+ * k, and adds the results. keep(expert) returns how many choices the expert keeps in all.
+ * Called by all threads of the CTA. */
 template <class Keep>
 static __device__ void count_kept_before(Planner &p, const p2p_plan_job &job, Keep keep)
 {

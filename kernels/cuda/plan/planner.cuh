@@ -163,8 +163,9 @@ static __device__ void place_counted(Planner &p, const p2p_plan_job &job, const 
 }
 
 /* Computes the slots of this warp's choices, stores them in the plan, and sends them to the
- * ranks of the experts. The warp_position of each choice is in `counted`. If
- * choices_fit_registers() is false, it is in the plan's array `fate` instead. */
+ * ranks of the experts. On entry, the warp_position of each choice (plan/counts.cuh) is in
+ * `counted` if FEATURES is 0 and choices_fit_registers() is true. Otherwise it is in the plan's
+ * array `fate`. */
 template <int FEATURES>
 static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      const TokenLanes &lanes, const TokenRange &range,
@@ -212,10 +213,10 @@ static __device__ void place_choices(Planner &p, const p2p_plan_job &job, const 
     }
 }
 
-/* Only in backend `hosts`: posts the puts that send this CTA's records to other hosts. With
- * layout FLAT (`flat`), also sends the row words (plan/flat.cuh). There is one large put per
- * rank and array, because this is faster than one put per token. Called by all threads; thread
- * q posts the puts for rank q. */
+/* Only in backend `hosts`: posts the puts (copies over the net) that send this CTA's records to
+ * other hosts. With layout FLAT (`flat`), also sends the row words (plan/flat.cuh). There is
+ * one large put per rank and array, because this is faster than one put per token. Called by
+ * all threads; thread q posts the puts for rank q. */
 static __device__ __noinline__ void post_put_plan(const Planner &p, const p2p_plan_job &job,
                                                   const OpState &op, bool flat)
 {

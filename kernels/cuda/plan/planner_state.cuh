@@ -30,7 +30,7 @@
 /* number of ranks whose counts a thread loads together, so that the loads overlap */
 #define RANKS_AT_ONCE 8
 #define PLAN_MOST_WARPS 16 /* maximum number of warps per CTA that count choices */
-/* maximum number of tallies of all warps of a CTA together, 4 bytes each in shared memory */
+/* maximum number of tallies (4-byte counters) that all warps of a CTA have together */
 #define PLAN_TALLY_WORDS 16384
 
 enum { /* Bits of the template argument FEATURES: features that the layer uses. */
@@ -43,31 +43,34 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
  * in dynamic shared memory. */
 struct Planner {
     device_plan_header header;
-    /* [num_tallies]: each tally, summed over all tokens before the tokens of this CTA (the
-     * tokens of lower ranks, and of lower CTAs of this rank). Before choices are counted,
-     * resolve_replicas() uses this memory for other counts. */
+    /* [num_tallies]: for each tally, the count for all tokens before the tokens of this CTA.
+     * They are the tokens of lower ranks, and those of this rank in lower CTAs. Before choices
+     * are counted, resolve_replicas() keeps other counts in this memory. */
     int32_t *before_cta;
-    /* [num_tallies]: each tally, summed over all warps of all ranks. With EPIC_BY_K,
-     * prepare_by_k() later replaces the pointer: the new array contains the number of choices
-     * of each expert, summed over k [num_experts]. */
+    /* [num_tallies]: for each tally, the sum over all warps of all ranks. With EPIC_BY_K,
+     * prepare_by_k() later sets the pointer to another array, [num_experts]: the number of
+     * choices of each expert, summed over k. */
     int32_t *load;
-    /* Only with FLAT. They point to the last num_ranks elements of before_cta and of load.
-     * rows_before_cta: number of rows on each rank for the tokens before the tokens of this
-     * CTA. needed_rows: number of rows on each rank for all tokens. */
+    /* Only with FLAT: the last num_ranks elements of before_cta and of load. rows_before_cta:
+     * for each rank, the number of rows that earlier tokens (those of lower ranks and lower
+     * CTAs) have there. needed_rows: for each rank, the number of rows that all tokens need
+     * there. */
     int32_t *rows_before_cta, *needed_rows;
     union { /* [num_experts]: the type of planner and the layout decide which member is used */
-        /* EXPERT_MAJOR: first slot of the expert's slab, on its rank */
+        /* EXPERT_MAJOR: first slot of the expert on its rank */
         int32_t *slab_start;
         /* FLAT, which has no slabs: index of the expert among the experts of its rank */
         int32_t *local_expert;
-        /* plans of lowlat/plan.cuh: like slab_start, but slots are numbered over all ranks: the
-         * first slot of rank 1 follows the last slot of rank 0 */
+        /* Low-latency plans (lowlat/plan.cuh): like slab_start, but the slots of all ranks are
+         * numbered consecutively. So the first slot of rank 1 follows the last slot of rank
+         * 0. */
         int32_t *group_slab_start;
     };
     /* [num_warps][num_tallies]: the tallies of each warp. publish_tallies() replaces them by
      * their exclusive prefix sums over the warps of this CTA. */
     int32_t *tally;
-    /* [num_tallies]: the owner of the tally's expert, or the rank whose rows it counts */
+    /* [num_tallies]: if the tally counts choices of an expert, the rank that owns this expert;
+     * if the tally counts rows, the rank that has these rows */
     uint8_t *owner;
     /* memory after these arrays; only layers with PLAN_DROPS_OR_REPLICAS use it */
     uint8_t *extra_memory;
@@ -89,10 +92,11 @@ struct Planner {
      * NO_INDEX. A choice is wrong if its id is too large or, with EPIC_DISTINCT, if an earlier
      * choice of the same token has the same id. */
     uint32_t bad_choice;
-    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. A vacant seat is
-     * invalid, unless the layer has replicas or drops the choices of absent experts. With
-     * EPIC_TREE, an entry is also invalid if it differs from the first entry of its block of
-     * num_experts / num_ranks experts. If seats are vacant, all entries are then invalid. */
+    /* Lowest expert whose entry in rank_of_expert is invalid, or NO_INDEX. A vacant seat (a
+     * rank that has left the group) is invalid, unless the layer has replicas or drops the
+     * choices of absent experts. With EPIC_TREE, an entry is also invalid if it differs from
+     * the first entry of its block of num_experts / num_ranks experts. With EPIC_TREE and a
+     * vacant seat, all entries are invalid. */
     uint32_t bad_owner;
     /* arrays that only EPIC_BY_K uses: see plan/keep_by_k.cuh */
     int32_t *lower_k_count, *kept_before;
@@ -106,8 +110,9 @@ struct Planner {
      * If nothing is wrong: NO_INDEX. */
     uint32_t bad_replica;
     RankMask bad_ranks; /* the ranks whose choices or tables are wrong */
-    /* num_warps: number of warps of a CTA that count choices. tokens_per_cta, tokens_per_warp:
-     * number of this rank's tokens for each planner CTA, and for each of these warps. */
+    /* num_warps: number of warps of a CTA that count choices. tokens_per_cta: number of this
+     * rank's tokens that a planner CTA handles. tokens_per_warp: number of tokens that one of
+     * these warps handles. */
     int32_t num_warps, tokens_per_cta, tokens_per_warp;
 };
 
@@ -149,7 +154,7 @@ __host__ __device__ inline int planner_warps(int tallies)
            : most > PLAN_MOST_WARPS
                ? PLAN_MOST_WARPS
                /* The result is never 2. If each of two warps had the maximum number of tallies,
-                * Planner would need too much shared memory. */
+                * the arrays of Planner would need too much shared memory. */
                : most;
 }
 
@@ -159,9 +164,9 @@ __host__ __device__ inline int planner_bytes(int tallies)
     return tallies * 4 * (3 + planner_warps(tallies)) + (tallies + 15) / 16 * 16;
 }
 
-/* Returns the maximum of planner_bytes() for all layers. The host sets the maximum size of the
- * kernels' dynamic shared memory to it. The function tries every number of tallies, because
- * planner_bytes() may be smaller with more tallies. */
+/* Returns the largest value of planner_bytes() for any layer. The host lets the kernels use
+ * this much dynamic shared memory. The function tries every number of tallies, because
+ * planner_bytes() may be smaller with more tallies: fewer warps then count. */
 static inline int planner_most_bytes(void)
 {
     int most = 0;
@@ -185,8 +190,8 @@ struct TokenLanes {
     /* tokens_at_once: number of tokens that the warp handles at a time (a *group*).
      * num_chunks: 1, or 2 if tokens have more than 32 choices. */
     int tokens_at_once, num_chunks;
-    /* token: index of this lane's token in its group. k: index of this lane's choice, in chunk
-     * 0, among the choices of that token. In chunk 1 the lane has choice k + 32. */
+    /* token: index of this lane's token in its group. k: the lane has choice k of this token in
+     * chunk 0, and choice k + 32 in chunk 1. */
     int token, k;
     /* false: this lane has no choice, because it is one of the last 32 % top_k lanes */
     bool has_choice;
@@ -212,10 +217,11 @@ struct TokenLanes {
  * that they can be sent. A record contains the slots of one token on rank q. `count`: number of
  * words in the record of this lane's token.
  *
- * If tokens have at most 32 choices, one put of post_put_plan() later sends the records of the
- * whole CTA. It sends all top_k words of each record, and the receiver waits for all of them.
- * So this function sets the words after the first `count` to RECORD_ABSENT. If tokens have more
- * choices, it posts one put per record instead, with `count` words.
+ * If tokens have at most 32 choices, post_put_plan() later sends the records of the whole CTA
+ * with one put (copy over the net). This put sends all top_k words of each record, and the
+ * receiver waits for all of them. So fill_records() sets the words after the first `count` to
+ * RECORD_ABSENT. If tokens have more than 32 choices, fill_records() instead posts one put per
+ * record, with `count` words.
  *
  * `record`: address of the record of this lane's token; valid only if `in` is true. Called by
  * one warp. */
@@ -230,8 +236,8 @@ __device__ __forceinline__ void fill_records(const OpState &op, const TokenLanes
         store_relaxed(record + lanes.k, stamp_word(op, RECORD_ABSENT));
 }
 
-/* Returns the number of valid ids in the caller's topk_idx: the number of logical experts if
- * the layer has replicas, otherwise the number of experts. */
+/* The valid ids in the caller's topk_idx are 0 to n - 1. Returns n: the number of logical
+ * experts if the layer has replicas, otherwise the number of experts. */
 __device__ __forceinline__ int num_ids(const p2p_plan_job &job)
 {
     return (int)(job.layer.num_logical ? job.layer.num_logical : job.layer.num_experts);
@@ -248,8 +254,8 @@ struct TokenRange { /* The tokens [begin, end) of this rank whose choices a warp
     int32_t begin, end;
 };
 
-/* Sets the number of tokens that each planner CTA handles, and the number that each of its
- * counting warps handles. `warps`: number of counting warps. Called by one thread. */
+/* Sets p.tokens_per_cta and p.tokens_per_warp: how many tokens each planner CTA, and each of
+ * its counting warps, handles. `warps`: number of counting warps. Called by one thread. */
 __device__ __forceinline__ void split_tokens(Planner &p, const p2p_plan_job &job, int warps)
 {
     p.tokens_per_cta = (job.num_tokens + job.planners - 1) / job.planners;
@@ -270,8 +276,8 @@ __device__ __forceinline__ TokenRange range_of_warp(const Planner &p, const p2p_
 }
 
 /* Sets up the planner: sets its pointers to arrays in `memory` (planner_bytes_of() bytes of
- * shared memory), zeroes the tallies, and stores the owner of every expert. Called by all
- * threads of the CTA. */
+ * shared memory), zeroes the tallies, and stores in p.owner which rank owns each expert. Called
+ * by all threads of the CTA. */
 template <int FEATURES>
 static __device__ void begin_planner(Planner &p, const p2p_plan_job &job, const OpState &op,
                                      uint8_t *memory)

@@ -18,9 +18,9 @@
  *   logical_load    [num_logical]      choices of each logical expert, on all ranks
  *
  * An expert is a replica of no logical expert if its entry in the caller's table is EPIC_ABSENT
- * or if the expert is on a vacant seat. Such an expert gets no choices. A logical expert
- * without a replica is *absent*. With EPIC_DROP_ABSENT, the choices of an absent expert are
- * dropped. Without this flag, an absent expert is an error in the data.
+ * or if the expert is on a vacant seat (a rank that has left the group). Such an expert gets no
+ * choices. A logical expert without a replica is *absent*. With EPIC_DROP_ABSENT, the choices
+ * of an absent expert are dropped. Without this flag, an absent expert is an error in the data.
  *
  * With layout FLAT and with EPIC_BY_K, the planner must know the replica of each choice before
  * it counts choices. For these layers, plan/resolve.cuh finds the replicas. */
@@ -32,8 +32,8 @@
 /* value of logical_of for an expert that is a replica of no logical expert */
 #define NO_LOGICAL 0xffffu
 
-/* Returns the size in bytes of the tables above. In shared memory they follow the arrays that
- * every planner has. */
+/* Returns the size in bytes of the planner's tables for replicas (see the top of this file). In
+ * shared memory, these tables follow the arrays that every planner has. */
 __host__ __device__ inline int replica_bytes(const epic_layer *layer)
 {
     return layer->num_logical ? (int)layer->num_experts * 12 + 16 : 0;
@@ -154,9 +154,9 @@ static __device__ bool compare_tables(const Planner &p, const p2p_plan_job &job,
     return true;
 }
 
-/* On entry, p.load contains the number of choices of each logical expert. Replaces it by the
- * number of choices of each expert (replica). Called by all threads of the CTA, after
- * exchange_counts(). */
+/* On entry, p.load contains the number of choices of each logical expert. On return, p.load
+ * contains the number of choices of each expert (replica). Called by all threads of the CTA,
+ * after exchange_counts(). */
 static __device__ void split_among_replicas(Planner &p, const p2p_plan_job &job)
 {
     const int experts = job.layer.num_experts, num_logical = job.layer.num_logical;

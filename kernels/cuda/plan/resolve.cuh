@@ -26,8 +26,8 @@
 
 #include "cuda/plan/replicas.cuh"
 
-/* Returns the address in `heap` at which `rank` stores how many of its choices each logical
- * expert has (one word per logical expert). */
+/* Returns the address in `heap` at which `rank` stores its counts of choices. It stores one
+ * word per logical expert: how many of the rank's choices go to this expert. */
 __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank)
 {
@@ -35,10 +35,10 @@ __device__ __forceinline__ uint64_t *chosen_words(const p2p_self &self, const Op
            ((int64_t)epoch_parity(op) * self.num_ranks + rank) * P2P_REPLICATED_EXPERTS;
 }
 
-/* Sends `own`, the number of this rank's choices of one logical expert, to all ranks, and waits
- * for the numbers of all ranks. Sets p.before_cta[logical] to the sum over the lower ranks, and
- * p.logical_load[logical] to the sum over all ranks. Called by one thread. Returns false if the
- * group has failed. */
+/* Exchanges with all ranks how many of their choices go to one logical expert. `own`: this
+ * rank's number, which is sent to all ranks. Waits for the numbers of all ranks. Sets
+ * p.before_cta[logical] to the sum over the lower ranks, and p.logical_load[logical] to the sum
+ * over all ranks. Called by one thread. Returns false if the group has failed. */
 static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const OpState &op,
                                        int logical, uint32_t own)
 {

@@ -1,20 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Reads plans on the device, and receives records while a plan is made.
  *
- * PlanView has the checked header of a plan in device memory, and pointers to the plan's arrays
- * (rules/device_layout.h). A record is the list that a rank sends to another rank about one of
- * its tokens. The list contains the token's slots on that other rank in ascending order of k
- * or, with layout FLAT, its local experts there (plan/flat.cuh). It has at most top_k stamped
- * words, which are valid only in the running epoch. Its last word has the flag RECORD_LAST. The
- * planner of the token's rank stores the record, and a warp of the receiving rank polls it. */
+ * A plan is in device memory. PlanView contains a copy of its header, which has been checked,
+ * and pointers to its arrays (rules/device_layout.h). A *record* is a list of a token's slots
+ * on one rank, in ascending order of k. The token's own rank sends the record to the rank that
+ * has these slots. With layout FLAT, a record contains the token's local experts there instead
+ * (plan/flat.cuh). A record has at most top_k stamped words, which are valid only in the
+ * running epoch. Its last word has the flag RECORD_LAST. The planner of the token's rank stores
+ * the record, and a warp of the receiving rank polls it. */
 #ifndef EPIC_PLAN_VIEW_CUH
 #define EPIC_PLAN_VIEW_CUH
 
 #include "cuda/net/operation.cuh"
 
-/* Returns the number of slots of its receive buffer that this rank may use; 0: no limit. This
- * is job.capacity or, if it is lower, the limit that the caller passed in device memory
- * (capacity_limit). */
+/* Returns how many slots of its receive buffer this rank may use; 0: no limit. This is the
+ * lower of two limits: job.capacity (0: no limit) and, if the caller passed it in device
+ * memory, *job.capacity_limit. */
 static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
 {
     if (job.capacity_limit == NULL) return job.capacity;
@@ -22,15 +23,15 @@ static __device__ __forceinline__ int32_t read_capacity(const p2p_plan_job &job)
     return job.capacity ? min(job.capacity, limit) : limit;
 }
 
-/* Flag in the last word of a record. In a word of `counts` (plan/counts.cuh), it means that the
- * sender's data is wrong. */
+/* Flag in the last word of a record. In a word of the array `counts` (plan/counts.cuh), this
+ * bit means that the input of the sending rank is wrong. */
 #define RECORD_LAST 0x80000000u
-/* Value of a word of a record: no choice of the token goes to the receiving rank. In backend
- * `hosts`, also the value of the unused words at the end of a record. */
+/* Value of the first word of a record if no choice of the token goes to the receiving rank. In
+ * backend `hosts`, unused words at the end of a record also have this value. */
 #define RECORD_ABSENT 0x7fffffffu
-/* Value of a word of a record if the plan is invalid: a choice goes to the receiving rank, but
- * has no slot. The token's row may already be on its way. So the receiving rank must receive
- * the row, and then discards it. */
+/* Value of a word of a record if the plan is invalid: the choice goes to the receiving rank,
+ * but has no slot there. The sender may already have sent the token's row. So the receiving
+ * rank must receive the row, and then discards it. */
 #define RECORD_DISCARD 0x7ffffffeu
 
 /* Returns the bit mask of the lanes below this lane. */
@@ -41,7 +42,7 @@ __device__ __forceinline__ uint32_t lanes_below()
 
 /* ----------------------------------------------------------------------------- reading ---- */
 
-/* number of words of the header that each lane loads if one warp loads the whole header */
+/* number of words that each lane loads when one warp loads the whole header of a plan */
 #define HEADER_LANE_WORDS ((int)((sizeof(device_plan_header) / 4 + WARP - 1) / WARP))
 
 /* A plan that a kernel reads. The struct is in shared memory. The arrays are in the plan's
@@ -50,27 +51,27 @@ struct PlanView {
     device_plan_header header;
     /* the plan's arrays, which src/rules/device_layout.h describes */
     const int32_t *slab_begin, *rank_of, *records;
-    /* [1 << slab_bits]: for each local expert, the padding slots at the end of its slab;
-     * entries after the last local expert are {0, 0} */
+    /* [1 << slab_bits]: for each local expert, the padding slots at the end of its slab (the
+     * range of its slots). Entries after the last local expert are {0, 0}. */
     const device_padding *padding;
     /* 2^slab_bits is the number of local experts, rounded up to a power of two */
     int32_t slab_bits;
-    int32_t most_tokens; /* maximum number of tokens of a rank */
+    int32_t most_tokens; /* the largest number of tokens that any rank has */
     /* 1: the plan is undamaged, was made for this rank, and fits the layer and the number of
      * tokens of this call */
     uint32_t is_valid;
 };
 
-/* Returns the index, in the plan's array of records, of the first element of the record of
- * `token`, a token of `rank`. */
+/* Returns where a record begins in the plan's array of records: the index of its first element.
+ * The record describes `token`, a token of `rank`. */
 __device__ __forceinline__ int64_t record_index(const p2p_self &self, int rank, int32_t token,
                                                 int top_k)
 {
     return ((int64_t)rank * self.max_tokens + token) * top_k;
 }
 
-/* Returns the checksum of a header. Lane n passes the words n, n + 32, and so on. Called by one
- * warp. */
+/* Returns the checksum of a plan's header. Lane n passes the header's words n, n + 32, and so
+ * on. Called by one warp. */
 static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_WORDS])
 {
     uint32_t sum = 0;
@@ -84,7 +85,7 @@ static __device__ uint32_t header_checksum(const uint32_t (&words)[HEADER_LANE_W
 }
 
 /* Returns whether the plan was made for the layer of this call. Also returns true if the call
- * has no layer (its hash is 0). */
+ * has no layer (layer_hashes[0] is 0). */
 __device__ __forceinline__ bool is_plan_of_layer(const device_plan_header &h,
                                                  const p2p_self &self)
 {
@@ -138,7 +139,8 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
 }
 
 /* Reports to the host why this call cannot use the plan. is_intact: true if the plan is
- * undamaged, so that the layer or the number of tokens must be wrong. Called by one thread. */
+ * undamaged. The reason is then that the plan belongs to another layer or number of tokens.
+ * Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
                                                     int32_t num_tokens)
@@ -156,13 +158,13 @@ static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
     report_data_error(self, notice);
 }
 
-/* Value of num_tokens for operations without tokens, such as allreduce/replicas.cu, which
- * accept plans with any number of tokens. */
+/* Value of num_tokens for operations that have no tokens, for example allreduce/replicas.cu.
+ * They accept plans with any number of tokens. */
 #define ANY_TOKENS (-1)
 
 /* The data that load_header() loads. */
 struct LoadedHeader {
-    uint32_t words[HEADER_LANE_WORDS]; /* words n, n + 32, and so on of the header in lane n */
+    uint32_t words[HEADER_LANE_WORDS]; /* lane n has the header's words n, n + 32, ... */
     uint32_t generation;               /* the group's current generation */
 };
 
@@ -182,10 +184,10 @@ __device__ __forceinline__ void load_header(LoadedHeader &header, const uint8_t 
     header.generation = WITH_VACANT_SEATS ? load_relaxed(&group_words(self)->generation) : 0;
 }
 
-/* Copies the header that load_header() has loaded into the view, checks the header, and sets
- * the other members of the view. `num_tokens`: number of tokens of this call, or ANY_TOKENS.
- * With `reports`, reports a bad plan to the host. Called by one warp; a barrier must follow
- * before other warps read the view. */
+/* Checks the header that load_header() has loaded, copies it into the view, and sets the other
+ * members of the view. `num_tokens`: number of tokens of this call, or ANY_TOKENS. With
+ * `reports`, reports a bad plan to the host. Called by one warp; a barrier must follow before
+ * other warps read the view. */
 static __device__ void view_plan(PlanView &view, const LoadedHeader &header,
                                  const uint8_t *plan, int64_t plan_bytes, const p2p_self &self,
                                  int32_t num_tokens, bool reports = true)
@@ -218,8 +220,8 @@ static __device__ void view_plan(PlanView &view, const LoadedHeader &header,
 }
 
 /* Reads the plan at `plan` into the view. If the plan is damaged, or was made for another layer
- * or number of tokens, sets is_valid and id to 0, and result to EPIC_EINVAL. With `reports`,
- * also reports the bad plan to the host. Called by all threads of a CTA. */
+ * or number of tokens, sets is_valid and header.id to 0, and header.result to EPIC_EINVAL. With
+ * `reports`, also reports the bad plan to the host. Called by all threads of a CTA. */
 static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t plan_bytes,
                                  const p2p_self &self, int32_t num_tokens, bool reports = true)
 {
@@ -231,10 +233,11 @@ static __device__ void read_plan(PlanView &view, const uint8_t *plan, int64_t pl
     __syncthreads();
 }
 
-/* Waits until all ranks have announced the number of rows of their receive buffers. Returns
- * whether each of these buffers has at least as many rows as the plan has slots on that rank.
- * If `reports` is true, reports the first rank with too few rows to the host. Also returns true
- * if the group has failed, which is reported elsewhere. Any thread may call it. */
+/* Waits until all ranks have announced how many rows their receive buffers have. Returns true
+ * if each rank's buffer has at least as many rows as the plan has slots on that rank. If a
+ * buffer has too few rows and `reports` is true, reports the first such rank to the host. Also
+ * returns true if the group has failed, because that error is reported elsewhere. Any thread
+ * may call the function. */
 static __device__ __noinline__ bool check_rows(const p2p_self &self, const OpState &op,
                                                const volatile device_plan_header *h,
                                                bool reports)
@@ -278,12 +281,12 @@ record_address(const p2p_self &self, const OpState &op, int source, int64_t toke
            token * top_k;
 }
 
-/* Waits for 32 words of the record at `words`, which rank `source` sends about one of its
- * tokens: the words from `chunk` * 32 on, one per lane. `word`: this lane's word, which the
- * caller has loaded early. If the word had not arrived, the function loads it again. `slot`
- * becomes the slot (FLAT: local expert) that the word contains, RECORD_DISCARD, or -1 if the
- * record has no word for this lane. `more` becomes true if later words of the record may
- * contain slots. Called by one warp. Returns false if the group has failed. */
+/* Waits for up to 32 words of a record, one per lane, from word `chunk` * 32 on. `words`:
+ * address of the record, which rank `source` sends about one of its tokens. `word`: this lane's
+ * word, which the caller has loaded early. If the word had not arrived, the function loads it
+ * again. `slot` becomes the slot (FLAT: local expert) that the word contains, RECORD_DISCARD,
+ * or -1 if the record has no slot for this lane. `more` becomes true if the record may have
+ * words after these 32. Called by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t *words,
                                                int top_k, int chunk, int source, uint64_t word,
                                                int32_t &slot, bool &more)
@@ -297,7 +300,7 @@ __device__ __forceinline__ bool receive_record(const OpState &op, const uint64_t
         const bool has_arrived = lane < count && is_stamped(op, word);
         const uint32_t arrived = __ballot_sync(ALL_LANES, has_arrived);
         last_words = __ballot_sync(ALL_LANES, has_arrived && ((uint32_t)word & RECORD_LAST));
-        /* the reason is given in store_records() */
+        /* `hosts` must wait for all words of a record; store_records() gives the reason */
         if (HOSTS && top_k <= WARP && __popc(arrived) < count) return false;
         const uint32_t needed = last_words      ? (2u << (__ffs(last_words) - 1)) - 1
                                 : count == WARP ? ALL_LANES
