@@ -29,7 +29,8 @@
  * The arrays in the outbox have two halves, for even and odd epochs. The net reads the words of
  * a put from the outbox some time after the kernel has posted the put. So before a kernel
  * writes to a half, the net must have read the words of all puts of two epochs ago, which used
- * the same half. The counter `freed` is the number of epochs for which the net has done so. */
+ * the same half. The counter `freed` is the number of epochs whose words the net has read
+ * completely. */
 #ifndef EPIC_NET_CUH
 #define EPIC_NET_CUH
 
@@ -46,8 +47,8 @@ static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num
     return lag > ahead ? lag : ahead;
 }
 
-/* Returns true if the ring has space for entry `index`: if the proxy thread has read the older
- * entry at the same position. Called by one thread. */
+/* Returns true if the ring has space for entry `index`. It has space if the proxy thread has
+ * read the older entry at the same position. Called by one thread. */
 __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -60,9 +61,9 @@ __device__ __forceinline__ bool ring_has_room(const OpState &op, uint64_t index)
     return index < room;
 }
 
-/* Appends an entry to the ring at `entries`. If the ring is full, waits for space; if the group
- * fails meanwhile, appends nothing. `room`: an earlier value of control->ring_room; entries
- * with an index below it have space. Called by one thread. */
+/* Appends an entry to the ring at `entries`. If the ring is full, waits for space. If the group
+ * fails during this wait, appends nothing. `room`: an earlier value of control->ring_room. All
+ * entries with an index below `room` have space. Called by one thread. */
 __device__ __forceinline__ void write_entry(const OpState &op, uint64_t entry,
                                             uint64_t *entries, uint64_t room)
 {
@@ -110,8 +111,8 @@ __device__ __forceinline__ void post_put_warp(const OpState &op, int q, const vo
 }
 
 /* Called by each warp that has stored a piece of the row of `token` for rank q. Only the call
- * after the last missing piece posts a put, which sends the whole row: `bytes` bytes at address
- * `whole`. `pieces`: number of pieces of the row. Called by a whole warp. */
+ * for the last missing piece posts a put. This put sends the whole row: `bytes` bytes at
+ * address `whole`. `pieces`: number of pieces of the row. Called by a whole warp. */
 __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, const OpState &op,
                                                        int q, int32_t token, int pieces,
                                                        const void *whole, uint32_t bytes)
@@ -129,9 +130,10 @@ __device__ __forceinline__ void post_put_when_complete(const p2p_self &self, con
     post_put(op, q, whole, bytes);
 }
 
-/* Sends `count` floats at `floats` to rank q. The floats are weights of one token, or their
- * gradients, and the warp has stored them. If count is odd, poison (the mark of a word that has
- * not arrived) is appended, because the net copies words of 8 bytes. Called by a whole warp. */
+/* Sends `count` floats at address `floats` to rank q. The warp has stored them before. They are
+ * weights of one token, or gradients of these weights. If count is odd, poison (the mark of a
+ * word that has not arrived) is appended, because the net copies words of 8 bytes. Called by a
+ * whole warp. */
 __device__ __forceinline__ void post_put_floats(const OpState &op, int q, uint32_t *floats,
                                                 int count)
 {
@@ -151,8 +153,9 @@ post_put_records(const OpState &op, int q, const uint64_t *record, bool has_reco
     if (has_record) post_put(op, q, record, (uint32_t)max(words, 1) * 8);
 }
 
-/* Appends an entry to the ring that marks the end of the epoch. After this call, no thread may
- * post puts of this epoch. Called by one thread of the rank. */
+/* Appends an end marker to the ring: an entry by which the proxy thread sees that the epoch has
+ * no more puts. After this call, no thread may post puts of this epoch. Called by one thread of
+ * the rank. */
 static __device__ __noinline__ void post_epoch_end(const OpState &op)
 {
     p2p_net_control *control = control_of(op)->net;
@@ -179,9 +182,9 @@ __device__ __forceinline__ bool wait_outbox_free(const OpState &op)
     });
 }
 
-/* Copies the counter `freed` from host memory to control memory, where reads are fast. This is
- * done near the end of an operation, so that the next operation finds a recent value. Called by
- * one warp. */
+/* Copies the counter `freed` from host memory to control memory, where reads are fast. Kernels
+ * call this function near the end of an operation, so that the next operation finds a recent
+ * value. Called by one warp. */
 __device__ __forceinline__ void refresh_freed(const OpState &op)
 {
     if (HOSTS && lane_id() == 0)
@@ -200,8 +203,8 @@ static __device__ __noinline__ bool wait_outbox(const OpState &op)
     return ok;
 }
 
-/* Reports to the proxy thread that the round has no more puts, and waits until the next round
- * may write to the outbox. Called by one warp of the grid. Returns false if the group has
+/* Ends the puts of a round: posts the end marker for the proxy thread, and waits until the next
+ * round may write to the outbox. Called by one warp of the grid. Returns false if the group has
  * failed. */
 static __device__ bool end_round_puts(const OpState &op)
 {

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Relays, for backend `hosts` with several ranks per host: a row crosses the net once per
- * destination host, not once per destination rank. Partial sums go the opposite way.
+/* Relays, for backend `hosts` with several ranks per host. With relays, a row crosses the net
+ * once per destination host, not once per destination rank. In combine, partial sums take the
+ * opposite path.
  *
  * Host h has ranks h * L to h * L + L - 1, where L is ranks_per_host(). The *mate* of a rank on
  * another host is the rank there that has the same index in its host.
@@ -13,10 +14,10 @@
  * Only rows and partial sums go through relays. Weights, records and other words go directly to
  * their destination.
  *
- * The staging of a receiver has one part per source rank. A relay stores a row that it forwards
- * to the part of the row's home rank, as if the home rank itself had stored the row. A rank
- * that sends a partial sum to a relay stores it to the part of the rank's own mate on the
- * destination host.
+ * The staging of a receiver has one part per source rank. When a relay forwards a row, it
+ * stores the row in the part of the rank that has the token, as if that rank itself had stored
+ * the row. When a rank sends a partial sum to a relay, it stores the sum in the part of its own
+ * mate on the destination host.
  *
  * For each token a rank also sends a stamped word (a word that contains the epoch), *wants*, to
  * the relay. The relay waits for this word before it waits for the row. In dispatch, the value
@@ -33,8 +34,8 @@ __device__ __forceinline__ int num_hosts(const p2p_self &self)
     return self.num_ranks / ranks_per_host(self);
 }
 
-/* Returns the mate of rank `like` on the host of rank `on` (the rank there that has the index
- * of `like` in its host). */
+/* Returns the mate of rank `like` on the host of rank `on`. This is the rank with the same
+ * index in that host as rank `like` has in its own host. */
 __device__ __forceinline__ int mate_of(const p2p_self &self, int like, int on)
 {
     return on - on % ranks_per_host(self) + like % ranks_per_host(self);
@@ -75,8 +76,9 @@ __device__ __forceinline__ bool wait_wants(const OpState &op, const uint64_t *at
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a row. `ranks`: bit mask of
- * all ranks that need the row. The result contains the ranks of `ranks` that are on this host
- * and, for each other host with ranks of `ranks`, this rank's mate on that host. */
+ * all ranks that need the row. The result contains all ranks of `ranks` on this host. For each
+ * other host that has a rank of `ranks`, it contains this rank's mate there (the rank with the
+ * same index in its host). */
 __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMask ranks)
 {
     RankMask mates = no_ranks();
@@ -90,9 +92,10 @@ __device__ __forceinline__ RankMask reduce_to_mates(const p2p_self &self, RankMa
     return mates;
 }
 
-/* Sends the word *wants* for one token of this rank to this rank's mate on every other host.
- * `peers`: bit mask of all ranks that need the token. Called by one warp; each lane sends to
- * one host at a time. */
+/* Sends the word *wants* for one token of this rank to this rank's mate on every other host
+ * (the rank there with the same index in its host). The word marks the ranks of that host that
+ * need the token. `peers`: bit mask of all ranks that need the token. Called by one warp; each
+ * lane sends to one host at a time. */
 __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &op,
                                            int32_t token, const RankMask &peers)
 {
@@ -108,9 +111,9 @@ __device__ __forceinline__ void send_wants(const p2p_self &self, const OpState &
 }
 
 /* Returns a bit mask of the ranks to which this rank itself sends a token. `peers`: bit mask of
- * all ranks that need the token. With relays, the mate on another host receives the token for
- * all peers there. `first`: true if the call is for the token's first piece. In this case, also
- * sends *wants* to the mates. */
+ * all ranks that need the token. With relays, this rank's mate on another host receives the
+ * token for all peers on that host. `first`: true if the call is for the token's first piece.
+ * In this case, also sends the words *wants* to the mates (send_wants()). */
 __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const OpState &op,
                                                   int32_t token, bool first, RankMask peers)
 {
@@ -119,12 +122,12 @@ __device__ __forceinline__ RankMask choose_routes(const p2p_self &self, const Op
     return reduce_to_mates(self, peers);
 }
 
-/* Forwards a piece of a row that rank `from` of another host has put into this rank's inbox:
- * stores it to the staging of the ranks in `wants`. Bit i of `wants` stands for the i-th rank
- * of this host. `index`: index of the token in the round. `vectors`: number of 16-byte vectors
- * per row. escapes(heap, source) returns the address in a heap of the escape words of the piece
- * (staging.cuh), or NULL if the piece has none. Called by one warp. Returns false if the group
- * has failed. */
+/* Forwards a piece of a row to ranks of this host: stores it in the staging of the ranks in
+ * `wants`. Bit i of `wants` stands for the i-th rank of this host. Rank `from` of another host
+ * has put the piece into this rank's inbox. `index`: index of the token in the round.
+ * `vectors`: number of 16-byte vectors per row. escapes(heap, source) returns the address in a
+ * heap of the escape words of the piece (staging.cuh), or NULL if the piece has none. Called by
+ * one warp. Returns false if the group has failed. */
 template <int V, bool EXACT, class Escapes>
 __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpState &op, int from,
                                               int32_t index, int piece, int32_t vectors,
@@ -150,9 +153,9 @@ __device__ __forceinline__ bool forward_piece(const p2p_self &self, const OpStat
     return true;
 }
 
-/* Returns true if relays may add the partial sums of the ranks of their host. This is so if the
- * sums are added in tree order and the ranks of each host are one subtree. In this case the sum
- * has the same bits as without relays. */
+/* Returns true if a relay may add the partial sums of the ranks of its host before it sends the
+ * result. It may do so if the layer's sum order is a tree in which the ranks of each host form
+ * one subtree. The sum then has the same bits as without relays. */
 __device__ __forceinline__ bool can_add_by_host(const p2p_self &self,
                                                 const device_plan_header &h)
 {

@@ -27,7 +27,7 @@
 
 /* the stand-in (see above) */
 #define POISON_STAND_IN 0x7fff7fffu
-/* bit that is 1 in every escape word that has been sent, so that it is not 0 */
+/* bit that is 1 in every escape word: a word of 0 means that the escape word has not arrived */
 #define ESCAPE_SENT 0x80000000u
 
 /* Returns the address of a token's row in staging. `box`: op.inbox[] or op.outbox[] of a rank.
@@ -57,8 +57,8 @@ __device__ __forceinline__ uint32_t *floats_base(const p2p_self &self, const OpS
 
 /* Returns true if a word of the vector is poison or the stand-in. Sender and receiver both use
  * this function to decide whether a piece has escape words. It ignores sign bits, so that one
- * comparison tests for both words. So it is also true for a few other NaNs. This does no harm,
- * because the bits of these words in the escape words are 0. */
+ * comparison tests for both words. So it also returns true for a few other NaNs. This does no
+ * harm: the escape words have a 0 bit for such a NaN, so the receiver keeps it unchanged. */
 __device__ __forceinline__ bool needs_escape(uint4 q)
 {
     const uint32_t signs = 0x80008000u;
@@ -140,9 +140,11 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
  * most this many bytes after the farthest piece of this rank that has arrived. */
 #define POLL_WINDOW_BYTES (512 << 10)
 #endif
-/* all other warps poll once in this many spins */
+/* A warp whose piece is not likely to arrive next polls only once in this many spins (passes of
+ * its wait loop). */
 #define SPINS_PER_FAR_POLL 32u
-/* if the rows of a rank have at most this many bytes together, all warps poll at every spin */
+/* if all rows of one rank together have at most this many bytes, all warps poll at every
+ * spin */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
 /* Returns true if a piece from `peer` is likely to arrive next (POLL_WINDOW_BYTES). `last`:
@@ -167,11 +169,11 @@ __device__ __forceinline__ void record_arrival(const OpState &op, int peer, cons
         store_relaxed(seen, stamp_word(op, index));
 }
 
-/* Waits for a piece that arrives in host memory, where polls are slow. Polls only its last
- * vector, at `last`, which usually arrives last. The caller must still check the other words. A
- * thousand warps may wait at the same time, so a warp polls at every spin only if
- * may_arrive_next() is true. Otherwise it polls once in SPINS_PER_FAR_POLL spins. Called by a
- * whole warp. Returns false if the group has failed. */
+/* Waits for a piece that arrives in host memory, where polls are slow. Polls only the piece's
+ * last vector, at address `last`, because it usually arrives after all others. The caller must
+ * still check the other vectors. A thousand warps may wait at the same time, so a warp polls at
+ * every spin only if may_arrive_next() is true. Otherwise it polls once in SPINS_PER_FAR_POLL
+ * spins. Called by a whole warp. Returns false if the group has failed. */
 static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
                                                     const uint4 *last)
 {
@@ -194,9 +196,9 @@ __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;
 }
 
-/* If a piece is in host memory, waits for its last vector, at `last`. If the piece is in device
- * memory, returns true at once, because the caller polls the piece itself. Called by a whole
- * warp. Returns false if the group has failed. */
+/* If a piece arrives in host memory, waits for its last vector, at address `last`. If the piece
+ * arrives in device memory, returns true at once, because the caller polls the piece itself.
+ * Called by a whole warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool wait_piece(const OpState &op, int peer, const uint4 *last)
 {
     return !is_host_memory(op, last) || wait_host_piece(op, peer, last);
@@ -224,8 +226,8 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
     if (is_host_memory(op, staged)) {
         const uint4 *last = staged + min(first + V * WARP, vectors) - 1;
         if (!can_poll_all(op, vectors) && !wait_host_piece(op, peer, last)) return false;
-        /* There is no copy, because rows that arrive in host memory do not go through the
-         * ring. */
+        /* q contains no copy, because rows that arrive in host memory do not go through the
+         * warp's ring in shared memory. */
         copied = false;
     }
     staged += begin;
@@ -247,9 +249,9 @@ __device__ __forceinline__ bool receive_piece(const OpState &op, int peer, const
            });
 }
 
-/* Stores poison to a piece in staging. The arguments are as in receive_piece(). Called after
- * the caller has read the piece, because a receiver polls this memory again two epochs
- * later. */
+/* Stores poison (the mark of a word that has not arrived) to a piece in staging. The arguments
+ * are as in receive_piece(). Called after the piece has been read, because a receiver polls
+ * this memory again two epochs later. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void poison_piece(uint4 *staged, int32_t first, int32_t vectors)
 {
@@ -275,8 +277,8 @@ __device__ __forceinline__ void send_piece(uint4 *staged, int32_t first, int32_t
         if (EXACT || begin + v * WARP < vectors) store_relaxed(staged + v * WARP, q[v]);
 }
 
-/* Returns the index of the n-th (from 0) 1 bit of `bits`, or 0 if there is no such bit.
- * Different lanes may pass different n. */
+/* Returns the index of the n-th set bit of `bits` (n counts from 0), or 0 if there is no such
+ * bit. Different lanes may pass different n. */
 __device__ __forceinline__ int nth_bit(uint64_t bits, int n)
 {
     int index = 0;

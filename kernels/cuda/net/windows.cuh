@@ -5,8 +5,8 @@
  *
  * An operation is *direct* if all ranks run a kernel with windows. In a direct operation, all
  * rows are stored directly into windows. In any other operation, all rows go through staging.
- * All ranks make the same decision, because each rank sends its permit either to all other
- * ranks or to none.
+ * All ranks agree whether an operation is direct, because each rank sends its permit either to
+ * all other ranks or to none.
  *
  * The memory order is shown below. n is the epoch. Rank s stores rows into the window of rank
  * d.
@@ -23,20 +23,20 @@
  *   d, end        One warp polls the words `stored` of all peers, and executes a system fence.
  *                 Fences are cumulative, so d, and later kernels on its stream, see all rows.
  *
- * A rank that runs a kernel without windows sends no permit. A peer finds this out as follows:
- * it reads the signature of the rank, executes a system fence, and then finds the stamp of an
- * older epoch in the permit.
+ * A rank that runs a kernel without windows sends no permit. A peer detects this as follows: it
+ * reads the signature of the rank, executes a system fence, and then finds that the permit
+ * still has the stamp of an older epoch.
  *
  * Ranks cannot wait for each other in a circle: every kernel sends its permit and its signature
- * before it waits, and remote CTAs wait only for permits and, if the kernel makes the plan, for
- * the plan. */
+ * before it waits, and remote CTAs (those that store rows to peers) wait only for permits and,
+ * if the kernel makes the plan, for the plan. */
 #ifndef EPIC_NET_WINDOWS_CUH
 #define EPIC_NET_WINDOWS_CUH
 
 #include "cuda/common/rows.cuh"
 #include "cuda/net/operation.cuh"
 
-/* The permits of the peers. Each CTA has a copy in shared memory. */
+/* The contents of the peers' permits. Each CTA has a copy in shared memory. */
 struct WindowState {
     /* for each rank, the address of its output (in its window) in this rank's address space */
     uint8_t *output[DEVICE_MAX_RANKS];
@@ -127,9 +127,9 @@ __device__ __forceinline__ bool wait_permits(const p2p_self &self, const OpState
     return ok;
 }
 
-/* Waits for the permits of all peers, and sets all fields of w. `table`: the windows of all
- * ranks (p2p_dispatch_job.windows). can_be_direct: false if the plan is invalid. Called by one
- * warp. Returns false if the group has failed. */
+/* Waits for the permits of all peers, and sets all fields of w from them. `table`: the windows
+ * of all ranks (p2p_dispatch_job.windows). can_be_direct: false if the plan is invalid. Called
+ * by one warp. Returns false if the group has failed. */
 __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState &op,
                                              WindowState &w, const p2p_mapped_window *table,
                                              int64_t row_bytes, bool can_be_direct)
@@ -160,9 +160,9 @@ __device__ __forceinline__ bool read_permits(const p2p_self &self, const OpState
 
 /* -------------------------------------------------------------------------- completion ---- */
 
-/* Counts this CTA as one of the `ctas` remote CTAs that have stored their rows. The remote CTA
- * that is counted last reports to all peers that this rank has stored all its rows. Called by
- * all threads of a CTA. */
+/* Called by all threads of a remote CTA (one that stores rows to peers) after it has stored its
+ * rows. The last of the `ctas` remote CTAs to call it reports to all peers that this rank has
+ * stored all its rows. */
 __device__ __forceinline__ void count_stores(const p2p_self &self, const OpState &op, int ctas)
 {
     __syncthreads();
@@ -203,8 +203,9 @@ __device__ __forceinline__ void reset_window_counters(const p2p_self &self, cons
 /* Maximum number of CTAs that store rows to peers. The value is measured (docs/lab/cuda.md). */
 #define MOST_REMOTE_CTAS 24
 
-/* Returns the number of CTAs of a grid that store rows to peers. These CTAs do nothing else,
- * because stores to peers, over NVLink, delay all other work of a CTA. */
+/* Returns the number of remote CTAs of a grid: CTAs that store rows to peers and do nothing
+ * else. They do nothing else because stores to peers, over NVLink, delay all other work of a
+ * CTA. */
 static inline int count_remote_ctas(int num_sms)
 {
     const int remote = (num_sms * 3 + 7) / 8;
@@ -220,19 +221,19 @@ struct ListedRow { /* A row to copy: from row `from` of this rank to row `to` of
     int32_t from, to, rank;
 };
 
-/* The rows that a CTA must copy, in shared memory. There is at most one row for each of the
- * THREADS threads of the CTA. */
+/* The rows that a CTA must copy, in shared memory. The list has at most THREADS rows, where
+ * THREADS is the number of threads of the CTA. */
 template <int THREADS> struct RowList {
     int32_t ranks[THREADS]; /* memory for the functions that make lists */
     ListedRow rows[THREADS];
     uint32_t count;
 };
 
-/* Copies the rows of `items` items (an item is a token or another unit of the caller). Calls
- * make(begin, end), which makes a list of the rows of the items [begin, end), and then copies
- * the rows of this list. Repeats both steps until the team has processed all items. A list has
- * the rows of at most `most` items. All CTAs of a team get about equally many items. make() is
- * called by all threads of a CTA, and must end with a barrier.
+/* Copies the rows of items 0 to `items` - 1. (An item is a token or another unit of the
+ * caller.) Calls make(begin, end), which lists the rows of the items [begin, end), and then
+ * copies the rows of this list. Repeats these two steps until the team has processed all items.
+ * A list has the rows of at most `most` items. All CTAs of a team get about equally many items.
+ * make() is called by all threads of a CTA, and must end with a barrier.
  *
  *   from   rows to copy
  *   own    output of this rank, if the team is not remote
@@ -276,11 +277,11 @@ copy_items(const WindowState &w, const CopyTeam &team, const RowList<THREADS> &l
     }
 }
 
-/* Calls copy(team) for each team to which this CTA belongs, for the remote team first. The last
- * `remote` CTAs of the grid are the remote team. They report when they have stored all their
- * rows. The other CTAs are the local team. If the grid has only one CTA, it belongs to both
- * teams. Returns the number of local CTAs, or 0 if this CTA is not local. Called by all threads
- * of all CTAs. */
+/* Divides the CTAs of the grid into two teams. The last `remote` CTAs are the remote team: they
+ * store rows to peers, and report when they have stored all of them. The other CTAs are the
+ * local team. Calls copy(team) for each team to which this CTA belongs, for the remote team
+ * first. If the grid has only one CTA, it belongs to both teams. Returns the number of local
+ * CTAs, or 0 if this CTA is not local. Called by all threads of all CTAs. */
 template <class Copy>
 __device__ __forceinline__ int copy_as_teams(const p2p_self &self, const OpState &op,
                                              int remote, Copy copy)
