@@ -57,7 +57,7 @@ typedef enum p2p_fault {
     P2P_FAULT_VACANT = 13
 } p2p_fault;
 
-/* An error in the data of an operation, which a kernel reports in host memory. The kernel
+/* A report in host memory: a kernel has found an error in the data of an operation. The kernel
  * writes `result` (an epic_result) last, so that the host never reads an incomplete notice.
  * After the host has read the notice, it sets `result` to 0 (EPIC_OK). */
 typedef struct p2p_notice {
@@ -68,7 +68,8 @@ typedef struct p2p_notice {
     int64_t about[4]; /* values that describe the error, see p2p_fault */
 } p2p_notice;
 
-/* maximum number of notices that the host has not read; further errors are not reported */
+/* Maximum number of unread notices. If the host has not read this many notices, kernels report
+ * no further errors. */
 #define P2P_NOTICES 8
 
 /* Host memory through which a rank's kernels and its process communicate. Kernels report
@@ -93,19 +94,19 @@ typedef struct p2p_status {
      * process is not suspended. 0: there is no such thread. */
     uint64_t awake;
     p2p_notice notices[P2P_NOTICES];
-    /* Copies of fields of p2p_waits for the process, which shows them to epic-info. A kernel
-     * that adds to a waiting time also stores the new sum here, together with the number of
-     * operations of this kind. */
+    /* Copies of the fields of p2p_waits. The process reads them and shows them to epic-info. A
+     * kernel that adds to a waiting time also stores the new sum here, together with the number
+     * of operations of this kind. */
     uint64_t num_operations[P2P_OPERATIONS];
     p2p_wait_time waits[P2P_OPERATIONS][DEVICE_MAX_RANKS];
 } p2p_status;
 
 /* Packs two counts into one word: the number of times that a host thread has run (beats), and
- * the number of times that it found that the process had been suspended (stops). They are in
- * one word so that a kernel that sees a new beat also sees all stops before this beat. */
+ * the number of times that it found that the process had been suspended (stops). The counts
+ * share one word, so a kernel that sees a new beat also sees all stops before this beat. */
 #define P2P_AWAKE(stops, beats) ((uint64_t)(stops) << 32 | (uint32_t)(beats))
-/* Maximum number of consecutive times that the deadlines of a rank's waits are postponed
- * because the process was suspended. A wait that succeeds sets the count to 0. */
+/* If the process was suspended, the deadlines of a rank's waits are postponed, at most this
+ * many times in a row. A wait that succeeds sets the count of postponements to 0. */
 #define P2P_POSTPONE_LIMIT 4
 
 /* The reason why a rank waited when an operation failed. */
@@ -132,8 +133,8 @@ typedef enum p2p_phase {
      (uint64_t)(reporter) << 12 | (uint64_t)(culprits) << 32)
 
 /* Bits 20 to 31 of `broken`: the number of the generation, modulo 2^12. A generation is a
- * period without a change of members. If the other ranks continue without some rank, a word
- * from this rank has the number of an old generation, so the other ranks ignore it. */
+ * period without a change of members. If a group continues without one of its ranks, that
+ * rank's words have the number of an old generation, so the other ranks ignore these words. */
 #define P2P_BROKEN_IN(generation) ((uint64_t)((generation)&0xfff) << 20)
 
 /* An entry of the ring through which kernels request puts (net/net.cuh). A put copies `words`
@@ -167,16 +168,16 @@ typedef struct p2p_ring {
 typedef struct p2p_ring_words {
     /* number of entries that the proxy thread has read; written by the proxy thread */
     uint64_t taken;
-    /* number of operations for which the net has read all data from the outbox, so that their
-     * half of it may be overwritten; written by the proxy thread */
+    /* Number of operations for which the net has read all data from the outbox. The half of the
+     * outbox that these operations used may be overwritten. Written by the proxy thread. */
     uint64_t freed;
     /* the word `waits` of this rank (heap.h): kernels write it, and the proxy thread sends it
      * to all ranks */
     uint64_t waits;
 } p2p_ring_words;
 
-/* Number of bits for the number of choices in words that also contain a rank and a flag. It
- * must suffice for all choices of one rank. */
+/* Number of bits of a count of choices in words that also contain a rank and a flag. The bits
+ * must suffice for the number of all choices of one rank. */
 #define P2P_COUNT_BITS (MANY_RANKS ? 23 : 26)
 
 /* The part of p2p_self that only the backend `hosts` has. */
@@ -240,8 +241,8 @@ typedef struct p2p_plan_job {
     int32_t capacity;
     int32_t block;         /* number of experts per rank if rank_of_expert is NULL */
     int32_t has_int64_ids; /* 1: topk_idx is int64; 0: int32 */
-    /* number of CTAs, the first ones of the grid, that make the plan; 0: the plan exists
-     * already */
+    /* number of CTAs that make the plan; they are the first CTAs of the grid. 0: the plan
+     * exists already */
     int32_t planners;
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
     /* maximum number of tokens per rank with which the low-latency planner is used */
@@ -275,8 +276,8 @@ static inline int p2p_can_plan_lowlat(int64_t ranks, int64_t most, const epic_la
 }
 
 /* Returns the maximum number of tokens per rank for which lowlat/plan.cuh makes plans of this
- * layer. This is the first of the numbers `most`, 512, 256 and 128 for which
- * p2p_can_plan_lowlat() returns 1, or 0 if there is no such number. */
+ * layer. Tries `most`, 512, 256 and 128 in this order, and returns the first number that
+ * p2p_can_plan_lowlat() accepts, or 0 if it accepts none. */
 static inline int32_t p2p_lowlat_plan_tokens(int64_t ranks, int64_t most,
                                              const epic_layer *layer, int alone)
 {
@@ -301,8 +302,8 @@ typedef struct p2p_dispatch_job {
     int64_t row_bytes;
     int32_t num_tokens, recv_rows; /* recv_rows: number of rows of recv */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* 1: the kernel for FLAT plans must be used. The other kernels can move rows with an
-     * existing FLAT plan, but they cannot make the plan, move weights or write recv_expert. */
+    /* 1: the kernel for FLAT plans must be used. The other kernels can only move rows with an
+     * existing FLAT plan. They cannot make a FLAT plan, move weights or write recv_expert. */
     int32_t flat;
     /* zero_tail: 1: the slots after the last slab are zeroed. leave_padding: 1: padding slots
      * (the slots without a token at the end of each slab) are not zeroed. */
@@ -346,8 +347,8 @@ typedef struct p2p_dispatch_job {
     int32_t num_buffers;
     /* The next fields are only for the kernels that store into windows (dispatch/windows.cuh).
      * windows [P2P_MAX_WINDOWS][DEVICE_MAX_RANKS]: the windows of all ranks; NULL if `recv` is
-     * not in a window, or if the call cannot use windows. recv_place: the place of `recv`,
-     * which is a window and an offset in it (p2p_window_words.place). */
+     * not in a window, or if the call cannot use windows. recv_place: the window that contains
+     * `recv`, and the offset of `recv` in this window (p2p_window_words.place). */
     const p2p_mapped_window *windows;
     uint64_t recv_place;
     int32_t num_remote_ctas; /* number of CTAs that store rows to peers; set by the launcher */
@@ -381,7 +382,7 @@ typedef struct p2p_combine_job {
     int32_t num_tokens, num_rows;
     uint32_t type;   /* epic_type of the elements of `rows` and `out` */
     int32_t aligned; /* 1: the addresses of all rows, and row_bytes, are multiples of 16 */
-    /* number of tokens by which the adding of partial sums stays behind their sending */
+    /* number of tokens by which adding partial sums stays behind sending them */
     int32_t lag;
     /* tree: 1 if the layer's sum order is EPIC_TREE. flat: 1 if the layout is FLAT. */
     int32_t top_k, tree, flat;
@@ -391,8 +392,8 @@ typedef struct p2p_combine_job {
      * leaves is not used */
     int32_t leaves;
     /* Only for the kernel that stores into windows (combine/windows.cu): num_remote_ctas and
-     * windows are as in p2p_dispatch_job. out_place: the place of `out`, which is a window and
-     * an offset in it (p2p_window_words.place). */
+     * windows are as in p2p_dispatch_job. out_place: the window that contains `out`, and the
+     * offset of `out` in this window (p2p_window_words.place). */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t out_place;
@@ -400,8 +401,8 @@ typedef struct p2p_combine_job {
 
 #define P2P_STREAM_LEAVES 8 /* maximum of p2p_combine_job.leaves; a power of two */
 
-/* Arguments of the operation combine_backward. It computes d_rows (weight of the slot * d_out
- * of the slot's token) and d_slot_weights. */
+/* Arguments of the operation combine_backward. For each slot, it computes d_rows (the slot's
+ * weight times the d_out of its token) and d_slot_weights. */
 typedef struct p2p_combine_backward_job {
     p2p_self self;
     const uint8_t *plan;
@@ -417,13 +418,13 @@ typedef struct p2p_combine_backward_job {
     int64_t row_bytes;
     int32_t num_tokens, num_rows; /* num_rows: number of rows of d_rows and of `rows` */
     uint32_t type;                /* epic_type of the elements of d_out and `rows` */
-    /* as in p2p_dispatch_job; if d_rows is quantized, `aligned` describes only the other
-     * arrays */
+    /* 1: the addresses of all rows, and row_bytes, are multiples of 16. If d_rows is quantized,
+     * its rows need not be aligned. */
     int32_t aligned;
     int32_t zero_tail, leave_padding;
     int32_t top_k, lag, span, total_warps;
-    /* output [num_rows, scale_bytes]; this field and the next ones are only for quantized
-     * d_rows */
+    /* output [num_rows, scale_bytes]: the scales of d_rows. This field and the next ones, up to
+     * scales_in_words, are only for quantized d_rows. */
     uint8_t *d_rows_scales;
     /* size in bytes of a row of d_rows_scales, and of a row of d_rows */
     int64_t scale_bytes, quantized_bytes;
@@ -435,8 +436,8 @@ typedef struct p2p_combine_backward_job {
      * 4 */
     int32_t scales_in_words;
     /* Only for combine/backward_windows.cu, which stores into windows: num_remote_ctas and
-     * windows are as in p2p_dispatch_job. d_rows_place: the place of `d_rows`, which is a
-     * window and an offset in it. */
+     * windows are as in p2p_dispatch_job. d_rows_place: the window that contains `d_rows`, and
+     * the offset of `d_rows` in this window. */
     int32_t num_remote_ctas;
     const p2p_mapped_window *windows;
     uint64_t d_rows_place;
@@ -451,8 +452,8 @@ typedef struct p2p_sum_job {
     uint32_t pad;
 } p2p_sum_job;
 
-/* Arguments of the operation sum_replicas, which adds the data of all replicas of each logical
- * expert. */
+/* Arguments of the operation sum_replicas. For each logical expert, it adds the data of all
+ * replicas. */
 typedef struct p2p_sum_replicas_job {
     p2p_self self;
     const uint8_t *plan;

@@ -39,31 +39,34 @@
 
 /* Maximum number of planner CTAs, which together make a rank's plan. */
 #define P2P_MAX_PLANNERS 16
-/* Number of repetitions of the bisection of plan/flat_drop.cuh whose words are in a heap at the
- * same time. In the backend `hosts`, it is larger than the number of repetitions of any
- * bisection, so that no word is written twice. The reason is that a word of the outbox must not
- * change until its put is done, and a rank learns this only between operations. */
+/* The bisection of plan/flat_drop.cuh exchanges words in each repetition. A heap has separate
+ * words for this many consecutive repetitions. In the backend `hosts`, every repetition has its
+ * own words, because no bisection has more than 40 repetitions. The reason: a word in the
+ * outbox must not change until its put is done, and a rank can check this only between
+ * operations. */
 #define P2P_SEARCHES (HOSTS ? 40 : 2)
-/* Maximum number of tokens of a rank with which it uses the low-latency kernels
- * (lowlat/lowlat.cuh). The value is measured (docs/lab/cuda.md). */
+/* A rank uses the low-latency kernels (lowlat/lowlat.cuh) only if it has at most this many
+ * tokens. The value is measured (docs/lab/cuda.md). */
 #define P2P_LOWLAT_TOKENS (HOSTS ? 128 : 1024)
-/* The same maximum for kernels that only make a plan, and for those calls of dispatch for which
- * more tokens were not measured (p2p/operations.c). */
+/* This maximum is used in place of P2P_LOWLAT_TOKENS for kernels that only make a plan. It is
+ * also used for calls of dispatch for which more tokens were not measured
+ * (p2p/operations.c). */
 #define P2P_LOWLAT_OTHER_TOKENS 512
-/* the same maximum for calls of dispatch that quantize rows */
+/* calls of dispatch that quantize rows use this maximum in place of P2P_LOWLAT_TOKENS */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
 #define P2P_LOWLAT_COMBINE_TOKENS 96 /* the same maximum for combine */
 /* The next values limit the plans that low-latency kernels can make (lowlat/plan.cuh). There
  * are limits because these kernels keep the plan in shared memory. */
-/* Number of ids of one token that a lane handles at a time. The number of ids of a token is
- * rounded up to a multiple of it. */
+/* A lane handles this many expert ids of one token at a time. The number of ids of a token is
+ * rounded up to a multiple of this. */
 #define P2P_LOWLAT_LANE_IDS 4
-/* Maximum number of ids (rounded up as above) of all ranks together, and maximum number of bit
- * masks of all ranks together. Each mask marks which of 32 tokens chose an expert. */
+/* P2P_LOWLAT_IDS: maximum number of expert ids of all ranks together, if the number of ids of
+ * each token is rounded up (P2P_LOWLAT_LANE_IDS). P2P_LOWLAT_MASKS: maximum number of bit masks
+ * of all ranks together. Each mask marks which of 32 tokens chose an expert. */
 #define P2P_LOWLAT_IDS 32768
 #define P2P_LOWLAT_MASKS 16384
-/* These are the limits for a kernel that only makes a plan. They are lower, because with larger
- * tables the general planner is faster (docs/lab/cuda.md). */
+/* The limits of ids and of masks for a kernel that only makes a plan. They are lower, because
+ * with larger tables the general planner is faster (docs/lab/cuda.md). */
 #define P2P_LOWLAT_ALONE_IDS 8192
 #define P2P_LOWLAT_ALONE_MASKS 8192
 #define P2P_LOWLAT_EXPERTS 512 /* maximum number of experts of the layer */
@@ -74,8 +77,9 @@
 
 /* Offsets of the arrays of a heap that only the backend `hosts` has. */
 typedef struct p2p_net_arrays {
-    /* For each token of each rank: which ranks of this host need its row. The relay that
-     * forwards the row reads it (net/relay.cuh). Stamped words [2][num_ranks][max_tokens]. */
+    /* For each token of each rank: a bit mask of the ranks of this host that need its row. The
+     * relay that forwards the row reads the mask (net/relay.cuh). Stamped words
+     * [2][num_ranks][max_tokens]. */
     int64_t wants;
     /* For each destination rank and token: the number of pieces of the row that warps have
      * stored to the outbox. Only this rank writes it: uint32 [num_ranks][max_tokens]. */
@@ -120,9 +124,9 @@ typedef struct p2p_heap {
     /* Only if plan/resolve.cuh chooses the replicas. For each rank: how many choices of its
      * tokens go to each logical expert. Stamped words [2][num_ranks][REPLICATED_EXPERTS]. */
     int64_t logical_counts;
-    /* For each planner CTA of this rank: the number of choices of each expert that it has
-     * counted. Only this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend
-     * p2p, a struct p2p_window_area follows the array. */
+    /* For each planner CTA of this rank: how many choices of each expert the CTA has counted.
+     * Only this rank writes it: stamped words [MAX_PLANNERS][MAX_TALLIES]. In backend p2p, a
+     * struct p2p_window_area follows the array. */
     int64_t tallies;
     /* A row that kernels read in place of row 0 if the caller's buffer has no rows. Only this
      * rank writes it: uint8 [max_row_bytes]. */
@@ -142,9 +146,9 @@ typedef struct p2p_heap {
     /* Escape words (net/staging.cuh). Their bits mark the words of a row that the sender has
      * replaced because they equaled poison. Zero words [2][num_ranks - 1][escape_words]. */
     int64_t escapes;
-    /* Dot products of the rows of slots with the gradients of their outputs, one word for each
-     * block of 1024 elements (combine/backward.cu). Only this rank writes it: poison words
-     * [num_ranks][choices * blocks per row]. */
+    /* Parts of the gradients of weights (combine/backward.cu). A part is the dot product of
+     * 1024 elements of a slot's row with the same elements of the gradient of its token's
+     * output. Only this rank writes it: poison words [num_ranks][choices * blocks per row]. */
     int64_t parts;
     /* Rows that arrive (net/staging.cuh). Poison words [2][num_ranks - 1][source_bytes]. */
     int64_t staging;
@@ -197,8 +201,8 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
 typedef struct p2p_net_control {
     /* number of entries that kernels have appended to the ring since open */
     uint64_t posted_entries;
-    /* kernels may append entries with an index below this value without reading how many
-     * entries the proxy thread has taken */
+    /* Entries with an index below this value have space in the ring. A kernel may append such
+     * an entry without reading how many entries the proxy thread has taken. */
     uint64_t ring_room;
     /* number of operations for which an end marker has been appended to the ring */
     uint64_t ended_epochs;
@@ -206,16 +210,17 @@ typedef struct p2p_net_control {
      * where polls are slow. One warp at a time reads the original, and all other warps read the
      * copy. */
     uint64_t broken;
-    /* number of operations for which the net has read all data, so that their half of the
-     * outbox may be overwritten */
+    /* number of operations for which the net has read all data from the outbox; the half of the
+     * outbox that these operations used may be overwritten */
     uint64_t freed;
     /* times, in units of 1024 ns, at which this rank last read the originals */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
     uint32_t room_polled_at;
-    /* For each source rank, about how far its rows have arrived: the index of the last 16-byte
-     * vector that was seen to arrive, in the source's part of the staging. Stamped words. */
+    /* For each source rank: about how far its rows have arrived in its part of the staging. The
+     * value is the index, in this part, of the last 16-byte vector that was seen to arrive.
+     * Stamped words. */
     uint64_t received_vectors[DEVICE_MAX_RANKS];
     /* announcements of all ranks (stamped words); the first index is the parity of the epoch */
     uint64_t announcements[2][P2P_ANNOUNCE_WORDS][DEVICE_MAX_RANKS];
@@ -227,7 +232,7 @@ typedef struct p2p_net_control {
  * ns. */
 typedef struct p2p_wait_time {
     uint64_t wait;
-    uint64_t alone; /* the part of `wait` in which they waited for no other rank */
+    uint64_t alone; /* the part of `wait` in which this was the only awaited rank */
 } p2p_wait_time;
 
 /* The times for which the operations of this rank have waited for each rank. Waiting threads
@@ -235,8 +240,8 @@ typedef struct p2p_wait_time {
 typedef struct p2p_waits {
     uint64_t num_operations[P2P_OPERATIONS]; /* operations of each kind that have begun */
     p2p_wait_time times[P2P_OPERATIONS][DEVICE_MAX_RANKS];
-    /* For each rank: the device time up to which waits for this rank have been counted. It is
-     * the low 32 bits of a time in units of 1024 ns. */
+    /* For each rank q: waits for rank q have been added to `times` up to this device time. The
+     * value is the low 32 bits of a time in units of 1024 ns. */
     uint32_t counted_at[DEVICE_MAX_RANKS];
     /* The ranks of the last two waits that were counted, and their epoch. Bits 0 to 7: the rank
      * of the last wait. Bits 8 to 15: the rank of the wait before it in the same epoch; if
@@ -271,19 +276,20 @@ typedef struct p2p_control {
     uint32_t dead_polled_at;
     /* copy of p2p_status.dead (a bit mask of dead ranks), read at dead_polled_at */
     uint32_t dead[DEVICE_RANK_WORDS];
-    /* Device time in ns at which a wait found that its deadline had passed, or 0. At this time
-     * the process may be suspended, for example by SIGSTOP. So the wait fails only after the
-     * next beat, which shows that the process runs (P2P_AWAKE). */
+    /* Device time in ns at which a wait found that its deadline had passed, or 0. The wait does
+     * not fail at once, because the process may be suspended, for example by SIGSTOP. It fails
+     * only after the next beat, which shows that the process runs (P2P_AWAKE). */
     uint64_t due;
-    /* The latest device time in ns for which later beats (P2P_AWAKE) have shown that the
-     * process ran. A wait whose deadline is before this time fails. */
+    /* A wait fails if its deadline is before this device time, in ns. It is the latest time for
+     * which later beats (P2P_AWAKE) have shown that the process ran. */
     uint64_t overdue;
-    uint32_t due_beat; /* the beats in p2p_status.awake when `due` was set */
+    uint32_t due_beat; /* the number of beats in p2p_status.awake when `due` was set */
     /* The number of stops that this rank has seen. A stop is a period in which the process was
      * suspended; p2p_status.awake counts them. After a new stop, the rank restarts its time
      * limit. */
     uint32_t host_stops;
-    /* how often the time limit was restarted without a successful wait in between */
+    /* how many times in a row the time limit was restarted, without a successful wait in
+     * between */
     uint32_t num_postponed;
     /* time at which this rank last read p2p_status.awake, in units of 1024 ns */
     uint32_t awake_polled_at;
@@ -294,19 +300,20 @@ typedef struct p2p_control {
 #define P2P_CONTROL_BYTES ((int64_t)(sizeof(p2p_control) + 127) / 128 * 128)
 
 /* The part of a heap for windows. A window is memory of a rank into which its peers store rows
- * directly (docs/internals/windows.md). The part follows the array `tallies`, and is initially
- * zero. The first index [2] of its arrays is the parity of the epoch, or of the sequence number
- * of an exchange. The index [DEVICE_MAX_RANKS] is the rank that writes. */
+ * directly (docs/internals/windows.md). In the heap, this part follows the array `tallies`. It
+ * is initially zero. The first index [2] of its arrays is the parity of the epoch, or of the
+ * sequence number of an exchange. The index [DEVICE_MAX_RANKS] is the rank that writes. */
 #define P2P_MAX_WINDOWS 256 /* maximum number of windows of a context */
 /* number of bits of the offset in a place (p2p_window_words.place) */
 #define P2P_WINDOW_PLACE_BITS 48
 
-/* The permit of a rank: words that a kernel that stores into windows sends to each peer when it
- * begins. Each word has its own stamp, so the sender needs no fence between the words. */
+/* The permit of a rank: these words allow a peer to store rows into the rank's window. A kernel
+ * with windows sends them to each peer when it begins. Each word has its own stamp, so the
+ * sender needs no fence between the words. */
 typedef struct p2p_window_words {
     /* Number of this rank's tokens that always go through staging, because they are sent before
-     * the plan exists. If the stamp of this word is older than the operation, the rank's kernel
-     * moves all rows through staging. */
+     * the plan exists. If the stamp of this word is older than the operation, the rank runs a
+     * kernel that moves all rows through staging. */
     uint64_t begun;
     uint64_t call; /* p2p_self.signature: a hash of the arguments that must be equal */
     uint64_t rows; /* number of rows of the output */
@@ -344,8 +351,8 @@ typedef struct p2p_window_area {
     p2p_window_message messages[2][DEVICE_MAX_RANKS];
 } p2p_window_area;
 
-/* The window memory of one rank, which this rank has mapped at address `at` of its own
- * process. */
+/* A window of one rank. This rank has mapped the memory of the window at address `at` of its
+ * own process. */
 typedef struct p2p_mapped_window {
     uint8_t *at; /* NULL: not mapped */
     int64_t bytes;
@@ -357,8 +364,8 @@ DEVICE_LAYOUT_BOTH static inline int64_t p2p_window_area_at(const p2p_heap *h)
     return device_round_up(h->tallies + P2P_MAX_PLANNERS * DEVICE_MAX_TALLIES * 8, 128);
 }
 
-/* Returns the number of words that a rank sends to each rank in one repetition of the search
- * for keep limits (plan/flat_drop.cuh). It is at least num_ranks. */
+/* The search for keep limits (plan/flat_drop.cuh) is a bisection. Returns how many words a rank
+ * sends to each rank in one repetition. This is at least num_ranks. */
 DEVICE_LAYOUT_BOTH static inline int64_t p2p_search_words(int64_t num_ranks)
 {
     return MANY_RANKS ? num_ranks : DEVICE_MAX_RANKS;
@@ -449,8 +456,8 @@ static inline p2p_heap p2p_heap_of(int64_t num_ranks, int64_t max_tokens, int64_
     return h;
 }
 
-/* Returns the offset at which poison begins: a new heap consists of zeros up to this offset,
- * followed by poison (0xffffffff). */
+/* Returns the offset of the first byte that is poison in a new heap. A new heap consists of
+ * zeros up to this offset, followed by poison (0xffffffff). */
 static inline int64_t p2p_heap_poison(const p2p_heap *h)
 {
     return h->floats;

@@ -31,8 +31,8 @@ __device__ __forceinline__ void store_number(void *p, uint32_t type, int64_t i, 
 }
 
 /* Returns the value of an e4m3 byte. The exponent and mantissa bits are moved to their
- * positions in a float32. The two types have different exponent biases, so the float32 is 2^120
- * times too small; the multiplication corrects this. */
+ * positions in a float32. The two types have different exponent biases, so the float32 is too
+ * small by a factor of 2^120. The multiplication corrects this. */
 __device__ __forceinline__ float e4m3_value(uint8_t q)
 {
     const uint32_t size = q & 0x7fu;
@@ -40,7 +40,8 @@ __device__ __forceinline__ float e4m3_value(uint8_t q)
     return size == 0x7f ? __uint_as_float(0x7fc00000u) : q & 0x80u ? -x : x;
 }
 
-/* The epic_type of a type of rows.cuh. */
+/* NUMBER_TYPE<T> is the epic_type constant of an element type T: F32, Bf16 or F16
+ * (rows.cuh). */
 template <class T> constexpr uint32_t NUMBER_TYPE = EPIC_F32;
 template <> constexpr uint32_t NUMBER_TYPE<Bf16> = EPIC_BF16;
 template <> constexpr uint32_t NUMBER_TYPE<F16> = EPIC_F16;

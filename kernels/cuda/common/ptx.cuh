@@ -22,8 +22,9 @@ __device__ __forceinline__ uint64_t timer_ns()
     return t;
 }
 
-/* These functions load memory to which peers may store at the same time. Each 32-bit or 64-bit
- * word is loaded as a whole. But some words of a vector may be old while others are new. */
+/* The load_relaxed() functions load memory to which peers may store at the same time. Each
+ * 32-bit or 64-bit word is loaded as a whole. But some words of a vector may be old while other
+ * words are new. */
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t *p)
 {
     uint32_t v;
@@ -175,8 +176,8 @@ __device__ __forceinline__ void copy_word(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Closes a group of asynchronous copies: those that this thread has started since the last
- * call. */
+/* Closes a group of asynchronous copies (cp.async). The group contains all copies that this
+ * thread has started since it last called end_copies(). */
 __device__ __forceinline__ void end_copies()
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -289,8 +290,8 @@ __device__ __forceinline__ void fence_bulk(void)
     BULK_ASM("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Keeps values in registers. Without this, the compiler might compute them again at each
- * use. */
+/* Keeps values in registers. Without this call, the compiler might compute the values again at
+ * each use. */
 template <int N> __device__ __forceinline__ void keep_in_registers(float (&x)[N])
 {
 #pragma unroll
@@ -310,7 +311,8 @@ __device__ __forceinline__ float max_size(float x, float y)
     return size;
 }
 
-/* Returns the maximum of each of the two 16-bit halves of a and b, as unsigned integers. */
+/* Compares the low 16 bits of a and b, and separately the high 16 bits, as unsigned integers.
+ * Each half of the result is the larger of the two halves. */
 __device__ __forceinline__ uint32_t max_halves(uint32_t a, uint32_t b)
 {
     return __vmaxu2(a, b);

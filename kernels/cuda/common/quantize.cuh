@@ -26,8 +26,8 @@
 /* The part of a quantized piece of a row that one lane has: some elements, and one word of
  * scales. A word of scales contains the scales of 128 elements. */
 template <int V, int N> struct Quantized {
-    /* Number of adjacent lanes whose vectors with the same index make 128 elements. The scales
-     * of these elements are one word. */
+    /* Number of adjacent lanes that share one word of scales: vector v of each of these lanes
+     * makes 128 elements in all. */
     static constexpr int LANES = QUANTIZE_BLOCK / N;
     /* number of words of scales per piece */
     static constexpr int WORDS = V * WARP / LANES;
@@ -74,9 +74,9 @@ template <class ROW> __device__ __forceinline__ uint32_t largest_size(uint4 low,
 }
 
 /* Each lane has V vectors, and a block of elements consists of vector v of several adjacent
- * lanes. Returns in each lane the largest absolute value, as bits of a float32, of the block
- * that contains the lane's vector lane_id() % V. On entry, own[v] is the largest absolute value
- * in this lane's vector v. Called by a whole warp. */
+ * lanes. Returns the largest absolute value of one block, as bits of a float32. Each lane gets
+ * the value of the block that contains its vector lane_id() % V. On entry, own[v] is the
+ * largest absolute value in this lane's vector v. Called by a whole warp. */
 template <int V, int N>
 __device__ __forceinline__ uint32_t join_lanes(uint32_t (&own)[V], uint32_t how)
 {
@@ -141,9 +141,9 @@ struct BlockScale {
     float number;
 };
 
-/* Returns the scale of this lane's block (find_largest()), whose elements will be multiplied by
- * `weight` and then quantized. `largest`: the largest absolute value before the multiplication,
- * as bits of a float32. The function multiplies only `largest` by the weight. This is enough,
+/* Returns the scale of this lane's block (find_largest()). The caller will multiply the block's
+ * elements by `weight` and then quantize them. `largest`: the largest absolute value before
+ * this multiplication, as bits of a float32. It is enough to multiply `largest` by the weight,
  * because multiplication and rounding keep the order of absolute values. */
 template <int V>
 __device__ __forceinline__ BlockScale scale_of(uint32_t largest, float weight, uint32_t how)
@@ -207,9 +207,9 @@ __device__ __forceinline__ void divide_block(float (&x)[N], float scale)
 }
 
 /* Quantizes vector v of a piece into piece.q[v]. x: the vector's elements, already multiplied
- * by the weight; they are overwritten. `mine`: the scale that this lane has computed. The scale
- * of vector v may be that of another lane, which is read by a shuffle. A NaN scale makes all
- * elements NaN. Called by a whole warp. */
+ * by the weight; they are overwritten. `mine`: the scale that this lane has computed. Another
+ * lane may have computed the scale of vector v, so the scale is read by a shuffle. A NaN scale
+ * makes all elements NaN. Called by a whole warp. */
 template <bool SHORT, int V, int N>
 __device__ __forceinline__ void quantize_vector(Quantized<V, N> &piece, int v, float (&x)[N],
                                                 const BlockScale &mine, uint32_t how)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* RankMask, a bit mask of ranks, and RankNumbers, an array with one value per rank that is
- * distributed over the lanes of a warp.
+/* Two types: RankMask is a bit mask of ranks. RankNumbers is an array with one value per rank;
+ * the lanes of a warp share the array.
  *
  * In the usual libraries a group has at most 32 ranks. In these libraries, RankMask is one
  * word, a lane has the value of one rank, and every function below is one or two instructions.
@@ -106,7 +106,8 @@ __device__ __forceinline__ uint32_t part_of_ranks(const RankMask &mask, int firs
     return (uint32_t)(words >> first % 32) & ((1u << count) - 1);
 }
 
-/* Returns the mask with only the ranks of [first, first + count). count: at most 31. */
+/* Returns a mask of those ranks of `mask` that are in [first, first + count). count: at most
+ * 31. */
 __device__ __forceinline__ RankMask only_ranks(const RankMask &mask, int first, int count)
 {
     RankMask some = no_ranks();

@@ -69,8 +69,8 @@ static __device__ __noinline__ void store_bytes(uint8_t *row, int64_t at, int64_
         if (at + i < row_bytes) row[at + i] = (uint8_t)(words[i / 4] >> (i % 4 * 8));
 }
 
-/* Returns a vector of a row that no kernel reads again soon. Bytes after the end of the row are
- * zeros. */
+/* Returns a vector of a row. Use it for rows that no kernel reads again soon. Bytes after the
+ * end of the row are zeros. */
 __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, const RowShape &s,
                                           uint64_t policy)
 {
@@ -79,7 +79,8 @@ __device__ __forceinline__ uint4 load_row(const uint8_t *row, int32_t vector, co
     return s.aligned ? load_once(row + at, policy) : load_bytes(row, at, s.row_bytes, 0);
 }
 
-/* Returns a vector of a row that is read again soon. */
+/* Returns a vector of a row. Use it for rows that are read again soon. Bytes after the end of
+ * the row are those of `fill`. */
 __device__ __forceinline__ uint4 load_row_again(const uint8_t *row, int32_t vector,
                                                 const RowShape &s, uint32_t fill)
 {
@@ -100,8 +101,8 @@ __device__ __forceinline__ void store_row(uint8_t *row, int32_t vector, const Ro
         store_bytes(row, at, s.row_bytes, q);
 }
 
-/* Loads this lane's vectors of a piece of a row that is read again soon. `first` (also in the
- * functions below): index in the row of the piece's first vector. */
+/* Loads this lane's vectors of a piece of a row. Use it for rows that are read again soon.
+ * `first` (also in the functions below): index in the row of the piece's first vector. */
 template <int V, bool EXACT>
 __device__ __forceinline__ void load_piece_again(const uint8_t *row, int32_t first,
                                                  const RowShape &s, uint4 (&q)[V],
@@ -150,9 +151,9 @@ __device__ __forceinline__ bool has_poison(uint4 q)
     return max(max(q.x, q.y), max(q.z, q.w)) == POISON;
 }
 
-/* Returns `word` or, if `word` is poison (0xffffffff), `nan`. Senders call it because the
- * caller's data may contain a NaN with the bits of poison, which the receiver would take for a
- * word that has not arrived. Results of arithmetic are never poison. */
+/* Returns `nan` if `word` is poison (0xffffffff), otherwise `word`. Senders call it because the
+ * caller's data may contain a NaN with the bits of poison. The receiver would take such a NaN
+ * for a word that has not arrived. Results of arithmetic are never poison. */
 __device__ __forceinline__ uint32_t replace_poison(uint32_t word, uint32_t nan)
 {
     return word == POISON ? nan : word;
@@ -219,7 +220,7 @@ template <int V, bool EXACT> struct PieceRing {
         next = next + PIECE_BYTES == BYTES ? 0 : next + PIECE_BYTES;
     }
     /* Waits until the oldest piece is in shared memory. Requires that the caller has called
-     * commit_piece() for the AHEAD pieces after it. */
+     * commit_piece() for the AHEAD pieces after the oldest one. */
     __device__ __forceinline__ void wait_next()
     {
         wait_copies<AHEAD>();
@@ -239,10 +240,10 @@ template <int V, bool EXACT> struct PieceRing {
     }
 };
 
-/* Processes all units of a warp whose pieces go through a PieceRing. While the warp processes
- * one unit, the next AHEAD units have begun, and AHEAD pieces are being copied. Units:
- * CombineStream or GradientStream. Called by a whole warp. Returns false if the group has
- * failed. */
+/* Processes all units of a warp. The pieces of the units go through a PieceRing. While the warp
+ * processes one unit, the next AHEAD units have begun, and AHEAD pieces are being copied.
+ * Units: CombineStream or GradientStream. Called by a whole warp. Returns false if the group
+ * has failed. */
 template <class Units> __device__ __forceinline__ bool run_units(Units &&units)
 {
     bool ok = true;
