@@ -161,9 +161,9 @@ __device__ __forceinline__ void for_each_choice(const p2p_plan_job &job,
     }
 }
 
-/* Checks the id of a choice. Valid are the ids 0 to `ids` - 1. Returns `id` if it is valid,
+/* Checks the id of a choice. The ids 0 to `ids` - 1 are valid. Returns `id` if it is valid,
  * otherwise -1. A negative id means that the choice has no expert. If the id is too large, the
- * choice is wrong: p.bad_choice becomes `choice`, unless it is already a lower index. */
+ * choice is wrong: p.bad_choice becomes `choice` if this is lower than the old value. */
 __device__ __forceinline__ int32_t check_id(Planner &p, int64_t choice, int64_t id, int ids)
 {
     if (id >= ids) atomicMin(&p.bad_choice, (uint32_t)choice);
@@ -183,8 +183,9 @@ __device__ __forceinline__ int32_t *resolved_experts(const p2p_plan_job &job)
 
 /* Returns the id by which the planner counts a choice, or a negative value if the choice has no
  * expert. If job.resolves is set, resolve_replicas() has already chosen a replica (a copy of a
- * logical expert), and the id is that of the replica. Otherwise it is the id in the caller's
- * array. In a layer with replicas, that is the id of the logical expert. */
+ * logical expert), and planned_id() returns the id of this replica. Otherwise it returns the id
+ * in the caller's array. If the layer has replicas, the caller's ids are ids of logical
+ * experts. */
 template <int FEATURES>
 __device__ __forceinline__ int64_t planned_id(const p2p_plan_job &job, int64_t choice)
 {
@@ -246,9 +247,10 @@ static __device__ void count_choices(Planner &p, const p2p_plan_job &job,
 
 /* Macros for the words of the array `counts`, which a rank sends to all ranks, one word per
  * tally. Bits 0 to COUNT_BITS - 1: the tally, summed over all warps of the sender. Higher bits:
- * the rank that owns the tally's expert according to the sender's rank_of_expert; the receiver
- * compares it with its own table. RECORD_LAST in the word of tally 0 means that the sender's
- * data is wrong. RECORD_LAST in all words means that the sender's rank_of_expert is invalid. */
+ * the rank that owns the tally's expert according to the sender's rank_of_expert. The receiver
+ * compares this rank with its own table. RECORD_LAST in the word of tally 0 means that the
+ * sender's data is wrong. RECORD_LAST in all words means that the sender's rank_of_expert is
+ * invalid. */
 #define COUNT_BITS P2P_COUNT_BITS
 #define COUNT_OF(word) ((uint32_t)(word) & ((1u << COUNT_BITS) - 1))
 #define OWNER_OF(word) ((uint32_t)(word) >> COUNT_BITS & (DEVICE_MAX_RANKS - 1))
@@ -392,10 +394,10 @@ static __device__ __noinline__ bool publish_fault(const Planner &p, const p2p_pl
     return true;
 }
 
-/* Only in backend `hosts`: CTA 0 copies the counts that ranks on other hosts have sent from the
- * net inbox to the heap. The other CTAs wait for the counts in the heap, because polls of the
- * net inbox may be slow. `counts`: address in the heap of the count of rank 0. `words`: the
- * counts of the ranks from `first` on, which this thread has read. */
+/* Only in backend `hosts`: ranks on other hosts send their counts to the net inbox, and CTA 0
+ * copies these counts to the heap. The other CTAs wait for the counts in the heap, because
+ * polls of the net inbox may be slow. `counts`: address of the count of rank 0 in the heap.
+ * `words`: the counts of the ranks from `first` on, which this thread has read. */
 __device__ __forceinline__ void cache_counts(const OpState &op, uint64_t *counts, int first,
                                              const uint64_t (&words)[RANKS_AT_ONCE])
 {
@@ -425,9 +427,9 @@ __device__ __forceinline__ bool wait_planner_counts(const p2p_plan_job &job, con
 }
 
 /* Executes steps 1 and 2 of exchange_counts() (below) for tally e: adds the tallies of all
- * planner CTAs of this rank, and sets p.before_cta[e] to the sum over the lower CTAs. CTA 0
- * also sends the total to every rank. `counts`: offset of the array `counts` in a heap, in
- * 8-byte words. Returns false if the group has failed. */
+ * planner CTAs of this rank, and sets p.before_cta[e] to the sum for the lower CTAs. CTA 0 also
+ * sends the sum for all CTAs to every rank. `counts`: offset of the array `counts` in a heap,
+ * in 8-byte words. Returns false if the group has failed. */
 __device__ __forceinline__ bool publish_count(Planner &p, const p2p_plan_job &job,
                                               const OpState &op, int64_t counts, int e)
 {

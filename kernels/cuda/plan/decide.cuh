@@ -233,8 +233,8 @@ __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 
 /* Waits until all ranks have announced their numbers of tokens and their capacities. In CTA 0,
  * also fills in the header. Called by all warps of the CTA, but only the last three work: the
- * last warp waits for numbers of tokens, the one before it waits for capacities, and the one
- * before that fills in the header. Returns false if the group has failed. */
+ * last warp waits for the numbers of tokens, the second to last warp waits for the capacities,
+ * and the third to last warp fills in the header. Returns false if the group has failed. */
 static __device__ bool prepare_header(Planner &p, const p2p_plan_job &job, const OpState &op)
 {
     const int after = (int)(blockDim.x / WARP) - 1 - (int)(threadIdx.x / WARP);
@@ -275,7 +275,7 @@ static __device__ bool decide_plan(Planner &p, const p2p_plan_job &job, const Op
     }
     const bool simple = FEATURES == 0 && slots_fit_int32(job);
     for (int d = warp; d < ranks; d += warps) {
-        if (is_vacant(op, d)) { /* its experts keep no choices */
+        if (is_vacant(op, d)) { /* experts on a vacant seat keep no choices */
             if (lane_id() == 0) p.demand[d] = 0;
             if (lane_id() == 0) p.needed_slots[d] = 0;
             continue;

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Layout FLAT: a token has one row on each rank that owns at least one of its experts. Kernels
- * that move rows treat this row as the token's only slot on that rank. Two more arrays of the
- * receive buffer contain, for each row, the token's local experts on that rank and the weights
- * of these choices.
+ * that move rows treat this row as the token's only slot on that rank. Two more output arrays
+ * of dispatch contain, for each received row, the token's local experts on that rank and the
+ * weights of these choices.
  *
  * While the plan is made, each rank sends a row word and a record to every rank, for each of
  * its tokens. Both consist of stamped words, which contain the epoch (the number of the

@@ -24,7 +24,7 @@ struct FlatChoice { /* A choice that this lane handles, and where it goes. */
     int64_t choice;
     /* the rank of the choice's expert; -1: the choice has no expert or is dropped */
     int32_t owner;
-    int32_t local; /* index of the expert among the experts of that rank */
+    int32_t local; /* index of the choice's expert among the experts of rank `owner` */
     /* Index of the token's row on the rank `owner`. At first, only the lane with the token's
      * first choice for this rank has the index; the token's other lanes have -1.
      * send_row_words() sets it in all of them. */

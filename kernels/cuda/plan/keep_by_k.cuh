@@ -58,8 +58,9 @@ static __device__ void prepare_by_k(Planner &p, const p2p_plan_job &job)
 }
 
 /* Returns the keep position of choice k of a token. Without EPIC_BY_K, this is the index of the
- * choice in the order (rank, token, k). `warp_position`: number of choices that the warp had
- * counted in the same tally before. `tallies`: number of tallies per warp. */
+ * choice among all choices of its expert, in the order (rank, token, k). `warp_position`:
+ * number of choices that the warp had counted in the same tally before. `tallies`: number of
+ * tallies per warp. */
 __device__ __forceinline__ int32_t keep_position_of(const Planner &p, const p2p_plan_job &job,
                                                     int tallies, int expert, int k,
                                                     int32_t warp_position)

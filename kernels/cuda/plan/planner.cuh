@@ -30,16 +30,16 @@
 /* The destination of the choice that this lane handles. */
 struct PlacedChoice {
     /* rank: the rank to which `slot` is sent; -1: nothing is sent. slot: the choice's slot on
-     * that rank. If the plan is invalid, it is RECORD_DISCARD. */
+     * that rank. If the plan is invalid, `slot` is RECORD_DISCARD. */
     int32_t rank;
     uint32_t slot;
 };
 
-/* Returns the slot of choice k of a token on the rank of its expert, or the reason why there is
- * none (EPIC_FATE_*). `id`: planned_id() of the choice. e becomes the expert. If `id` is the id
- * of a logical expert, e becomes the replica that gets the choice. `warp_position`: number of
- * choices with this id that the warp had counted before. Requires a valid plan. All lanes must
- * call it; a lane that has no choice passes id = -1. */
+/* Returns the slot that choice k of a token gets on the rank of its expert. If the choice gets
+ * no slot, returns the reason (EPIC_FATE_*). `id`: planned_id() of the choice. e becomes the
+ * expert. If `id` is the id of a logical expert, e becomes the replica that gets the choice.
+ * `warp_position`: number of choices with this id that the warp had counted before. Requires a
+ * valid plan. All lanes must call it; a lane that has no choice passes id = -1. */
 template <int FEATURES>
 __device__ __forceinline__ int32_t slot_of_choice(const Planner &p, const p2p_plan_job &job,
                                                   int64_t id, int k, int32_t warp_position,

@@ -44,8 +44,8 @@ enum { /* Bits of the template argument FEATURES: features that the layer uses. 
 struct Planner {
     device_plan_header header;
     /* [num_tallies]: for each tally, the count for all tokens before the tokens of this CTA.
-     * They are the tokens of lower ranks, and those of this rank in lower CTAs. Before choices
-     * are counted, resolve_replicas() keeps other counts in this memory. */
+     * These earlier tokens are on lower ranks, or belong to lower CTAs of this rank. Before
+     * choices are counted, resolve_replicas() keeps other counts in this memory. */
     int32_t *before_cta;
     /* [num_tallies]: for each tally, the sum over all warps of all ranks. With EPIC_BY_K,
      * prepare_by_k() later sets the pointer to another array, [num_experts]: the number of

@@ -63,9 +63,9 @@ static __device__ void sum_replica_counts(Planner &p, int num_logical)
     if (lane_id() == 0) p.first_replica[num_logical] = (uint16_t)before;
 }
 
-/* Reads and checks the caller's table logical_of_expert, and fills in the tables at the top of
- * this file. Until choices are counted, logical_load contains the number of replicas of each
- * logical expert.
+/* Reads and checks the caller's table logical_of_expert, and fills in the planner's tables for
+ * replicas (see the top of this file). Until choices are counted, logical_load contains the
+ * number of replicas of each logical expert.
  *
  * p.bad_replica becomes the index of the first invalid entry of the caller's table. The planner
  * uses 0 in place of invalid entries. If all entries are valid and EPIC_DROP_ABSENT is not set,

@@ -67,7 +67,8 @@ static __device__ bool exchange_chosen(Planner &p, const p2p_self &self, const O
     return true;
 }
 
-/* Executes the three steps at the top of this file. Called by all threads of the CTA, after
+/* Executes the three steps of this file: counts choices of logical experts, exchanges the
+ * counts, and finds the replica of each choice. Called by all threads of the CTA, after
  * read_replicas(). Returns false if the group has failed. */
 static __device__ __noinline__ bool resolve_replicas(Planner &p, const p2p_plan_job &job,
                                                      const OpState &op)
