@@ -141,9 +141,8 @@ typedef enum p2p_phase {
  * words of 8 bytes from this rank's outbox to the same offset in the inbox of rank `peer`.
  * `word` is the index of the first of these words. Bits 0 to 32: `word`. The next
  * P2P_ENTRY_WORDS_BITS bits: `words`. The next bits up to bit 55: `peer`. Bits 56 to 63: the
- * lap (1 to 255), which is 1 plus the number of times that kernels have filled the whole ring
- * before, modulo 255. A reader knows which lap the next entry has, and ignores an entry of an
- * older lap. */
+ * lap. It is 1 + n % 255 if kernels had filled the whole ring n times before this entry. A
+ * reader knows which lap the next entry has, and ignores an entry of an older lap. */
 #define P2P_RING_ENTRIES (1u << 15)
 /* number of bits of `words`; with MANY_RANKS, `peer` needs more bits, so `words` has fewer */
 #define P2P_ENTRY_WORDS_BITS (MANY_RANKS ? 13 : 18)
@@ -247,7 +246,7 @@ typedef struct p2p_plan_job {
     int32_t is_lowlat; /* 1: use the low-latency planner (lowlat/plan.cuh) */
     /* maximum number of tokens per rank with which the low-latency planner is used */
     int32_t max_lowlat_tokens;
-    /* 1: if choices must be dropped, those with the highest k are dropped first
+    /* 1: if choices must be dropped, the choices with the highest k are dropped first
      * (plan/keep_by_k.cuh) */
     int32_t by_k;
     /* 1: topk_idx contains ids of logical experts, and plan/resolve.cuh chooses their
@@ -363,8 +362,8 @@ static inline int64_t p2p_packed_bytes(int64_t row_bytes, int64_t scale_bytes)
 }
 
 /* Arguments of the operations combine and dispatch_backward. A rank adds the rows of a token's
- * slots on this rank; the result is a partial sum. The token's home rank adds the partial sums
- * of all ranks. */
+ * slots on this rank; the result is a partial sum. The token's home rank (the rank that has the
+ * token) adds the partial sums of all ranks. */
 typedef struct p2p_combine_job {
     p2p_self self;
     const uint8_t *plan;
@@ -501,9 +500,9 @@ cudaError_t p2p_launch_sum(const p2p_sum_job *job, int num_sms, cudaStream_t str
 cudaError_t p2p_launch_sum_replicas(const p2p_sum_replicas_job *job, int num_sms,
                                     cudaStream_t stream);
 
-/* Each function loads the kernels of one operation on the current device. They are called when
- * a context is opened: if CUDA loaded a kernel later, it might wait until the device is
- * idle. */
+/* Each function loads the kernels of one operation on the current device. The host calls it
+ * when a context is opened, because CUDA may wait until the device is idle if it loads a kernel
+ * later. */
 cudaError_t p2p_load_plan(void);
 cudaError_t p2p_load_dispatch(void);
 cudaError_t p2p_load_dispatch_packed(void);

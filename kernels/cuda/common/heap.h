@@ -54,7 +54,7 @@
 #define P2P_LOWLAT_OTHER_TOKENS 512
 /* calls of dispatch that quantize rows use this maximum in place of P2P_LOWLAT_TOKENS */
 #define P2P_LOWLAT_QUANTIZED_TOKENS 192
-#define P2P_LOWLAT_COMBINE_TOKENS 96 /* the same maximum for combine */
+#define P2P_LOWLAT_COMBINE_TOKENS 96 /* combine uses this in place of P2P_LOWLAT_TOKENS */
 /* The next values limit the plans that low-latency kernels can make (lowlat/plan.cuh). There
  * are limits because these kernels keep the plan in shared memory. */
 /* A lane handles this many expert ids of one token at a time. The number of ids of a token is
@@ -110,7 +110,7 @@ typedef struct p2p_heap {
      * [2][MAX_RANKS][P2P_FAULT_WORDS]. */
     int64_t faults;
     /* For each planner CTA of this rank, the index of the first invalid choice (wrong expert
-     * id) that it has found. Only this rank writes it: stamped words [MAX_PLANNERS]. */
+     * id) that the CTA has found. Only this rank writes it: stamped words [MAX_PLANNERS]. */
     int64_t first_faults;
     /* For each rank: how many choices of its tokens go to each expert. In FLAT layers, also how
      * many rows its tokens need on each rank. With replicas, a hash of logical_of_expert comes
@@ -190,10 +190,11 @@ enum { /* indices of the words that describe a wrong value in a planner's input 
        P2P_FAULT_WORDS = 4
 };
 
-/* The word `gone` of a rank that has closed its context after the operation `epoch`. */
+/* A rank stores this in its word `gone` when it has closed its context after the operation
+ * `epoch`. */
 #define P2P_GONE(epoch) (1ull << 63 | (epoch))
-/* The word `gone` of a rank whose group continues without the owner of this heap. The rank does
- * not access the heap any more. */
+/* A rank stores this in its word `gone` when its group continues without the owner of this
+ * heap. After that, the rank does not access the heap any more. */
 #define P2P_RELEASED (1ull << 63 | 1ull << 62)
 
 /* The control memory for the backend `hosts`. "The ring" is p2p_ring: host memory through which
@@ -213,7 +214,7 @@ typedef struct p2p_net_control {
     /* number of operations for which the net has read all data from the outbox; the half of the
      * outbox that these operations used may be overwritten */
     uint64_t freed;
-    /* times, in units of 1024 ns, at which this rank last read the originals */
+    /* times, in units of 1024 ns, at which this rank last read the original words */
     uint32_t freed_polled_at;
     uint32_t announcements_polled_at;
     uint32_t failure_polled_at;
@@ -266,7 +267,7 @@ typedef struct p2p_control {
      * reports, so that all fields of p2p_status describe the same failure. */
     uint32_t claim;
     /* Only in low-latency kernels: the number of CTAs that have stored their last result. The
-     * last of them sets it to 0. */
+     * last of these CTAs sets the number to 0. */
     uint32_t ended;
     /* 1 while an operation of this rank is running */
     uint32_t running;

@@ -165,8 +165,8 @@ __device__ __forceinline__ uint4 replace_poisons(uint4 q, uint32_t nan)
                       replace_poison(q.z, nan), replace_poison(q.w, nan));
 }
 
-/* Returns the offset in bytes, from the beginning of the row, of this lane's first vector of a
- * piece. `vector`: index in the row of the piece's first vector. */
+/* Returns where this lane's first vector of a piece begins: the offset in bytes from the
+ * beginning of the row. `vector`: index in the row of the piece's first vector. */
 __device__ __forceinline__ int64_t lane_offset(int32_t vector)
 {
     return (int64_t)((uint32_t)(vector + lane_id()) * 16u);
