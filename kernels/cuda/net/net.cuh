@@ -37,9 +37,9 @@
 #include "cuda/common/wait.cuh"
 
 /* Returns the lag of a kernel: the number of tokens that it must send before it receives the
- * first token. This is the larger of `lag`, the lag that suffices without a net, and the net's
- * window (EPIC_NET_WINDOW, at most num_tokens). With a large lag, the net always has data to
- * send, and the proxy thread can send adjacent rows in one put. */
+ * first token. This is the larger of two numbers: `lag` (the lag that suffices without a net)
+ * and the net's window (EPIC_NET_WINDOW, at most num_tokens). With a large lag, the net always
+ * has data to send, and the proxy thread can send adjacent rows in one put. */
 static inline int32_t lag_for_net(const p2p_self &self, int32_t lag, int32_t num_tokens)
 {
     const int32_t window = net_window(self);

@@ -25,7 +25,7 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/net/operation.cuh"
 
-/* the stand-in (see above) */
+/* the stand-in: the word that replaces poison in rows that are sent */
 #define POISON_STAND_IN 0x7fff7fffu
 /* bit that is 1 in every escape word: a word of 0 means that the escape word has not arrived */
 #define ESCAPE_SENT 0x80000000u
@@ -77,8 +77,8 @@ __device__ __forceinline__ void unhide_word(uint32_t &word, uint32_t mask, int b
     if (mask >> bit & 1) word = POISON;
 }
 
-/* Replaces the words of a piece that equal poison by the stand-in, because the receiver would
- * take them for words that have not arrived. Returns this lane's escape word, which must be
+/* In a piece, replaces each word that equals poison by the stand-in, because the receiver would
+ * take poison for a word that has not arrived. Returns this lane's escape word, which must be
  * sent with the piece, or 0 if the piece needs no escape words. Called by a whole warp. */
 template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 {
@@ -99,8 +99,8 @@ template <int V> __device__ __forceinline__ uint32_t hide_poison(uint4 (&q)[V])
 
 /* Restores the words of a received piece that hide_poison() has replaced. If the piece has
  * escape words, first waits for them, and then sets them to 0 for the next use. `escape`:
- * address at which they arrive. `peer`: the rank that sends them. Called by a whole warp.
- * Returns false if the group has failed. */
+ * address at which the escape words arrive. `peer`: the rank that sends the piece. Called by a
+ * whole warp. Returns false if the group has failed. */
 template <int V>
 __device__ __forceinline__ bool unhide_poison(const OpState &op, int peer, uint4 (&q)[V],
                                               uint32_t *escape)
@@ -147,8 +147,9 @@ template <int V> __device__ __forceinline__ bool has_missing(const uint4 (&q)[V]
  * spin */
 #define MAX_POLLED_BYTES (POLL_WINDOW_BYTES / 8)
 
-/* Returns true if a piece from `peer` is likely to arrive next (POLL_WINDOW_BYTES). `last`:
- * address of the piece's last vector. Called by a whole warp. */
+/* Returns true if a piece from `peer` is likely to arrive next. This is so if it is at most
+ * POLL_WINDOW_BYTES after the farthest piece from `peer` that has arrived. `last`: address of
+ * the piece's last vector. Called by a whole warp. */
 __device__ __forceinline__ bool may_arrive_next(const OpState &op, int peer, const uint4 *last)
 {
     const uint64_t received = load_relaxed(&control_of(op)->net->received_vectors[peer]);
@@ -189,8 +190,8 @@ static __device__ __noinline__ bool wait_host_piece(const OpState &op, int peer,
     return ok;
 }
 
-/* Returns true if all waiting warps may poll host memory at every spin (MAX_POLLED_BYTES). This
- * is possible only in low-latency kernels. */
+/* Returns true if rows are so few that all waiting warps may poll host memory at every spin
+ * (MAX_POLLED_BYTES). Only low-latency kernels may do so. */
 __device__ __forceinline__ bool can_poll_all(const OpState &op, int32_t vectors)
 {
     return LOW_LATENCY && op.tokens * vectors * 16 <= MAX_POLLED_BYTES;

@@ -38,7 +38,7 @@
 
 /* The contents of the peers' permits. Each CTA has a copy in shared memory. */
 struct WindowState {
-    /* for each rank, the address of its output (in its window) in this rank's address space */
+    /* for each rank: the address, in this rank's address space, of its output in its window */
     uint8_t *output[DEVICE_MAX_RANKS];
     /* for each rank, the number of rows of its output that this rank may store */
     int32_t rows[DEVICE_MAX_RANKS];
@@ -212,7 +212,7 @@ static inline int count_remote_ctas(int num_sms)
     return remote < MOST_REMOTE_CTAS ? remote : MOST_REMOTE_CTAS;
 }
 
-struct CopyTeam {   /* The CTAs that share some work. */
+struct CopyTeam {   /* CTAs that together copy some rows. */
     bool is_remote; /* true: the CTAs copy rows to peers; false: to outputs of this rank */
     int cta, ctas;  /* index of this CTA in the team, and number of CTAs of the team */
 };
