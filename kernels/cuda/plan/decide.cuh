@@ -212,8 +212,8 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
     h.first_expert = layer.sum_order == EPIC_TREE ? job.block * self.rank : 0;
     for (int q = 0; q < DEVICE_MAX_RANKS; q++)
         h.rank_at[q] = (uint8_t)(q < self.num_ranks ? q : 0);
-    /* The low-latency planner also calls this function, and has no p.owner. It is used only
-     * without rank_of_expert, so it does not execute this loop. */
+    /* The low-latency planner, which has no p.owner, also calls this function. But
+     * rank_of_expert is NULL in its calls, so it does not execute this loop. */
     if (layer.sum_order == EPIC_TREE && job.rank_of_expert)
         for (int q = 0; q < self.num_ranks; q++) {
             const int first = job.block * q;
@@ -223,7 +223,7 @@ static __device__ void fill_header(Planner &p, const p2p_plan_job &job, const Op
 }
 
 /* Returns true if no rank can need more than 2^31 - 1 slots, whatever experts the tokens
- * choose. Then place_slabs() can add slots in 32-bit integers without overflow, and
+ * choose. In this case, place_slabs() can add slots in 32-bit integers without overflow, and
  * decide_plan() need not call count_slots() first. */
 __device__ __forceinline__ bool slots_fit_int32(const p2p_plan_job &job)
 {

@@ -16,9 +16,9 @@
 
 #include "cuda/plan/view.cuh"
 
-/* Returns the address in `heap` of the row word of `token`. A heap has one array of row words
- * for each rank that writes row words to the heap. `source`: index of the array to which the
- * token's rank writes (source_number()). */
+/* Returns the address in `heap` of the row word of `token` (the word with the index of its
+ * row). A heap has one array of row words for each rank that writes row words to the heap.
+ * `source`: index of the array to which the token's rank writes (source_number()). */
 __device__ __forceinline__ uint64_t *row_word_address(const p2p_self &self, const OpState &op,
                                                       uint8_t *heap, int source, int64_t token)
 {

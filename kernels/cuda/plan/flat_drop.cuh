@@ -88,7 +88,8 @@ static __device__ void count_kept_rows(Planner &p, const p2p_plan_job &job,
 }
 
 /* Returns the address in `heap` of the words that `rank` sends in repetition number `search` of
- * the bisection. Word d is the number of rows that the tokens of `rank` need on rank d. */
+ * the bisection. Word d contains the number of rows that the tokens of `rank` need on rank
+ * d. */
 __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const OpState &op,
                                                   uint8_t *heap, int rank, int search)
 {
@@ -103,11 +104,11 @@ __device__ __forceinline__ uint64_t *search_words(const p2p_self &self, const Op
  * (p2p_group_device()). */
 #define SEARCH_ROW_BITS 24
 
-/* Counts the rows that this rank's tokens need on each rank with the limits p.keep_limit, and
- * exchanges the counts with all ranks. Sets p.needed_rows (rows for the tokens of all ranks)
- * and p.rows_before_cta (rows for the tokens of lower ranks). `search`: index of this
- * repetition. Called by all threads of the CTA; thread d handles the rows of rank d. Returns
- * false if the group has failed. */
+/* Counts the rows that this rank's tokens need on each rank if no expert keeps more choices
+ * than p.keep_limit allows. Exchanges these counts with all ranks. Sets p.needed_rows (rows for
+ * the tokens of all ranks) and p.rows_before_cta (rows for the tokens of lower ranks).
+ * `search`: index of this repetition. Called by all threads of the CTA; thread d handles the
+ * rows of rank d. Returns false if the group has failed. */
 static __device__ bool count_needed_rows(Planner &p, const p2p_plan_job &job, const OpState &op,
                                          int search)
 {

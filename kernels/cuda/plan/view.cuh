@@ -139,7 +139,7 @@ static __device__ void set_plan_pointers(PlanView &view, const uint8_t *plan,
 }
 
 /* Reports to the host why this call cannot use the plan. is_intact: true if the plan is
- * undamaged. The reason is then that the plan belongs to another layer or number of tokens.
+ * undamaged. The reason is then that the plan was made for another layer or number of tokens.
  * Called by one thread. */
 static __device__ __noinline__ void report_bad_plan(const p2p_self &self,
                                                     const device_plan_header &h, bool is_intact,
